@@ -25,12 +25,15 @@ from megatron.planning.kept.kept_inputs import KeptInput, kept_input
 from megatron.planning.kept.latent_memory import kept_by_latent_attention
 from megatron.planning.kept.norm_memory import kept_behind, kept_by_head_norms, norm_numbers
 from megatron.planning.layer_kinds import LayerKind, layer_kinds
+from megatron.planning.layer_widths import layer_widths
 from megatron.planning.plan import Plan
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
 
 
+_READ_STREAM = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
+"""Linear layers of an attention that take what the norm in front of it gives."""
 SavedBytes = Callable[[GPTConfig, int, int, int], Mapping[str, int]]
 """Return by part what a layer keeps of a micro-batch, from (model, sequence length, micro-batch size, layer number)."""
 
@@ -71,12 +74,19 @@ def saved_bytes(
     in_float8 = layer_number in float8_layers if layer_number is not None else len(float8_layers) > 0
 
     def kept(name: str, num_rows: int, out_width: int, in_width: int) -> KeptInput:
-        is_recomputed = "layernorm" in modules and name in ("linear_qkv", "linear_fc1")
+        is_recomputed = "layernorm" in modules and name in (*_READ_STREAM, "linear_fc1")
         widths = out_width, in_width
         return kept_input(config, name, num_rows, widths, in_float8=in_float8, is_recomputed=is_recomputed)
 
-    qkv = kept("linear_qkv", rows, (heads + 2 * groups) * width, config.hidden_size)
-    proj = kept("linear_proj", tokens, config.hidden_size, heads * width)
+    widths = layer_widths(config)
+    of_attention = {
+        name: kept(name, tokens if name == "linear_proj" else rows, out_width, in_width)
+        for name, (in_width, out_width) in widths.items()
+        if name not in ("linear_fc1", "linear_fc2")
+    }
+    proj, reads_whole = of_attention["linear_proj"], [of_attention[n].is_whole for n in _READ_STREAM if n in widths]
+    if config.q_lora_rank is None and "mla_up_proj" in modules:
+        reads_whole.append(True)  # Queries are widened again from what the norm gave.
     experts: Mapping[str, int] | None = None
     has_experts = config.moe_layers[config.kind_of(layer_number or 0)]
     whole_width = (config.moe_shared_expert_intermediate_size or 0) // tp if has_experts else ffn
@@ -92,8 +102,8 @@ def saved_bytes(
     elif "mlp" in modules:
         # Kept is what the feed-forward is computed from.
         fc1, fc2 = KeptInput(is_whole=True), KeptInput(is_whole=False)
-    layers = (qkv, proj, fc1, fc2)
-    norm_outputs = 0 if "layernorm" in modules or not num_norms else (qkv.is_whole + fc1.is_whole) * hidden
+    layers = (*of_attention.values(), fc1, fc2)
+    norm_outputs = 0 if "layernorm" in modules or not num_norms else (any(reads_whole) + fc1.is_whole) * hidden
     is_recomputed = "core_attn" in modules
     exchange = config.cp_exchange(layer_number or 0) if config.context_parallel_size > 1 else ""
     # The core attention's own backward pass needs its output too: the same, but where that travels or is joined.
@@ -107,7 +117,7 @@ def saved_bytes(
         "attention output": outputs * tokens * heads * width * element,
     }
     if config.multi_latent_attention:
-        attention = dict(kept_by_latent_attention(config, tokens, rows, element, exchange))
+        attention = dict(kept_by_latent_attention(config, tokens, rows, element, exchange, in_float8=in_float8))
     parts = {
         # In front of each norm: its sum, and numbers a token.
         "stream": 2 * hidden,

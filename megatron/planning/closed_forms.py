@@ -271,7 +271,10 @@ def _add_layer_ends(
     if model.multi_latent_attention and "attention" in regions:
         again = backward if "mla_up_proj" in model.recomputed_modules else 0
         tokens, times = here.tokens * here.element, left if regions == ("attention",) else entered
-        add_latent(partial(_add_over_tp, total), model, tokens, entered, times, backward, again)
+        if in_float8 and model.sequence_parallel:
+            _float8_ends(here).add_latent(partial(_add_over_tp, total), entered, times, backward, again)
+        else:
+            add_latent(partial(_add_over_tp, total), model, tokens, entered, times, backward, again)
         regions = tuple(region for region in regions if region != "attention")
     if here.config.model.sequence_parallel and in_float8:
         for region in regions:
@@ -374,5 +377,5 @@ def _add_scalars(total: TrafficSum, here: _Rank) -> None:
     num_losses = len(auxiliary_losses(config.model)) + bool(config.model.z_loss_coeff)
     total.add("all_reduce", WORLD, 32 + 16 * num_losses)
     if config.model.fp8_recipe == "delayed" and config.model.float8_layers(config.model.num_layers):
-        # The amax of each operand of each linear layer.
-        total.add("all_reduce", WORLD, config.model.num_layers * 4 * 3 * 4)
+        # The amax of each operand of each linear layer, and of each expert's two.
+        total.add("all_reduce", WORLD, config.model.num_layers * config.model.float8_places.num_places * 3 * 4)

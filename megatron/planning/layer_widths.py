@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def layer_widths(model: GPTConfig, *, has_experts: bool = False) -> dict[str, tuple[int, int]]:
+def layer_widths(model: TransformerConfig, *, has_experts: bool = False) -> dict[str, tuple[int, int]]:
     """Return what each linear layer takes and gives, by its name in the model and in the order of the model.
 
     Of a feed-forward of experts only the shared one is there, if it is.
@@ -28,7 +28,7 @@ def is_whole_on_ranks(name: str) -> bool:
     return name.endswith("_down_proj")
 
 
-def _latent_widths(model: GPTConfig) -> dict[str, tuple[int, int]]:
+def _latent_widths(model: TransformerConfig) -> dict[str, tuple[int, int]]:
     h, heads = model.hidden_size, model.num_attention_heads // model.tensor_model_parallel_size
     narrow, queries = model.q_lora_rank, heads * model.latent_query_width
     of_queries = {"linear_q_proj": (h, queries)}
@@ -41,6 +41,6 @@ def _latent_widths(model: GPTConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def key_value_width(model: GPTConfig) -> int:
+def key_value_width(model: TransformerConfig) -> int:
     """Return the width of all keys on one tensor-parallel rank; ranks beyond the groups hold copies."""
     return key_value_heads_of_rank(model.num_query_groups, model.tensor_model_parallel_size) * model.head_width

@@ -8,12 +8,10 @@ import torch
 
 from megatron.core.collectives import all_reduce
 from megatron.core.fp8.float8_config import Float8Config
+from megatron.core.fp8.float8_places import Float8Places
 from megatron.core.fp8.float8_recipe import OPERANDS, Float8Recipe
 from megatron.core.kernels.float8.quantised import scale_of
 from megatron.core.process_group import Group
-
-LINEAR_LAYERS = 4
-"""Number of linear layers in a transformer layer."""
 
 
 class Float8State:
@@ -25,16 +23,18 @@ class Float8State:
     What is kept does not depend on the layout either: ``num_averaged`` is over how many ranks gradients are averaged
     after the backward pass, in which they are as many times as large.
 
-    Shapes: ``amax, scale, expected: [layers, 4, 3]``, ``history: [layers, 4, 3, length]``, the newest first; all
-    float32.
+    An expert may be given no tokens for many steps. As long as none was seen, it is scaled as the layer's others are.
+
+    Shapes: ``amax, scale, expected: [layers, places, 3]``, ``history: [layers, places, 3, length]``, the newest first;
+    all float32.
     """
 
     def __init__(
-        self, config: Float8Config, num_layers: int, device: torch.device | str, num_averaged: int = 1
+        self, config: Float8Config, places: Float8Places, device: torch.device | str, num_averaged: int = 1
     ) -> None:
-        self._config = config
+        self._config, self._places = config, places
         recipe = Float8Recipe.of(config)
-        shape = (num_layers, LINEAR_LAYERS, len(OPERANDS))
+        shape = (places.num_layers, places.num_places, len(OPERANDS))
         self.amax = torch.zeros(shape, device=device)
         self.scale = torch.ones(shape, device=device)
         self.expected = torch.zeros(shape, device=device)
@@ -80,6 +80,20 @@ class Float8State:
             each.copy_(values)
 
     def _set_scales(self) -> None:
-        amax, margin = self.expected * self._times, self._config.fp8_margin
+        amax, margin = self._expected_of_all() * self._times, self._config.fp8_margin
         scales = [scale_of(amax[..., i], dtype, margin) for i, dtype in enumerate(self._dtypes)]
         self.scale.copy_(torch.stack(scales, dim=-1))
+
+    def _expected_of_all(self) -> torch.Tensor:
+        """Return the amax that each operand is scaled by: of experts not seen yet, the largest of the layer's others.
+
+        Shapes: ``-> [layers, places, 3]``.
+        """
+        if not self._places.num_experts:
+            return self.expected
+        linear = self.expected[:, : self._places.num_linear]
+        experts = self.expected[:, self._places.num_linear :].reshape(
+            len(self.expected), self._places.num_experts, -1, len(OPERANDS)
+        )
+        experts = torch.where(experts > 0, experts, experts.amax(1, keepdim=True))
+        return torch.cat((linear, experts.flatten(1, 2)), dim=1)

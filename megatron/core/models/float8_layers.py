@@ -10,17 +10,18 @@ from torch import nn
 from megatron.core.distributed.float8_parameters import send_in_float8
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.fp8.float8_recipe import Float8Recipe
-from megatron.core.fp8.float8_state import LINEAR_LAYERS, Float8State
+from megatron.core.fp8.float8_state import Float8State
 from megatron.core.kernels.float8.scaled_product import has_scaled_products
 from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE
 from megatron.core.kernels.triton_choice import casts_to_float8, triton_works
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.latent_attention.latent_attention import ReplicatedLinear
 from megatron.core.transformer.moe.experts import GroupedLinear
 from megatron.core.transformer.query_key_value import SharedGroupQueryKeyValue
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-_LINEAR = (ColumnParallelLinear, RowParallelLinear, SharedGroupQueryKeyValue)
+_LINEAR = (ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, SharedGroupQueryKeyValue)
 
 
 def compute_in_float8(
@@ -36,22 +37,31 @@ def compute_in_float8(
     if layers and torch.device(device).type == "cuda" and triton_works():
         # Asked for here: the answer costs a wait, which no step should have.
         casts_to_float8("cuda")
-    state = Float8State(config, config.num_layers, device, num_averaged) if recipe.is_delayed and layers else None
+    places = config.float8_places
+    state = Float8State(config, places, device, num_averaged) if recipe.is_delayed and layers else None
     for layer in (module for model in models for module in model.modules() if isinstance(module, TransformerLayer)):
         if layer.layer_number not in layers:
             continue
-        linear_layers = [module for module in layer.modules() if isinstance(module, _LINEAR)]
-        assert len(linear_layers) <= LINEAR_LAYERS, "delayed scaling has room for four linear layers in a layer"
-        for place, module in enumerate(linear_layers):
+        linear_layers = [(name, module) for name, module in layer.named_modules() if isinstance(module, _LINEAR)]
+        assert len(linear_layers) <= places.num_linear, f"delayed scaling has room for {places.num_linear} in a layer"
+        for place, (name, module) in enumerate(linear_layers):
             module.quantisers = Float8Quantisers(recipe, state, (layer.layer_number, place))
-            module.quantisers.input_is_recomputed = layer.recomputes_norms and not isinstance(module, RowParallelLinear)
+            module.quantisers.input_is_recomputed = layer.recomputes_norms and _reads_stream(name, module)
             if config.fp8_param_gather:
-                for name, parameter in module.named_parameters():
-                    if name.endswith("weight"):
+                for parameter_name, parameter in module.named_parameters():
+                    if parameter_name.endswith("weight"):
                         send_in_float8(parameter)
-        for experts in (module for module in layer.modules() if isinstance(module, GroupedLinear)):
-            experts.quantisers = Float8Quantisers(recipe)
+        for which, experts in enumerate(module for module in layer.modules() if isinstance(module, GroupedLinear)):
+            experts.quantisers = tuple(
+                Float8Quantisers(recipe, state, (layer.layer_number, places.of_expert(number, which)))
+                for number in experts.expert_numbers
+            )
     return state
+
+
+def _reads_stream(name: str, module: nn.Module) -> bool:
+    """Return whether a linear layer's input is what a norm of the residual stream gives."""
+    return not isinstance(module, RowParallelLinear) and not name.endswith("_up_proj")
 
 
 def describe_float8(config: TransformerConfig, device: torch.device | str) -> str | None:

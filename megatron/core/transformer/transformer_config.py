@@ -6,6 +6,7 @@ import dataclasses
 
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, flag
 from megatron.core.fp8.float8_config import Float8Config
+from megatron.core.fp8.float8_places import Float8Places
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.adapters.adapter_targets import adapted_parts
 from megatron.core.transformer.attention_kinds.attention_kinds_config import AttentionKindsConfig, without_rotary
@@ -352,6 +353,12 @@ class TransformerConfig(
     def kind_of(self, layer_number: int) -> int:
         """Return the layer that a layer is like: itself, or the last one where it predicts further tokens."""
         return min(layer_number, self.num_layers - 1)
+
+    @property
+    def float8_places(self) -> Float8Places:
+        """Return the places that delayed scaling has for the products of each layer."""
+        of_attention = 2 if not self.multi_latent_attention else 4 if self.q_lora_rank is None else 5
+        return Float8Places(self.num_layers, of_attention + 2, self.num_experts or 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of whole sequences on one rank: what pipeline stages hand on."""

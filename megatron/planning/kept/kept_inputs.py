@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.layer_widths import is_whole_on_ranks
 from megatron.planning.traffic.float8_traffic import fills_blocks, scale_length
 
 if TYPE_CHECKING:
@@ -41,18 +42,24 @@ def kept_input(
     is_trained = not config.lora_rank
     has_adapters = name in config.adapted_parts
     drops = config.lora_dropout > 0.0
+    rounds = in_float8 and is_rounded(config, name, rows)
     adapters = _adapter_bytes(config, name, rows, in_width) if has_adapters else 0
     length = scale_length(config)
-    # What does not fill the blocks is gathered before it is rounded.
-    fills = not config.sequence_parallel or name in ("linear_proj", "linear_fc2") or fills_blocks(config, rows)
     scales = _weight_scales(config, out_width, in_width) if in_float8 else 0
-    if not (is_trained and in_float8 and config.fp8_wgrad and fills):
+    if not rounds:
         return KeptInput(is_trained or (has_adapters and not drops), scales=scales, adapters=adapters)
     if is_recomputed:
         return KeptInput(is_whole=True, scales=scales)
     if config.fp8_recipe not in ("delayed", "tensorwise"):
         scales += 4 * in_width * (math.ceil(rows / length) if length else 1)
     return KeptInput(is_whole=False, rounded=rows * in_width, scales=scales)
+
+
+def is_rounded(config: TransformerConfig, name: str, rows: int) -> bool:
+    """Return whether a linear layer in fp8 keeps its input in 8 bits, if it keeps any."""
+    # What does not fill the blocks is gathered before it is rounded.
+    is_gathered = config.sequence_parallel and not (name in ("linear_proj", "linear_fc2") or is_whole_on_ranks(name))
+    return not config.lora_rank and config.fp8_wgrad and (not is_gathered or fills_blocks(config, rows))
 
 
 def _weight_scales(config: TransformerConfig, out_width: int, in_width: int) -> int:

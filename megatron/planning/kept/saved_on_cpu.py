@@ -43,7 +43,11 @@ def saved_on_cpu(
     parts["norms of queries and keys"] = tokens * of_heads
     if latent:
         shared = "" if exchange == "p2p" else exchange
-        parts |= kept_by_latent_attention(model, tokens, rows, element, shared, is_plain=is_plain)
+        float8_layers = model.float8_layers(model.num_layers)
+        in_float8 = layer_number in float8_layers if layer_number is not None else len(float8_layers) > 0
+        parts |= kept_by_latent_attention(
+            *(model, tokens, rows, element, shared), is_plain=is_plain, in_float8=in_float8
+        )
     if model.is_gated and model.moe_layers[model.kind_of(layer_number or 0)]:
         experts = ExpertLayer(model, tokens, micro_batch_size, element)
         gates = experts.given * experts.width + tokens * experts.shared_width * ("shared_experts" not in modules)

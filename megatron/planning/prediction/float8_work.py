@@ -10,6 +10,7 @@ from __future__ import annotations
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.expert_layer import ExpertLayer
+from megatron.planning.layer_widths import is_whole_on_ranks, layer_widths
 from megatron.planning.prediction.layer_work import layer_products
 from megatron.planning.traffic.float8_traffic import fills_blocks, gathers_gradients
 
@@ -25,7 +26,9 @@ _OF_WHOLE = ("delayed", "tensorwise")
 
 
 def cast_passes(model: TransformerConfig) -> tuple[int, int, int]:
-    """Return the bytes a number of rounding an operand, of its transpose beside it, and of a weight a second time."""
+    """Return the bytes a number of rounding an operand, of its transpose beside it, and of a second time, by the scale
+    of the first.
+    """
     if model.fp8_recipe not in _OF_WHOLE:
         return (_BY_TORCH[model.fp8_recipe],) * 3
     plain = _HALF + _EIGHTH + (_AMAX if model.fp8_recipe == "tensorwise" else 0)
@@ -35,14 +38,13 @@ def cast_passes(model: TransformerConfig) -> tuple[int, int, int]:
 def float8_expert_cast_bytes(layer: ExpertLayer) -> float:
     """Return the bytes for the products of a rank's experts, whose inputs are kept in 16 bits and read again."""
     model, h = layer.model, layer.model.hidden_size
-    plain, turned, weight_again = cast_passes(model)
-    again = plain if model.fp8_recipe in _OF_WHOLE else turned
+    plain, turned, again = cast_passes(model)
     total = 0
     for inner, columns in ((h, layer.gates * layer.width), (layer.width, h)):
         total += layer.given * (
             inner * (plain + again * model.fp8_wgrad) + columns * (plain + turned * model.fp8_wgrad)
         )
-        total += (plain + weight_again + _SUM * model.fp8_wgrad) * layer.num_local * inner * columns
+        total += (plain + again + _SUM * model.fp8_wgrad) * layer.num_local * inner * columns
     return float(total)
 
 
@@ -54,12 +56,13 @@ def float8_cast_bytes(model: GPTConfig, tokens: int, rows: int, *, has_experts: 
     of_whole = model.fp8_recipe in _OF_WHOLE
     plain, turned, weight_again = cast_passes(model)
     is_cut, total = model.sequence_parallel and model.tensor_model_parallel_size > 1, 0
-    for number, product in enumerate(layer_products(model, has_experts=has_experts)):
-        is_column = number % 2 == 0
+    names = layer_widths(model, has_experts=has_experts)
+    for name, product in zip(names, layer_products(model, has_experts=has_experts)):
+        is_column, is_whole = name not in ("linear_proj", "linear_fc2"), is_whole_on_ranks(name)
         has_turned = product.is_trained and model.fp8_wgrad
         given = rows if is_column else tokens
         total += plain * given * product.inner
-        if has_turned and is_column and is_cut and (of_whole or not fills_blocks(model, rows)):
+        if has_turned and is_column and not is_whole and is_cut and (of_whole or not fills_blocks(model, rows)):
             # What is gathered is turned where it arrives.
             total += (2 * _EIGHTH if of_whole else turned) * tokens * product.inner
         elif has_turned:
@@ -68,5 +71,5 @@ def float8_cast_bytes(model: GPTConfig, tokens: int, rows: int, *, has_experts: 
         if not is_column and is_cut and gathers_gradients(model):
             total += plain * rows * product.columns + 2 * _EIGHTH * tokens * product.columns * has_turned
         else:
-            total += (plain + turned * has_turned) * tokens * product.columns
+            total += (plain + turned * has_turned) * (rows if is_whole else tokens) * product.columns
     return float(total)

@@ -196,7 +196,10 @@ def _tensor_parallel(
 
     if model.multi_latent_attention:
         again = int("mla_up_proj" in model.recomputed_modules)
-        add_latent(add, model, plan.num_tokens * _HALF, 1, 1, 1, again)
+        if in_float8 and model.sequence_parallel and implementation.follows_recipes:
+            Float8LayerEnds(model, plan.num_tokens, size * _HALF).add_latent(add, 1, 1, 1, again)
+        else:
+            add_latent(add, model, plan.num_tokens * _HALF, 1, 1, 1, again)
         of_region = 5 if model.sequence_parallel else 4
         return sum(sent) + has_feed_forward * of_region * links.tensor_parallel_seconds(size * _HALF)
     if model.lora_rank:

@@ -70,11 +70,6 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
         yield "virtual stages need pp of 2 or more; leave out vpp or raise pp"
     if model.fp8_format is None:
         return
-    if model.num_experts is not None and implementation.follows_recipes and model.fp8_recipe == "delayed":
-        yield (
-            "experts in fp8 have no scales of earlier steps (--fp8-recipe delayed); use another recipe, such as the "
-            "precision fp8 current scaling (--fp8-recipe tensorwise), or use bf16"
-        )
     if gpu is not None and not gpu.float8_flops:
         able = ", ".join(name for name, each in GPUS.items() if each.float8_flops)
         yield f"{gpu.name} has no products in fp8; use bf16, or one of {able}"

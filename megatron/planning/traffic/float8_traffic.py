@@ -70,38 +70,57 @@ class Float8LayerEnds:
         self._add_inputs(add, count)
         add("reduce_scatter", self.hidden_bytes, count if gathers_gradients(self.model) else 0)
 
-    def _add_inputs(self, add: Add, count: int) -> None:
-        """Add what goes to the products of column-parallel layers."""
-        model = self.model
-        add("all_gather", self._rounded, count)
+    def add_latent(self, add: Add, entered: int, left: int, backward: int, again: int) -> None:
+        """Add what so many latent attentions send; ``again`` widen their heads once more (see `add_latent`)."""
+        model, element = self.model, self.hidden_bytes // self._rounded
+        for width, is_narrow in (
+            (model.q_lora_rank or model.hidden_size, bool(model.q_lora_rank)),
+            (model.kv_lora_rank, True),
+        ):
+            self._add_inputs(add, entered + again, width, is_narrow=is_narrow)
+            self._add_inputs_again(add, backward, width, is_narrow=is_narrow)
+            add("reduce_scatter", self.tokens * width * element, backward)
+        rotary = self.tokens * model.qk_pos_emb_head_dim * element
+        add("all_gather", rotary, entered)
+        add("reduce_scatter", rotary, backward)
+        add("reduce_scatter", self.hidden_bytes, entered if gathers_gradients(model) else left)
+        self.add_gradient(add, backward, is_column=False)
+
+    def _add_inputs(self, add: Add, count: int, width: int | None = None, *, is_narrow: bool = False) -> None:
+        """Add what goes to the products of column-parallel layers.
+
+        They take hidden states, or vectors of another ``width``, which are not made again where they are narrow ones.
+        """
+        model, width = self.model, width or self.model.hidden_size
+        add("all_gather", self.tokens * width, count)
         if model.fp8_recipe == "tensorwise":
             add("all_reduce", 4, count)
         length = scale_length(model)
         if length or model.fp8_recipe == "rowwise":
-            add("all_gather", self.tokens * (math.ceil(model.hidden_size / length) if length else 1), count)
-        if "layernorm" not in model.recomputed_modules:
-            self._add_row_amaxes(add, count)
+            add("all_gather", self.tokens * (math.ceil(width / length) if length else 1), count)
+        if is_narrow or "layernorm" not in model.recomputed_modules:
+            self._add_row_amaxes(add, count, width)
 
-    def _add_inputs_again(self, add: Add, count: int) -> None:
+    def _add_inputs_again(self, add: Add, count: int, width: int | None = None, *, is_narrow: bool = False) -> None:
         """Add what goes to the products of these layers' weight gradients, which frozen weights do not have."""
-        model = self.model
+        model, width = self.model, width or self.model.hidden_size
         if model.lora_rank:
             return
         if not (model.fp8_wgrad and fills_blocks(model, self.tokens // model.tensor_model_parallel_size)):
-            add("all_gather", self.hidden_bytes, count)
+            add("all_gather", self.hidden_bytes * width // model.hidden_size, count)
             return
-        add("all_gather", self._rounded, count)
+        add("all_gather", self.tokens * width, count)
         length = scale_length(model)
         if length:
-            add("all_gather", model.hidden_size * self.tokens // length, count)
-        if "layernorm" in model.recomputed_modules:
-            self._add_row_amaxes(add, count)
+            add("all_gather", width * self.tokens // length, count)
+        if "layernorm" in model.recomputed_modules and not is_narrow:
+            self._add_row_amaxes(add, count, width)
 
-    def _add_row_amaxes(self, add: Add, count: int) -> None:
+    def _add_row_amaxes(self, add: Add, count: int, width: int) -> None:
         """Add the amaxes of the rows of inputs' transposes, of which each rank has a part."""
         model = self.model
         if model.fp8_recipe == "rowwise" and model.fp8_wgrad and not model.lora_rank:
-            add("all_reduce", 4 * model.hidden_size, count)
+            add("all_reduce", 4 * width, count)
 
     @property
     def _rounded(self) -> int:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys
 from megatron.core.precision import dtype_from_name
@@ -43,13 +44,18 @@ class ReplicatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.product_library = tp, config.cpu_matmul
+        self.quantisers: Float8Quantisers | None = None
         shape = (out_features, in_features)
         spec = replicated_spec("weight", shape, tp, config.sequence_parallel, std=config.init_method_std)
         self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product."""
-        return tensor_parallel_linear(x, self.weight, None, InputRegion.SPLIT, self.tp, library=self.product_library)
+        return tensor_parallel_linear(
+            *(x, self.weight, None, InputRegion.SPLIT, self.tp),
+            library=self.product_library,
+            quantisers=self.quantisers,
+        )
 
 
 class LatentAttention(SelfAttention):

@@ -45,10 +45,14 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.product_library = library
-        self.quantisers: Float8Quantisers | None = None
+        self.quantisers: tuple[Float8Quantisers, ...] | None = None
+        """One for each of this rank's experts, in their order, where products are in fp8."""
+        num_local = num_experts // groups.size
+        self.expert_numbers = range(groups.rank * num_local, (groups.rank + 1) * num_local)
+        """The numbers of this rank's experts among all."""
         self.adds_bias = cut_dim == 1 or groups.tensor_rank == 0
         whole = (num_experts, *shape)
-        local = [num_experts // groups.size, *shape]
+        local = [num_local, *shape]
         local[cut_dim] //= groups.tensor_size
         spec = ParamSpec(
             "weight", whole, expert_pieces(whole, groups, cut_dim, num_stacked), init_std=init_std, is_expert=True

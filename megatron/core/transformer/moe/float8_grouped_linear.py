@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
-from megatron.core.kernels.float8.quantised import Quantised
+from megatron.core.kernels.float8.quantised import WHOLE, Quantised
 from megatron.core.kernels.float8.scaled_product import scaled_product
 from megatron.core.kernels.matrix_product import grouped_gradient
 from megatron.core.main_grad import main_grad_of
@@ -30,30 +30,37 @@ class _Float8GroupedLinear(torch.autograd.Function):
         counts: tuple[int, ...],
         adds_bias: bool,
         library: str,
-        quantisers: Float8Quantisers,
+        quantisers: Sequence[Float8Quantisers],
+        records: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.counts, ctx.product_library, ctx.quantisers = counts, library, quantisers
+        ctx.counts, ctx.product_library, ctx.quantisers, ctx.records = counts, library, quantisers, records
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
         ctx.main_grad = main_grad_of(weight)
         output = x.new_empty(len(x), weight.shape[1])
+        ctx.scales = []
         for number, (rows, into) in enumerate(zip(x.split_with_sizes(counts), output.split_with_sizes(counts))):
-            if len(rows):
-                quantised = quantisers.weight(weight[number], transpose=False, records=False, scale=None)
-                plain, _ = quantisers.matrix("input", _padded(rows), transpose=False, records=False)
-                into.copy_(scaled_product(plain, quantised, x.dtype, library=library)[: len(rows)])
-                if bias is not None and adds_bias:
-                    into += bias[number]
+            if not len(rows):
+                ctx.scales.append((None, None))
+                continue
+            own = quantisers[number]
+            quantised = own.weight(weight[number], transpose=False, records=records, scale=None)
+            plain, _ = own.matrix("input", _padded(rows), transpose=False, records=records)
+            into.copy_(scaled_product(plain, quantised, x.dtype, library=library)[: len(rows)])
+            if bias is not None and adds_bias:
+                into += bias[number]
+            # What is rounded again has the scale of the first time, where there is one for all of it.
+            ctx.scales.append((plain.scale, quantised.scale) if plain.blocks == WHOLE else (None, None))
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         counts, library = ctx.counts, ctx.product_library
-        quantisers: Float8Quantisers = ctx.quantisers
+        quantisers: Sequence[Float8Quantisers] = ctx.quantisers
         needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
         grad = grad.contiguous()
-        in_fp8 = needs_weight_grad and quantisers.recipe.has_weight_gradients
+        in_fp8 = needs_weight_grad and quantisers[0].recipe.has_weight_gradients
         x_grad = grad.new_empty(len(grad), weight.shape[2]) if needs_x_grad else None
         operands: _Operands = []
         start = 0
@@ -62,12 +69,13 @@ class _Float8GroupedLinear(torch.autograd.Function):
             if not len(rows):
                 operands.append(None)
                 continue
-            plain, turned = quantisers.matrix("grad", _padded(rows), transpose=in_fp8, records=False)
+            own, (x_scale, weight_scale) = quantisers[number], ctx.scales[number]
+            plain, turned = own.matrix("grad", _padded(rows), transpose=in_fp8, records=ctx.records)
             if x_grad is not None:
-                quantised = quantisers.weight(weight[number], transpose=True, records=False, scale=None)
+                quantised = own.weight(weight[number], transpose=True, records=False, scale=weight_scale)
                 x_grad[start:end] = scaled_product(plain, quantised, grad.dtype, library=library)[: len(rows)]
             if turned is not None:
-                operands.append((turned, quantisers.columns("input", _padded(x[start:end]))))
+                operands.append((turned, own.input_again(_padded(x[start:end]), x_scale, True, None)))
             start = end
         weight_grad = None
         if in_fp8 and ctx.main_grad is not None:
@@ -83,7 +91,7 @@ class _Float8GroupedLinear(torch.autograd.Function):
         bias_grad = None
         if needs_bias_grad:
             bias_grad = torch.stack([rows.sum(dim=0) for rows in grad.split_with_sizes(counts)])
-        return x_grad, weight_grad, bias_grad, None, None, None, None
+        return x_grad, weight_grad, bias_grad, *(None,) * 5
 
 
 def float8_grouped_linear(
@@ -91,21 +99,19 @@ def float8_grouped_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     counts: Sequence[int],
-    quantisers: Float8Quantisers,
+    quantisers: Sequence[Float8Quantisers],
     *,
     adds_bias: bool,
     library: str,
 ) -> torch.Tensor:
     """Do what `grouped_linear` does, with the three products of each group in fp8.
 
-    The recipe must not be one that remembers scales. The backward pass keeps the input as it came.
+    Each group has ``quantisers`` of its own. The backward pass keeps the input as it came.
 
     Shapes: as those of `grouped_linear`.
     """
-    assert not quantisers.recipe.is_delayed, "the scales of experts are not remembered"
-    result: torch.Tensor = _Float8GroupedLinear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, tuple(counts), adds_bias, library, quantisers
-    )
+    arguments = (x, weight, bias, tuple(counts), adds_bias, library, quantisers, torch.is_grad_enabled())
+    result: torch.Tensor = _Float8GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -10,6 +10,10 @@ from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 
 _MULTIPLE = 16
+_LATENT = (
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    "num_attention_heads",
+)
 _SHAPE = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups")
 
 
@@ -60,7 +64,7 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
             f"use {_rounded(width, _MULTIPLE * tensor)}"
         )
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
+    if model.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
         return
     own_heads, own_groups = heads // tensor, max(groups // tensor, 1)
     columns, rows = own_heads * model.kv_channels, (own_heads + 2 * own_groups) * model.kv_channels
@@ -74,6 +78,28 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
             f"--kv-channels {model.kv_channels} makes {columns} channels of queries and {rows} of queries, keys and "
             f"values on each tensor-parallel rank, {needed}; use --kv-channels {fitting}"
         )
+
+
+def _check_latent_widths(config: RunConfig) -> Iterator[str]:
+    model, tensor = config.model, config.model.tensor_model_parallel_size
+    if model.fp8_format is None or not model.multi_latent_attention or tensor <= 0:
+        return
+    needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
+    narrow = {
+        "--q-lora-rank": model.q_lora_rank,
+        "--kv-lora-rank": model.kv_lora_rank,
+        "--qk-pos-emb-head-dim": model.qk_pos_emb_head_dim,
+    }
+    for name, width in narrow.items():
+        if width is not None and width % _MULTIPLE:
+            yield f"{name} {width}, {needed}; use {_rounded(width, _MULTIPLE)}"
+    if model.num_attention_heads % tensor:
+        return
+    heads = model.num_attention_heads // tensor
+    for name, width in (("--qk-head-dim", model.qk_head_dim), ("--v-head-dim", model.v_head_dim)):
+        if heads * width % _MULTIPLE:
+            fitting = next(each for each in count(width) if heads * each % _MULTIPLE == 0)
+            yield f"{name} {width} makes {heads * width} channels on each tensor-parallel rank, {needed}; use {fitting}"
 
 
 def _check_tokens(config: RunConfig) -> Iterator[str]:
@@ -111,6 +137,7 @@ CHECKS = (
     Check(("fp8_format",), _check_formats),
     Check(("num_layers", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), _check_layers),
     Check((*_SHAPE, *MODEL_SIZE_NAMES), _check_widths),
+    Check((*_LATENT, *MODEL_SIZE_NAMES), _check_latent_widths),
     Check(("seq_length", "micro_batch_size", *MODEL_SIZE_NAMES), _check_tokens),
     Check(("use_distributed_optimizer", *MODEL_SIZE_NAMES), _check_param_gather),
 )

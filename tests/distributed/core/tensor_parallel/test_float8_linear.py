@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.fp8.float8_config import Float8Config
+from megatron.core.fp8.float8_places import Float8Places
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.fp8.float8_recipe import Float8Recipe
 from megatron.core.fp8.float8_state import Float8State
@@ -35,7 +36,7 @@ def run_pair(recipe: str, sequence_parallel: bool, brings_bias: bool, is_frozen:
     layers = torch.nn.ModuleList((first, second))
     load_global_weights(layers, lambda spec: whole_numbers(len(spec.global_shape), *spec.global_shape).numpy())  # type: ignore[arg-type]
     config = Float8Config(fp8_format="hybrid", fp8_recipe=recipe)
-    state = Float8State(config, 1, "cpu") if recipe == "delayed" else None
+    state = Float8State(config, Float8Places(1), "cpu") if recipe == "delayed" else None
     for place, layer in enumerate((first, second)):
         layer.quantisers = Float8Quantisers(Float8Recipe.of(config), state, (0, place))
         layer.weight.requires_grad_(not is_frozen)

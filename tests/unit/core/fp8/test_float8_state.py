@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.core.fp8.float8_config import Float8Config
+from megatron.core.fp8.float8_places import Float8Places
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.fp8.float8_recipe import Float8Recipe
 from megatron.core.fp8.float8_state import Float8State
@@ -18,7 +19,7 @@ PLACE = (1, 2)
 
 def state_after(amaxes: list[float], **config: object) -> Float8State:
     """Return the state after steps in which one operand had these amaxes."""
-    state = Float8State(Float8Config(fp8_format="hybrid", **config), 3, "cpu")  # type: ignore[arg-type]
+    state = Float8State(Float8Config(fp8_format="hybrid", **config), Float8Places(3), "cpu")  # type: ignore[arg-type]
     for iteration, amax in enumerate(amaxes):
         state.amax[PLACE] = torch.tensor([amax, 2 * amax, 3 * amax])
         state.update(WORLD, iteration)
@@ -54,12 +55,12 @@ def test_the_history_has_the_newest_first() -> None:
 
 def test_gradients_that_are_averaged_later_are_remembered_as_averaged() -> None:
     config = Float8Config(fp8_format="hybrid")
-    state = Float8State(config, 3, "cpu", num_averaged=4)
+    state = Float8State(config, Float8Places(3), "cpu", num_averaged=4)
     state.amax[PLACE] = torch.tensor([40.0, 80.0, 120.0])
     state.update(WORLD, 0)
     assert state.history[PLACE][:, 0].tolist() == [40.0, 80.0, 30.0]
     assert state.scale[PLACE].tolist() == expected(40.0)
-    other = Float8State(config, 3, "cpu", num_averaged=2)
+    other = Float8State(config, Float8Places(3), "cpu", num_averaged=2)
     for name, values in state.tensors().items():
         other.tensors()[name].copy_(values)
     other.loaded()
@@ -77,7 +78,7 @@ def test_a_step_that_says_nothing_leaves_the_scale(amax: float) -> None:
 
 def test_the_first_step_scales_by_what_it_sees_and_the_next_by_that() -> None:
     config = Float8Config(fp8_format="hybrid")
-    state = Float8State(config, 3, "cpu")
+    state = Float8State(config, Float8Places(3), "cpu")
     quantisers = Float8Quantisers(Float8Recipe.of(config), state, PLACE)
 
     def scale(x: torch.Tensor) -> float:
@@ -94,7 +95,7 @@ def test_the_first_step_scales_by_what_it_sees_and_the_next_by_that() -> None:
 
 def test_evaluation_is_not_remembered() -> None:
     config = Float8Config(fp8_format="hybrid")
-    state = Float8State(config, 3, "cpu")
+    state = Float8State(config, Float8Places(3), "cpu")
     quantisers = Float8Quantisers(Float8Recipe.of(config), state, PLACE)
     quantisers.matrix("input", torch.ones(2, 3), transpose=False, records=False)
     quantisers.weight(torch.ones(2, 3), transpose=False, records=False, scale=None)

@@ -116,7 +116,7 @@ def test_experts_in_fp8_round_what_their_recipe_says() -> None:
     assert half.floor < own.floor < blocks.floor
     layer = ExpertLayer(plan_of(f"{SHAPE} {experts} tensorwise").model, 2048, 1, 2)
     rows, h, width = layer.given, 4096, layer.width
-    operands = rows * ((h + width) * (9 + 9) + (width + h) * (9 + 1))
+    operands = rows * ((h + width) * (9 + 3) + (width + h) * (9 + 1))
     assert float8_expert_cast_bytes(layer) == operands + 8 * 2 * h * width * (9 + 3 + 8)
 
 

@@ -25,6 +25,7 @@ WIDTHS = (
 WIDE = (*WIDTHS, "--v-head-dim", "56")
 NARROW = (*WIDTHS, "--q-lora-rank", "40", "--v-head-dim", "32")
 WHOLE = (*WIDTHS, "--v-head-dim", "40")
+FLOAT8 = (*NARROW, "--q-lora-rank", "48", "--bf16", "--cpu-matmul", "mkl", "--fp8-format", "hybrid", "--fp8-recipe")
 UP, CORE_AND_UP = ("selective", "mla_up_proj"), ("selective", "core_attn", "mla_up_proj")
 LAYOUTS = (
     ("latent", Layout(tp=2, sequence_parallel=True, recompute=UP), NARROW),
@@ -39,6 +40,16 @@ LAYOUTS = (
     ("latent-wide-values", Layout(cp=2, cp_comm_type="a2a"), WIDE),
     *(("latent", Layout(cp=2, cp_comm_type=exchange, recompute=UP), NARROW) for exchange in ("a2a", "all_gather")),
 )
+FLOAT8_LAYOUTS = (
+    ("latent", Layout(tp=2, sequence_parallel=True, recompute=UP), (*FLOAT8, "delayed")),
+    ("latent", Layout(), (*FLOAT8, "delayed")),
+    ("latent", Layout(), (*FLOAT8, "tensorwise", "--no-fp8-wgrad")),
+    ("latent-wide-values", Layout(recompute=UP), (*WIDE, "--bf16", "--cpu-matmul", "mkl", "--fp8-format", "hybrid")),
+    ("latent", Layout(recompute=CORE_AND_UP), (*FLOAT8, "delayed")),
+    ("latent", Layout(recompute=("selective", "core_attn", "layernorm")), (*FLOAT8, "tensorwise")),
+    ("latent", Layout(pp=2, recompute=("full", "uniform", "1")), (*FLOAT8, "delayed")),
+    ("latent", Layout(cp=2, cp_comm_type="all_gather"), (*FLOAT8, "delayed")),
+)
 CUT = Layout(tp=2)
 """Without sequence parallelism every rank multiplies by the narrow weights whole: operations are not counted."""
 
@@ -50,7 +61,7 @@ def test_a_step_holds_what_is_predicted() -> None:
 
 @pytest.mark.long
 def test_steps_of_all_layouts_hold_what_is_predicted() -> None:
-    for shape, layout, more in LAYOUTS:
+    for shape, layout, more in (*LAYOUTS, *FLOAT8_LAYOUTS):
         assert_held(make_latent_cell(shape, layout, extra=more))
 
 

@@ -16,8 +16,12 @@ from megatron.verification.run_cell import resolve_cell
 
 SHAPE = """--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 96 --seq-length 64 --max-position-embeddings 64
     --bf16 --fp8-format hybrid"""
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
 MODULES = "--recompute-granularity selective --recompute-modules"
+LATENT = """--multi-latent-attention --position-embedding-type rope --kv-lora-rank 16 --qk-head-dim 24
+    --qk-pos-emb-head-dim 16 --v-head-dim 8 --qk-layernorm --no-check-for-nan-in-loss-and-grad"""
+EXPERTS = "--num-experts 4 --moe-router-topk 4 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall"
 FULL = "--recompute-granularity full --recompute-method"
 
 
@@ -33,6 +37,7 @@ ALWAYS = [
     *(f"{SEQUENCE} --fp8-recipe {recipe}" for recipe in ("delayed", "tensorwise")),
     f"{SEQUENCE} --fp8-recipe rowwise {MODULES} layernorm mlp",
     f"{SEQUENCE} --fp8-recipe mxfp8 {FULL} block --recompute-num-layers 1 --first-last-layers-bf16",
+    f"{SEQUENCE} --fp8-recipe delayed {LATENT} --q-lora-rank 48 {EXPERTS} --first-last-layers-bf16",
 ]
 MORE = [
     *(f"{SEQUENCE} --fp8-recipe {recipe}" for recipe in ("rowwise", "mxfp8")),
@@ -41,6 +46,13 @@ MORE = [
     f"{SEQUENCE} --fp8-recipe tensorwise --no-fp8-wgrad",
     f"{SEQUENCE} --fp8-recipe tensorwise {MODULES} core_attn mlp",
     f"{SEQUENCE} --fp8-recipe delayed {FULL} uniform --recompute-num-layers 3",
+    *(f"{SEQUENCE} --fp8-recipe {recipe} {LATENT} --q-lora-rank 48 {MODULES} mla_up_proj" for recipe in RECIPES),
+    *(f"{SEQUENCE} --fp8-recipe {recipe} {LATENT} {MODULES} layernorm core_attn mlp" for recipe in RECIPES),
+    f"{SEQUENCE} --fp8-recipe tensorwise --no-fp8-wgrad {LATENT} --q-lora-rank 48",
+    f"{SEQUENCE} --fp8-recipe delayed {LATENT} {FULL} uniform --recompute-num-layers 1 --first-last-layers-bf16",
+    f"--tensor-model-parallel-size 2 --fp8-recipe tensorwise {LATENT}",
+    f"--expert-model-parallel-size 2 --fp8-recipe delayed {EXPERTS} --use-distributed-optimizer",
+    f"{SEQUENCE} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --fp8-recipe delayed {EXPERTS}",
 ]
 
 

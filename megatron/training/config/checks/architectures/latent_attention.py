@@ -64,7 +64,6 @@ def _check_beside(config: RunConfig) -> Iterator[str]:
         return
     others = {
         "--lora-rank": model.lora_rank > 0,
-        "--fp8-format": model.fp8_format is not None,
         "--query-pre-attn-scalar": model.query_pre_attn_scalar is not None,
         "--qk-layernorm-across-heads": model.qk_layernorm_across_heads,
         "--add-qkv-bias": model.add_qkv_bias,
@@ -99,7 +98,7 @@ CHECKS = (
     ),
     Check(
         (
-            *("multi_latent_attention", "lora_rank", "fp8_format", "query_pre_attn_scalar", "cuda_graph_impl"),
+            *("multi_latent_attention", "lora_rank", "query_pre_attn_scalar", "cuda_graph_impl"),
             *("qk_layernorm_across_heads", "add_qkv_bias", "use_rope_scaling", "rotary_base_local"),
             *("rotary_seq_len_interpolation_factor", "rotary_percent", "rotary_interleaved", "tp_comm_overlap"),
         ),

@@ -125,11 +125,6 @@ def _check_dispatch(config: RunConfig) -> Iterator[str]:
 
 def _check_float8(config: RunConfig, given: str) -> Iterator[str]:
     model = config.model
-    if model.fp8_recipe == "delayed":
-        yield (
-            f"{given} --fp8-recipe delayed remembers no scales of experts, which are given other tokens each time; use "
-            "--fp8-recipe tensorwise, rowwise, blockwise or mxfp8"
-        )
     if model.fp8_param_gather:
         yield f"{given} --fp8-param-gather is not built for weights of experts; leave it out"
     tensor, width = model.parallel_sizes.expert_tp, model.moe_ffn_hidden_size
@@ -226,7 +221,6 @@ CHECKS = (
         (
             "num_experts",
             "fp8_format",
-            "fp8_recipe",
             "fp8_param_gather",
             "lora_rank",
             "lora_target_modules",

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.fp8.float8_config import Float8Config
+from megatron.core.fp8.float8_places import Float8Places
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
-from megatron.core.fp8.float8_recipe import Float8Recipe
+from megatron.core.fp8.float8_recipe import OPERANDS, Float8Recipe
+from megatron.core.fp8.float8_state import Float8State
 from megatron.core.main_grad import MainGrad, attach_main_grad
 from megatron.core.models.float8_layers import compute_in_float8
 from megatron.core.process_group import single_rank_group
@@ -17,11 +19,33 @@ from megatron.core.transformer.moe.grouped_linear import grouped_linear
 from tests.harness.toy_model import load_global_weights, make_batch, make_model
 
 COUNTS, INNER, OUTER = (5, 0, 33, 16), 160, 48
-RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+PLACES = Float8Places(1, num_linear=3, num_experts=len(COUNTS))
+WORLD = single_rank_group(("world",))
 
 
-def quantisers_of(recipe: str, **settings: bool) -> Float8Quantisers:
-    return Float8Quantisers(Float8Recipe.of(Float8Config(fp8_format="hybrid", fp8_recipe=recipe, **settings)))
+def quantisers_of(recipe: str, state: Float8State | None = None, **settings: bool) -> tuple[Float8Quantisers, ...]:
+    """Return those of each expert's second product."""
+    recipe_of = Float8Recipe.of(Float8Config(fp8_format="hybrid", fp8_recipe=recipe, **settings))
+    return tuple(Float8Quantisers(recipe_of, state, (0, PLACES.of_expert(number, 1))) for number in range(len(COUNTS)))
+
+
+def remembering(*steps: float) -> Float8State:
+    """Return the state of delayed scaling behind steps whose operands were so many times as large as now.
+
+    The second expert was given no tokens in any of them.
+    """
+    state = Float8State(Float8Config(fp8_format="hybrid"), PLACES, "cpu")
+    for iteration, factor in enumerate(steps):
+        x, weight, _, grad = operands()
+        parts = [each.detach().split_with_sizes(COUNTS) for each in (x, grad)]
+        for number, count in enumerate(COUNTS):
+            if count:
+                seen = parts[0][number], weight.detach()[number], parts[1][number]
+                amax = torch.stack([factor * each.abs().amax().float() for each in seen])
+                state.amax[0, PLACES.of_expert(number, 1)] = amax
+        state.update(WORLD, iteration)
+    return state
 
 
 def operands() -> tuple[torch.Tensor, torch.nn.Parameter, torch.nn.Parameter, torch.Tensor]:
@@ -40,7 +64,9 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, rounded: bool = Tr
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_are_those_of_each_experts_quantised_operands(recipe: str) -> None:
-    quantisers = quantisers_of(recipe)
+    # Scales of steps in which all was an eighth cut off what is larger; those of their own step do not.
+    state = remembering(0.125) if recipe == "delayed" else None
+    quantisers = quantisers_of(recipe, state)
     x, weight, bias, grad = operands()
     main_grad = MainGrad(torch.full((len(COUNTS), OUTER, INNER), torch.nan))
     attach_main_grad(weight, main_grad)
@@ -54,18 +80,19 @@ def test_products_are_those_of_each_experts_quantised_operands(recipe: str) -> N
         if not count:
             assert not main_grad.tensor[number].any()
             continue
+        own = quantisers[number]
         # What is missing to a whole number of blocks is zero, and has no part in any scale but its own.
         missing = (0, 0, 0, -count % 16)
         rows, of_output = F.pad(rows, missing), F.pad(of_output, missing)
 
-        def values(operand: str, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            plain, turned = quantisers.matrix(operand, matrix, transpose=True, records=False)
+        def values(operand: str, matrix: torch.Tensor, own: Float8Quantisers) -> tuple[torch.Tensor, torch.Tensor]:
+            plain, turned = own.matrix(operand, matrix, transpose=True, records=False)
             assert turned is not None
             return plain.values(torch.float64), turned.values(torch.float64)
 
-        (left, left_turned), (back, back_turned) = values("input", rows), values("grad", of_output)
+        (left, left_turned), (back, back_turned) = values("input", rows, own), values("grad", of_output, own)
         plain, turned = (
-            quantisers.weight(weight.detach()[number], transpose=flag, records=False, scale=None).values(torch.float64)
+            own.weight(weight.detach()[number], transpose=flag, records=False, scale=None).values(torch.float64)
             for flag in (False, True)
         )
         product = (left @ plain.t())[:count].bfloat16() + bias.detach()[number]
@@ -74,6 +101,55 @@ def test_products_are_those_of_each_experts_quantised_operands(recipe: str) -> N
         assert_near(main_grad.tensor[number], back_turned @ left_turned.t(), rounded=False)
         assert_near(bias.grad[number], of_output.double().sum(dim=0))
         start += count
+
+
+def test_each_experts_amaxes_are_noted_beside_none_of_one_without_tokens() -> None:
+    state = remembering(1.0)
+    x, weight, _, grad = operands()
+    float8_grouped_linear(
+        x, weight, None, COUNTS, quantisers_of("delayed", state), adds_bias=True, library="auto"
+    ).backward(grad)
+    noted = state.amax[0, PLACES.num_linear :].view(len(COUNTS), 2, len(OPERANDS))
+    assert not noted[:, 0].any()
+    parts = x.detach().split_with_sizes(COUNTS), weight.detach(), grad.split_with_sizes(COUNTS)
+    for number, count in enumerate(COUNTS):
+        amaxes = [each[number].abs().amax().item() if count else 0.0 for each in parts]
+        assert noted[number, 1].tolist() == amaxes
+
+
+def test_what_is_evaluated_is_not_noted() -> None:
+    state = remembering(1.0)
+    x, weight, _, _ = operands()
+    with torch.no_grad():
+        float8_grouped_linear(x, weight, None, COUNTS, quantisers_of("delayed", state), adds_bias=True, library="auto")
+    assert not state.amax.any()
+
+
+def test_an_expert_that_was_never_given_tokens_is_scaled_as_the_layers_others() -> None:
+    """Its history is of zeros, of which no scale can be made: at 1 its small gradients would vanish."""
+    state = remembering(2.0**-20)
+    assert not state.history[0, PLACES.of_expert(1, 1)].any()
+    assert not state.expected[0, PLACES.of_expert(1, 1)].any()
+    scales = state.scale[0, PLACES.num_linear :].view(len(COUNTS), 2, len(OPERANDS))
+    assert torch.equal(scales[1, 1], scales[:, 1].amax(0))
+    assert torch.equal(scales[:, 0], torch.ones(len(COUNTS), len(OPERANDS)))
+    counts = (0, sum(COUNTS), 0, 0)
+    x, weight, grad = (each.detach() * 2.0**-20 for each in operands() if each.dim() == 3 or len(each) == sum(COUNTS))
+    x.requires_grad_()
+    quantisers = quantisers_of("delayed", state)
+    float8_grouped_linear(x, weight, None, counts, quantisers, adds_bias=True, library="auto").backward(grad)
+    assert x.grad is not None
+    exact = grad.double() @ weight[1].double()
+    assert (x.grad.double() - exact).norm() < 0.1 * exact.norm()
+
+
+def test_an_expert_that_is_left_out_for_long_keeps_its_scale() -> None:
+    state = remembering(1.0)
+    scale = state.scale.clone()
+    for iteration in range(3):
+        state.update(WORLD, iteration)
+    assert not state.history.any()
+    assert torch.equal(state.scale, scale)
 
 
 def test_weight_gradients_may_stay_out_of_fp8() -> None:

@@ -22,6 +22,38 @@ def test_gathered_fp8_weights_exclude_what_they_would_spoil() -> None:
     assert problem.startswith("--main-params-dtype fp16 keeps what the weights")
 
 
+LATENT = "--multi-latent-attention --position-embedding-type rope --tensor-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--q-lora-rank 40", "--q-lora-rank 40, which --fp8-format hybrid needs to be a multiple of 16; use 48"),
+        ("--kv-lora-rank 24", "--kv-lora-rank 24, which --fp8-format hybrid needs to be a multiple of 16; use 32"),
+        ("--qk-pos-emb-head-dim 8", "--qk-pos-emb-head-dim 8, which --fp8-format hybrid needs to be a multiple of 16"),
+        ("--qk-head-dim 12", "--qk-head-dim 12 makes 24 channels on each tensor-parallel rank"),
+        ("--v-head-dim 20", "--v-head-dim 20 makes 40 channels on each tensor-parallel rank"),
+    ],
+)
+def test_widths_of_latent_attention_are_those_of_products(flags: str, words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments([*FP8, *LATENT.split(), *flags.split()], 2)
+    (problem,) = caught.value.problems
+    assert problem.startswith(words)
+    assert resolve_arguments([*FP8, *LATENT.split(), flags.split()[0], problem.rpartition(" ")[2]], 2)
+
+
+def test_channels_that_latent_attention_has_not_are_not_asked_about() -> None:
+    """Its heads have widths of their own: here 9 channels each are of no layer."""
+    assert resolve_arguments([*FP8, *LATENT.split(), "--kv-channels", "9"], 2).config.model.multi_latent_attention
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_experts_and_latent_attention_are_in_fp8_with_every_recipe(recipe: str) -> None:
+    flags = f"{LATENT} --num-experts 4 --moe-ffn-hidden-size 32 --fp8-recipe {recipe}"
+    assert resolve_arguments([*FP8, *flags.split()], 2).config.model.float8_layers(2)
+
+
 LORA = "--lora-rank 2 --load somewhere --finetune"
 
 
