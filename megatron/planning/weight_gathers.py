@@ -15,8 +15,9 @@ FIRST, REST = -1, -2
 
 def gathered_units(model: GPTConfig, chunk: StageContents) -> list[int]:
     """Return a label for each of a chunk's parameters, in the order of the model: its layer's number, or one beside."""
-    begin = StageContents((), has_embedding=chunk.has_embedding, has_loss=False)
-    is_shared = chunk.has_loss and (not model.untie_embeddings_and_output_weights or model.num_further_tokens > 0)
+    has_further = chunk.has_loss and model.num_further_tokens > 0
+    begin = StageContents((), has_embedding=chunk.has_embedding or has_further, has_loss=False)
+    is_shared = has_further or (chunk.has_loss and not model.untie_embeddings_and_output_weights)
     labels = [REST if is_shared else FIRST] * len(chunk_parameters(model, begin))
     for number in chunk.layer_numbers:
         layer = StageContents((number,), has_embedding=False, has_loss=False)

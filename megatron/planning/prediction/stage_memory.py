@@ -79,7 +79,6 @@ class StageState:
 def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
     """Return what a stage's ranks hold between steps."""
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
-    model, chunks = plan.model, plan.stage_layout.chunks(stage)
     parameters = [(chunk, chunk_parameters(model, chunk)) for chunk in chunks]
     grid = plan.parallel_sizes
     rest = _trained_state(plan, parameters, implementation, grid.num_replicas, of_experts=False)
@@ -181,7 +180,7 @@ def stage_memory(
         scores = score_elements(model, plan.seq_length, plan.micro_batch_size)
         again += _SCORES_AT_WORK * element * scores
     if chunks[-1].has_loss and model.sequence_parallel:
-        ends += element * plan.num_tokens * model.hidden_size  # the output layer's input, gathered
+        ends += element * plan.num_predictions * model.hidden_size  # the output layer's input, gathered
     if chunks[-1].has_loss and not implementation.fuses_weight_gradients and not model.lora_rank:
         ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
     return StageMemory(
@@ -217,7 +216,9 @@ def _pooled_elements(layout: ParamLayout, plan: Plan, parameters: Sequence[Chunk
 
 
 def _shares_ends(plan: Plan, chunk: StageContents) -> bool:
-    return chunk.has_embedding and chunk.has_loss and not plan.model.untie_embeddings_and_output_weights
+    # The embedding of further tokens has its gradient long before its turn.
+    is_tied, has_further = not plan.model.untie_embeddings_and_output_weights, plan.model.num_further_tokens > 0
+    return chunk.has_loss and (has_further or (chunk.has_embedding and is_tied))
 
 
 def _feed_forward_gradients(plan: Plan) -> int:
