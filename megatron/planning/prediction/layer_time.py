@@ -15,7 +15,7 @@ from megatron.planning.gpu import AttentionRate, Gpu
 from megatron.planning.layer_kinds import LayerKind
 from megatron.planning.layer_widths import key_value_width
 from megatron.planning.plan import Plan
-from megatron.planning.prediction.expert_time import NO_EXPERTS, ExpertTime, expert_time
+from megatron.planning.prediction.expert_time import LAUNCH_S, NO_EXPERTS, ExpertTime, expert_time
 from megatron.planning.prediction.float8_work import float8_cast_bytes
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import (
@@ -40,8 +40,8 @@ MEMORY_SHARE = 0.85
 """Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
 _ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward pass beside those of its forward pass: five products for two."""
-_LAUNCHES, _LAUNCH_S = 70, 7e-6
-"""Kernels of a layer, forward and backward, and the host's time for one: what a layer takes at least. Assumed."""
+_LAUNCHES = 70
+"""Kernels of a layer, forward and backward, those of experts left out. Assumed."""
 _HALF, _WIDE_SUM = 2, 8
 """Bytes of a product's element that is written, and of one that is added to float32 gradients."""
 
@@ -51,7 +51,8 @@ class LayerTime:
     """Hold the seconds of a layer and a micro-batch by part; ``again`` is what is computed a second time.
 
     ``expert_parallel`` is tokens' way to their experts and back. ``forward`` and ``weight_gradients`` are the forward
-    pass and the products of weights' gradients that can be put off, within the parts.
+    pass and the products of weights' gradients that can be put off, within the parts. ``experts`` are all parts of the
+    experts, and ``floor`` and ``expert_floor`` what the host takes to launch what is not theirs, and what is.
     """
 
     products: float
@@ -65,13 +66,16 @@ class LayerTime:
     forward: float = 0.0
     expert_parallel: float = 0.0
     weight_gradients: float = 0.0
+    experts: float = 0.0
+    expert_floor: float = 0.0
 
     @property
     def total(self) -> float:
-        """Return all parts together, at least what the host takes to launch them."""
+        """Return all parts together, experts and the rest at least what the host takes to launch each."""
         busy = self.products + self.attention + self.passes + self.again
         sent = self.tensor_parallel + self.context_parallel
-        return max(self.floor, busy + sent + self.expert_parallel + self.offload)
+        whole = busy + sent + self.expert_parallel + self.offload
+        return max(self.floor, whole - self.experts) + max(self.expert_floor, self.experts)
 
 
 def layer_time(
@@ -129,9 +133,11 @@ def layer_time(
         again=_again(plan, once + (passes + exchanged) / 3 + forward, forward, feed_forward, experts)
         + sum(seconds / passes for seconds, passes in parts[: num_attention - 1]) * _widens_again(plan.model),
         offload=_offload(plan, gpu, kept, once + passes / 3 + forward),
-        floor=(_LAUNCHES + experts.launches) * _LAUNCH_S,
+        floor=_LAUNCHES * LAUNCH_S,
         forward=once + (passes + exchanged) / 3 + forward + experts.forward,
         weight_gradients=0.0 if plan.model.lora_rank else once,
+        experts=experts.total,
+        expert_floor=experts.floor,
     )
 
 
