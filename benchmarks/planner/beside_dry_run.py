@@ -90,7 +90,8 @@ def layout_cases() -> Iterator[LayoutCase]:
         *((2, 2, 1, more) for more in (TWO_CHUNKS, (*TWO_CHUNKS, *SHARDED), ("--delay-wgrad-compute",))),
         *((2, 2, 1, (*ZERO_BUBBLE, *more)) for more in ((), FULL, FP8)),
         (1, 4, 1, ZERO_BUBBLE),
-        (1, 1, 1, (*FULLY, *COPIES)),
+        *((1, 1, 1, (*FULLY, *more)) for more in ((), FULL, COPIES)),
+        (2, 2, 1, (*FULLY, *TWO_CHUNKS)),
         (2, 1, 1, (*FULLY, *COPIES)),
         (1, 2, 1, (*FULLY, *COPIES)),
         (1, 1, 1, COPIES),
@@ -108,6 +109,7 @@ def layout_cases() -> Iterator[LayoutCase]:
         ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *PARTS)),
         ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *FULL, "--moe-router-score-function", "sigmoid")),
         ((1, 2, 1), 16, ("--expert-model-parallel-size", "8", *FURTHER)),
+        ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *FULLY)),
     ):
         yield _case("MoE", (*EXPERTS, *COMMON), sizes, world, 4 * world, more)
     for tp, pp, more in (

@@ -78,7 +78,10 @@ def _run(explanation: Explanation) -> Iterator[str]:
         f"{explanation.flops:.4e} FLOPs a step, {explanation.flops / explanation.sizes.world_size:.4e} of them on a GPU"
     )
     yield from describe_experts(plan.model)
-    yield f"{data.iterations} iterations, {data.samples} samples, {data.tokens} tokens"
+    if data.samples:
+        yield f"{data.iterations} iterations, {data.samples} samples, {data.tokens} tokens"
+    else:
+        yield "the length of the run is not known: no --train-iters, and no --train-samples"
     for each in data.data_sets:
         yield (
             f"{each.prefix}: {each.tokens} training tokens, {each.samples} samples; {each.samples_wanted} wanted: "

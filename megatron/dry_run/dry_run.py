@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.distributed.sharded_weights import ShardedWeightBuffer, WeightShards
 from megatron.core.kernels import attention_choice
 from megatron.core.models.model import Model
 from megatron.core.parallel_state import ParallelState
@@ -107,6 +108,7 @@ def dry_run(
     with (
         _world(rank, config.world_size),
         _without_driver(gpu),
+        _sharded_weights(recorder),
         observed_links(recorder),
         _triton(recorder, _second_document(config.data.seq_length)) if has_triton else _no_triton(),
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -184,6 +186,24 @@ def _no_triton() -> Iterator[None]:
 
 
 @contextmanager
+def _sharded_weights(recorder: Recorder) -> Iterator[None]:
+    """Have the recorder told when the memory of sharded weights comes and goes: no operation does that."""
+
+    def told(change: Callable[[WeightShards, int], None]) -> Callable[[WeightShards, int], None]:
+        def run(shards: WeightShards, bucket_index: int) -> None:
+            change(shards, bucket_index)
+            recorder.resize(shards.whole(bucket_index))
+
+        return run
+
+    with (
+        patch.object(WeightShards, "begin", told(WeightShards.begin)),
+        patch.object(WeightShards, "free", told(WeightShards.free)),
+    ):
+        yield
+
+
+@contextmanager
 def _without_driver(gpu: Gpu) -> Iterator[None]:
     """Answer what torch's own code asks of a driver or of the bytes of a message: fake tensors have none."""
     with (
@@ -224,6 +244,9 @@ def _name_memory(recorder: Recorder, config: RunConfig, parts: TrainingParts) ->
     recorder.memory.logits_widths = range(width - num_dummies, width + 1)
     recorder.memory.assign(parts.optimizer.held_tensors(), "optimizer")
     recorder.memory.assign((parameter for chunk in parts.chunks for parameter in chunk.parameters()), "weights")
+    buffers = (buffer for chunk in parts.ddp_chunks for buffer in chunk.grad_buffers)
+    shards = (buffer.weights.data for buffer in buffers if isinstance(buffer, ShardedWeightBuffer))
+    recorder.memory.assign(shards, "weights")
 
 
 class _PhaseTimers(Timers):

@@ -39,8 +39,7 @@ class LiveMemory:
         key = storage._cdata
         if key in self._live:
             return False
-        num_bytes = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
-        self._set(key, num_bytes, HOLDERS.index(self._holder(tensor, phase, where)))
+        self._set(key, _in_blocks(tensor), HOLDERS.index(self._holder(tensor, phase, where)))
         weakref.finalize(storage, self._free, key)
         return True
 
@@ -53,6 +52,14 @@ class LiveMemory:
                 self._free(key)
                 self._set(key, num_bytes, HOLDERS.index(holder))
 
+    def resize(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage by the size that it has now, if it is live."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._live:
+            _, holder = self._live[key]
+            self._free(key)
+            self._set(key, _in_blocks(tensor), holder)
+
     def forget(self, tensor: torch.Tensor) -> None:
         """Count a tensor's memory as free, though the tensor lives."""
         self._free(tensor.untyped_storage()._cdata)
@@ -61,8 +68,7 @@ class LiveMemory:
         """Count memory again that was forgotten, if it was."""
         if tensor.untyped_storage()._cdata in self._live:
             return
-        num_bytes = -(-tensor.untyped_storage().nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
-        self._set(tensor.untyped_storage()._cdata, num_bytes, HOLDERS.index(holder))
+        self._set(tensor.untyped_storage()._cdata, _in_blocks(tensor), HOLDERS.index(holder))
 
     def _holder(self, tensor: torch.Tensor, phase: str, where: str) -> str:
         if _GRADIENT_FILES in where:
@@ -78,3 +84,8 @@ class LiveMemory:
     def _free(self, key: int) -> None:
         num_bytes, holder = self._live.pop(key, (0, 0))
         self.bytes_by_holder[holder] -= num_bytes
+
+
+def _in_blocks(tensor: torch.Tensor) -> int:
+    """Return what a tensor's storage takes of torch's allocator."""
+    return -(-tensor.untyped_storage().nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES

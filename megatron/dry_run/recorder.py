@@ -205,6 +205,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.wait("value read")
         self._last_listing = listing
 
+    def resize(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor's storage has another size now."""
+        self.memory.resize(tensor)
+        self._note_memory()
+
     def _note_memory(self, is_peak: bool = False) -> None:
         by_holder = tuple(self.memory.bytes_by_holder)
         self.record.memory.append((len(self.record.operations), by_holder))
