@@ -40,6 +40,9 @@ BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--re
 PARTS = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act", "shared_experts")
 ZERO_BUBBLE = ("--pipeline-schedule", "zero-bubble")
 SHARDED = ("--data-parallel-sharding-strategy", "optim_grads")
+FULLY = ("--data-parallel-sharding-strategy", "optim_grads_params")
+COPIES = ("--num-distributed-optimizer-instances", "2")
+FURTHER = ("--mtp-num-layers", "2")
 TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 EXPERTS_OF_FOUR = (
     *("--expert-model-parallel-size", "4", "--moe-layer-freq", "2", "--moe-aux-loss-coeff", "0.01"),
@@ -87,6 +90,13 @@ def layout_cases() -> Iterator[LayoutCase]:
         *((2, 2, 1, more) for more in (TWO_CHUNKS, (*TWO_CHUNKS, *SHARDED), ("--delay-wgrad-compute",))),
         *((2, 2, 1, (*ZERO_BUBBLE, *more)) for more in ((), FULL, FP8)),
         (1, 4, 1, ZERO_BUBBLE),
+        *((1, 1, 1, (*FULLY, *more)) for more in ((), FULL, COPIES)),
+        (2, 2, 1, (*FULLY, *TWO_CHUNKS)),
+        (2, 1, 1, (*FULLY, *COPIES)),
+        (1, 2, 1, (*FULLY, *COPIES)),
+        (1, 1, 1, COPIES),
+        *((2, 2, 1, more) for more in (FURTHER, (*FURTHER, *FULL), (*FURTHER, *ZERO_BUBBLE))),
+        (2, 1, 2, FURTHER),
     ):
         yield _case("8B", eight, (tp, pp, cp), 8, 4 * 8 // (tp * pp * cp), more)
     seventy = (*LLAMA_70B, *COMMON)
@@ -98,6 +108,8 @@ def layout_cases() -> Iterator[LayoutCase]:
         ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *FP8, *TENSORWISE)),
         ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *PARTS)),
         ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *FULL, "--moe-router-score-function", "sigmoid")),
+        ((1, 2, 1), 16, ("--expert-model-parallel-size", "8", *FURTHER)),
+        ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *FULLY)),
     ):
         yield _case("MoE", (*EXPERTS, *COMMON), sizes, world, 4 * world, more)
     for tp, pp, more in (
@@ -129,10 +141,11 @@ def _case(
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run the layouts whose names hold this", metavar="WORDS")
     parser.add_argument("--output", type=Path, help="write PREFIX.json and PREFIX.md", metavar="PREFIX")
     arguments = parser.parse_args()
     load_pretended_cuda()
-    results = [(case, verified) for case in layout_cases() for verified in _verified(case)]
+    results = [(case, verified) for case in layout_cases() if arguments.only in case.name for verified in _verified(case)]
     errors = [abs(verified.memory_error) for _, verified in results]
     summary = (
         f"{len({case.name for case, _ in results})} layouts, {len(results)} ranks: memory is {_percent(max(errors))} "

@@ -8,7 +8,7 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 
 
 def output_layers(model: GPTConfig) -> float:
-    """Return how many layers' work the output layer is, attention left out."""
+    """Return how many layers' work is behind the layers, the core of attention left out: the output layer is."""
     width = model.ffn_hidden_size
     if model.num_experts is not None:
         # Of experts those that a token goes to.
@@ -18,7 +18,9 @@ def output_layers(model: GPTConfig) -> float:
         width = round(share * of_experts + (1.0 - share) * width)
     ffn = width * (3 if model.is_gated else 2)
     attention = 2 * (model.query_projection_size + model.kv_projection_size)
-    return model.padded_vocab_size / (ffn + attention)
+    further, layer = model.num_further_tokens, ffn + attention
+    # Layers that predict further tokens are there too, with the product in front of each.
+    return ((1 + further) * model.padded_vocab_size + further * (layer + 2 * model.hidden_size)) / layer
 
 
 def balanced_splits(model: GPTConfig, pp: int, even: int) -> Iterator[tuple[int, ...]]:

@@ -48,11 +48,17 @@ def describe_experts(model: GPTConfig) -> Iterator[str]:
         )
 
 
-def describe_chunk(chunk: StageContents) -> str:
-    """Return what a model chunk holds in words; layers count from 1 as in log lines and checkpoints."""
+def describe_chunk(chunk: StageContents, num_further: int = 0) -> str:
+    """Return what a model chunk holds in words; layers count from 1 as in log lines and checkpoints.
+
+    ``num_further`` tokens beyond the next are predicted where the loss is.
+    """
     numbers = [number + 1 for number in chunk.layer_numbers]
     layers = f"layers {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}" if numbers else ""
-    parts = ("embedding" * chunk.has_embedding, layers, "output layer and loss" * chunk.has_loss)
+    further = f"{num_further} of further tokens" * (chunk.has_loss and num_further > 0)
+    has_copy = bool(further) and not chunk.has_embedding
+    embedding = "embedding" * chunk.has_embedding or "embedding's copy" * has_copy
+    parts = (embedding, layers, further, "output layer and loss" * chunk.has_loss)
     return " + ".join(filter(None, parts)) or "nothing"
 
 
@@ -72,7 +78,10 @@ def _run(explanation: Explanation) -> Iterator[str]:
         f"{explanation.flops:.4e} FLOPs a step, {explanation.flops / explanation.sizes.world_size:.4e} of them on a GPU"
     )
     yield from describe_experts(plan.model)
-    yield f"{data.iterations} iterations, {data.samples} samples, {data.tokens} tokens"
+    if data.samples:
+        yield f"{data.iterations} iterations, {data.samples} samples, {data.tokens} tokens"
+    else:
+        yield "the length of the run is not known: no --train-iters, and no --train-samples"
     for each in data.data_sets:
         yield (
             f"{each.prefix}: {each.tokens} training tokens, {each.samples} samples; {each.samples_wanted} wanted: "
@@ -101,7 +110,7 @@ def _stages(explanation: Explanation) -> Iterator[str]:
     plan, size = explanation.plan, explanation.size
     for stage, (parameters, trained) in enumerate(zip(size.shards, size.trained)):
         chunks = "; ".join(
-            (f"chunk {number}: " if plan.stage_layout.num_chunks > 1 else "") + describe_chunk(chunk)
+            (f"chunk {number}: " if plan.stage_layout.num_chunks > 1 else "") + describe_chunk(chunk, plan.model.num_further_tokens)
             for number, chunk in enumerate(plan.stage_layout.chunks(stage))
         )
         of_them = f", {trained} of them trained" if trained != parameters else ""

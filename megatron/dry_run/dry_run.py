@@ -33,7 +33,6 @@ from megatron.dry_run.pretended.triton import recorded_programs
 from megatron.dry_run.recorder import Recorder
 from megatron.dry_run.step_record import StepRecord
 from megatron.planning.gpu import Gpu
-from megatron.planning.plan import refuse_unplanned
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
@@ -91,9 +90,8 @@ def dry_run(
     raises. ``has_triton`` says whether the machine that is pretended has Triton, and FlexAttention with it.
 
     Raises:
-        ConfigurationError: it has, and this machine has not; or the model is not planned.
+        ConfigurationError: it has, and this machine has not.
     """
-    refuse_unplanned(config.model)
     recorder = Recorder()
     # The samples are read in this thread: another one would know nothing of fake tensors.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=0))

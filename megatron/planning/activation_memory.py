@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
+from megatron.planning.kept.further_memory import kept_by_join
 from megatron.planning.kept.kept_inputs import KeptInput, kept_input
 from megatron.planning.kept.latent_memory import kept_by_latent_attention
 from megatron.planning.kept.norm_memory import kept_behind, kept_by_head_norms, norm_numbers
-from megatron.planning.layer_kinds import LayerKind, layer_kinds
+from megatron.planning.layer_kinds import LayerKind, layer_kinds, layer_numbers
 from megatron.planning.layer_widths import layer_widths
 from megatron.planning.plan import Plan
 
@@ -61,8 +62,9 @@ def saved_bytes(
     tokens = seq_length // config.context_parallel_size * micro_batch_size
     rows = tokens // tp if config.sequence_parallel else tokens
     hidden = rows * config.hidden_size * element
+    join = kept_by_join(config, layer_number, rows, element)
     if config.recompute_granularity == "full":
-        return {"stream": hidden // tp if config.distribute_saved_activations else hidden}
+        return {"stream": hidden // tp if config.distribute_saved_activations and not join else hidden, **join}
     wide = max(element, 4)
     width, heads = config.kv_channels, config.num_attention_heads // tp
     groups = key_value_heads_of_rank(config.num_query_groups, tp)
@@ -105,14 +107,14 @@ def saved_bytes(
     layers = (*of_attention.values(), fc1, fc2)
     norm_outputs = 0 if "layernorm" in modules or not num_norms else (any(reads_whole) + fc1.is_whole) * hidden
     is_recomputed = "core_attn" in modules
-    exchange = config.cp_exchange(layer_number or 0) if config.context_parallel_size > 1 else ""
+    exchange = config.cp_exchange(config.kind_of(layer_number or 0)) if config.context_parallel_size > 1 else ""
     # The core attention's own backward pass needs its output too: the same, but where that travels or is joined.
     is_copied = exchange not in ("", "p2p")
     outputs = proj.is_whole + (not is_recomputed) if is_copied else proj.is_whole or not is_recomputed
     shared = groups if is_recomputed else groups * _copies(config, exchange, heads, groups)
     attention = {
         "query, key, value": tokens * (heads + 2 * shared) * width * element,
-        "gathered keys and values": _gathered(config, layer_number or 0) * 2 * tokens * groups * width * element,
+        "gathered keys and values": _gathered(config, config.kind_of(layer_number or 0)) * 2 * tokens * groups * width * element,
         "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
         "attention output": outputs * tokens * heads * width * element,
     }
@@ -134,6 +136,7 @@ def saved_bytes(
         "scales": sum(layer.scales for layer in layers),
         "adapters": sum(layer.adapters for layer in layers),
         **(experts or {}),
+        **join,
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -182,7 +185,10 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
 
 
 def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBytes]:
-    """Return what each layer keeps of one micro-batch, with the recompute that is configured and without."""
+    """Return what each layer keeps of one micro-batch, with the recompute that is configured and without.
+
+    Layers that predict further tokens are behind the others.
+    """
     models = [plan.model]
     if plan.model.recompute_granularity is not None:
         models.append(_without_recompute(plan.model))
@@ -202,10 +208,12 @@ def _without_recompute(model: GPTConfig) -> GPTConfig:
     return dataclasses.replace(model, recompute_granularity=None)
 
 
-def largest(layers: Sequence[LayerBytes]) -> LayerBytes:
-    """Return the most that any of the layers keeps."""
+def largest(layers: Iterable[LayerBytes]) -> LayerBytes:
+    """Return the most that any of the layers keeps, nothing where there is none."""
     several = {id(layer): layer for layer in layers}.values()  # Layers of a kind are one.
-    return LayerBytes(max(layer.kept for layer in several), max(layer.whole for layer in several))
+    return LayerBytes(
+        max((layer.kept for layer in several), default=0), max((layer.whole for layer in several), default=0)
+    )
 
 
 def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tuple[int, int, int]:
@@ -217,12 +225,13 @@ def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tu
     """
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     num_offloaded = [_num_offloaded(model, chunk) for chunk in chunks]
-    most = largest(layers)
+    own = {number for chunk in chunks for number in layer_numbers(model, chunk)}
+    most = largest(layers[number] for number in own)
     again = most.whole - most.kept
     if model.recompute_granularity == "full":
         again = most.whole * ((model.recompute_num_layers or 1) if model.recompute_method == "uniform" else 1)
     again += min(max(num_offloaded), 2) * most.kept
-    num_ends = (1 if model.lora_rank else 2) * chunks[-1].has_loss
+    num_ends = (1 if model.lora_rank else 2 + model.num_further_tokens) * chunks[-1].has_loss
     ends = num_ends * plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
     return _most_in_flight(plan, stage, kept_of_chunks(plan, stage, layers)), again, ends
 
@@ -231,7 +240,12 @@ def kept_of_chunks(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> Sequ
     """Return what the layers of each of a stage's chunks keep of one micro-batch on the device."""
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     own = [(_of(layers, chunk), _num_offloaded(model, chunk)) for chunk in chunks]
-    return [_kept_by(model, several) - _kept_by(model, several[:number]) for several, number in own]
+    # Each layer of a further token is a group of its own.
+    further = [sum(layer.kept for layer in layers[model.num_layers :]) * chunk.has_loss for chunk in chunks]
+    return [
+        _kept_by(model, several) - _kept_by(model, several[:number]) + behind
+        for (several, number), behind in zip(own, further, strict=True)
+    ]
 
 
 def _most_in_flight(plan: Plan, stage: int, sizes: Sequence[int]) -> int:

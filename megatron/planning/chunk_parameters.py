@@ -145,9 +145,11 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
             kind: tuple(replace(parameter, is_sent_in_float8=False) for parameter in layer)
             for kind, layer in whole.items()
         }
+    last_layer = [*attention, *feed_forwards[has_experts[-1]], *base(*after)]
     further = [
         *(*norm(h), *norm(h), ChunkParameter(2 * h * h // t, is_matrix=True)),
-        *(*attention, *feed_forwards[has_experts[-1]], *base(*after), *norm(h)),
+        *(replace(parameter, is_sent_in_float8=False) for parameter in last_layer),
+        *norm(h),
     ]
     last = [*norm(h), *further * model.num_further_tokens, *output] if chunk.has_loss else []
     layers = [

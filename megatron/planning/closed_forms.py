@@ -18,10 +18,11 @@ from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.overlap.linear_overlap import ROW_PARALLEL, linear_overlap
 from megatron.planning.expert_layer import ExpertLayer, auxiliary_losses
-from megatron.planning.plan import refuse_unplanned
+from megatron.planning.layer_kinds import layer_numbers
 from megatron.planning.traffic.adapter_traffic import add_adapters, idle_in_first_layer
 from megatron.planning.traffic.exchange_traffic import ExchangeTraffic
 from megatron.planning.traffic.float8_traffic import Float8LayerEnds
+from megatron.planning.traffic.further_traffic import add_further
 from megatron.planning.traffic.latent_traffic import add_latent
 from megatron.planning.traffic.sample_traffic import sample_bytes
 from megatron.planning.traffic.volume import Traffic, TrafficSum
@@ -96,12 +97,7 @@ class _Rank:
 
 
 def step_traffic(config: RunConfig, rank: int) -> Traffic:
-    """Return what a rank sends in one training step.
-
-    Raises:
-        ConfigurationError: the model has latent attention or further tokens, which are not planned.
-    """
-    refuse_unplanned(config.model)
+    """Return what a rank sends in one training step."""
     sizes = config.parallel_sizes
     here = _Rank(config, sizes, sizes.place(rank))
     total = TrafficSum(here.group_sizes())
@@ -122,21 +118,22 @@ def step_traffic(config: RunConfig, rank: int) -> Traffic:
 def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> None:
     """Add what the layers, the embedding and the output layer send for all micro-batches."""
     m = here.num_microbatches
-    layers = len(chunk.layer_numbers)
-    full, early = _recomputed(here, layers)
     model = here.config.model
+    numbers, num_own = layer_numbers(model, chunk), len(chunk.layer_numbers)
+    full, early = _recomputed(here, num_own)
+    again = {*range(full), *(range(num_own, len(numbers)) if model.recompute_granularity == "full" else ())}
     float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
-    of_experts = {place for place, number in enumerate(chunk.layer_numbers) if has_experts[number]}
+    of_experts = {place for place, number in enumerate(numbers) if has_experts[model.kind_of(number)]}
     for in_float8 in (False, True):
-        places = {place for place in of_experts if (chunk.layer_numbers[place] in float8_layers) == in_float8}
+        places = {place for place in of_experts if (numbers[place] in float8_layers) == in_float8}
         if places:
-            _add_experts(total, here, places, full, early, in_float8=in_float8)
+            _add_experts(total, here, places, again, early, in_float8=in_float8)
         own = [
             place
-            for place, number in enumerate(chunk.layer_numbers)
+            for place, number in enumerate(numbers)
             if (number in float8_layers) == in_float8 and place not in of_experts
         ]
-        num_again = sum(place < full for place in own)
+        num_again = len(again.intersection(own))
         _add_layer_ends(total, here, in_float8, m * len(own), m * len(own), m * len(own))
         # What is recomputed runs forward again, up to the last thing that the backward pass needs.
         _add_layer_ends(total, here, in_float8, m * num_again, m * (num_again - len(early.intersection(own))), 0)
@@ -148,33 +145,38 @@ def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> Non
                 total.add("all_gather", TP, here.hidden_bytes, m * len(own))
     if model.lora_rank:
         _add_low_rank(total, here, chunk, full)
+    predictions = 1 + len(numbers) - num_own
+    if predictions > 1:
+        add_further(partial(_add_over_tp, total), model, here.hidden_bytes, m)
+        # Labels and which of them count, in whole sequences.
+        total.add("all_gather", CP, here.tokens * here.sizes.cp * 2 * 8, m)
     if here.config.model.qk_layernorm_across_heads:
         # A number a token for all queries, one for all keys, and their gradients.
-        total.add("all_reduce", TP, here.tokens * max(here.element, 4), 2 * m * (2 * layers + full))
+        total.add("all_reduce", TP, here.tokens * max(here.element, 4), 2 * m * (2 * len(numbers) + len(again)))
     if model.distribute_saved_activations:
         length = 1 if model.recompute_method == "block" else model.recompute_num_layers or 1
         total.add("all_gather", TP, here.hidden_bytes, m * math.ceil(full / length))
-    for position, number in enumerate(chunk.layer_numbers):
+    for position, number in enumerate(numbers):
         if here.sizes.cp > 1:
-            is_recomputed = "core_attn" in model.recomputed_modules or position < full
+            is_recomputed = "core_attn" in model.recomputed_modules or position in again
             exchange = ExchangeTraffic(model, here.sizes, here.head_bytes, here.element)
-            exchange.add(total.add, model.cp_exchange(number), m * (1 + is_recomputed), m)
+            exchange.add(total.add, model.cp_exchange(model.kind_of(number)), m * (1 + is_recomputed), m)
     A = here.hidden_bytes
     if here.config.model.sequence_parallel:
         total.add("reduce_scatter", TP, A, m * chunk.has_embedding)
         is_trained = not model.lora_rank
         total.add("all_gather", TP, A, m * (chunk.has_embedding and is_trained))
         output = linear_overlap(here.config.model, "output")
-        _add_beside_product(total, here, "all_gather", output.forward, m * chunk.has_loss)
-        total.add("all_gather", TP, A, m * (chunk.has_loss and is_trained))
-        _add_beside_product(total, here, "reduce_scatter", output.backward, m * chunk.has_loss)
+        _add_beside_product(total, here, "all_gather", output.forward, m * chunk.has_loss, predictions)
+        total.add("all_gather", TP, predictions * A, m * (chunk.has_loss and is_trained))
+        _add_beside_product(total, here, "reduce_scatter", output.backward, m * chunk.has_loss, predictions)
     else:
         total.add("all_reduce", TP, A, m * chunk.has_embedding)
-        total.add("all_reduce", TP, A, m * chunk.has_loss)
+        total.add("all_reduce", TP, predictions * A, m * chunk.has_loss)
     # The cross-entropy: the largest normalizer, then the sum of exponentials and the label's logit.
-    wide = max(here.element, 4)
-    total.add("all_reduce", TP, here.tokens * wide, m * chunk.has_loss)
-    total.add("all_reduce", TP, 2 * here.tokens * wide, m * chunk.has_loss)
+    numbers_bytes = predictions * here.tokens * max(here.element, 4)
+    total.add("all_reduce", TP, numbers_bytes, m * chunk.has_loss)
+    total.add("all_reduce", TP, 2 * numbers_bytes, m * chunk.has_loss)
 
 
 def _recomputed(here: _Rank, layers: int) -> tuple[int, set[int]]:
@@ -233,14 +235,14 @@ def _add_over_tp(total: TrafficSum, operation: str, num_bytes: int, count: int) 
 
 
 def _add_experts(
-    total: TrafficSum, here: _Rank, places: set[int], full: int, early: set[int], *, in_float8: bool = False
+    total: TrafficSum, here: _Rank, places: set[int], again: set[int], early: set[int], *, in_float8: bool = False
 ) -> None:
-    """Add what layers of experts send for all micro-batches; those at the first ``full`` places run forward again.
+    """Add what layers of experts send for all micro-batches; those at the places of ``again`` run forward again.
 
     Those at ``early`` places, and feed-forwards that alone run again, stop when all that they save is there.
     """
     model, m, num_layers = here.config.model, here.num_microbatches, len(places)
-    entered, backward = m * (num_layers + sum(place < full for place in places)), m * num_layers
+    entered, backward = m * (num_layers + len(again & places)), m * num_layers
     fed_again = backward if "moe" in model.recomputed_modules else 0
     stopped = m * len(early & places) + (fed_again if model.hidden_dropout == 0.0 else 0)
     layer = ExpertLayer(model, here.tokens, here.config.training.micro_batch_size, here.element)
@@ -248,12 +250,12 @@ def _add_experts(
     _add_layer_ends(total, here, in_float8, entered, entered, backward, ("attention",))
     if layer.shared_width:
         stopped = 0 if model.moe_shared_expert_gate or model.moe_shared_expert_overlap else stopped
-        again = entered + fed_again
-        left = again - stopped
+        times = entered + fed_again
+        left = times - stopped
         if "shared_experts" in model.recomputed_modules and not fed_again:
             # Run again, it ends where all that is saved is there, which with a gate is behind its last sum.
-            again, left = again + backward, left + (backward if model.moe_shared_expert_gate else 0)
-        _add_layer_ends(total, here, in_float8, again, left, backward, ("feed-forward",))
+            times, left = times + backward, left + (backward if model.moe_shared_expert_gate else 0)
+        _add_layer_ends(total, here, in_float8, times, left, backward, ("feed-forward",))
 
 
 def _add_layer_ends(
@@ -297,13 +299,15 @@ def _add_layer_ends(
         total.add("all_reduce", TP, A, len(regions) * backward)
 
 
-def _add_beside_product(total: TrafficSum, here: _Rank, operation: str, is_chunked: bool, count: int) -> None:
-    """Add a collective of A, or the t - 1 sends of A/t of a ring beside a layer's product."""
+def _add_beside_product(
+    total: TrafficSum, here: _Rank, operation: str, is_chunked: bool, count: int, times: int = 1
+) -> None:
+    """Add a collective of A, so many times as large, or the t - 1 sends of its parts round a ring beside a product."""
     t = here.sizes.tp
     if is_chunked:
-        total.add("send", TP, here.hidden_bytes // t, count * (t - 1))
+        total.add("send", TP, times * here.hidden_bytes // t, count * (t - 1))
     else:
-        total.add(operation, TP, here.hidden_bytes, count)
+        total.add(operation, TP, times * here.hidden_bytes, count)
 
 
 def _add_sends(total: TrafficSum, here: _Rank, index: int, num_chunks: int) -> None:
@@ -365,7 +369,8 @@ def _add_scalars(total: TrafficSum, here: _Rank) -> None:
     if config.training.calculate_per_token_loss:
         total.add("broadcast", PP, 8)
         total.add("all_reduce", DP_CP, 8)
-    sizes, layers = here.sizes, sum(config.model.moe_layers)
+    sizes, num_further = here.sizes, config.model.num_further_tokens
+    layers = sum(config.model.moe_layers) + num_further * config.model.moe_layers[-1]
     replicas = {sizes.num_replicas} | ({sizes.num_expert_replicas} if layers else set())
     is_of_world = sizes.has_expert_grid or any(config.ddp.shards_over(number) for number in replicas)
     norms = 16 if config.optimizer.log_num_zeros_in_grad else 8
@@ -374,7 +379,7 @@ def _add_scalars(total: TrafficSum, here: _Rank) -> None:
     if layers:
         # How many tokens each expert was given, and how many choices were dropped.
         total.add("all_reduce", WORLD, 8 * layers * ((config.model.num_experts or 0) + 1))
-    num_losses = len(auxiliary_losses(config.model)) + bool(config.model.z_loss_coeff)
+    num_losses = len(auxiliary_losses(config.model)) + bool(config.model.z_loss_coeff) + num_further
     total.add("all_reduce", WORLD, 32 + 16 * num_losses)
     if config.model.fp8_recipe == "delayed" and config.model.float8_layers(config.model.num_layers):
         # The amax of each operand of each linear layer, and of each expert's two.

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace
 from megatron.core.pipeline_parallel.schedules import with_deferred_grads
 from megatron.planning.activation_memory import LayerBytes, kept_of_chunks
 from megatron.planning.closed_forms import ELEMENT_BYTES
+from megatron.planning.layer_kinds import layer_numbers
 from megatron.planning.layer_widths import is_whole_on_ranks, layer_widths
 from megatron.planning.plan import Plan
 from megatron.planning.traffic.float8_traffic import fills_blocks
@@ -45,11 +46,12 @@ def deferred_products(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> D
     actions = _actions(plan, stage, len(chunks))
     kept = kept_of_chunks(plan, stage, layers)
     float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
-    output = 0 if model.lora_rank else plan.num_tokens * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
+    output = 0 if model.lora_rank else plan.num_predictions * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
     of_layers = [
         [
-            _layer_operands(plan, in_float8=number in float8_layers, has_experts=has_experts[number])
-            for number in chunk.layer_numbers
+            _layer_operands(plan, in_float8=number in float8_layers, has_experts=has_experts[model.kind_of(number)])
+            + _join_operands(plan) * (number >= model.num_layers)
+            for number in layer_numbers(model, chunk)
         ]
         for chunk in chunks
     ]
@@ -85,6 +87,12 @@ def _layer_operands(plan: Plan, *, in_float8: bool, has_experts: bool) -> int:
     of_rows = sum(inner + columns for name, (inner, columns) in widths.items() if is_whole_on_ranks(name))
     of_tokens = sum(inner + columns for inner, columns in widths.values()) - of_rows
     return element * (tokens * of_tokens + plan.num_rows * of_rows)
+
+
+def _join_operands(plan: Plan) -> int:
+    """Return those of the product in front of a layer that predicts a further token: two inputs, and its gradient."""
+    width = 2 * plan.model.hidden_size + plan.model.hidden_size // plan.parallel_sizes.tp
+    return ELEMENT_BYTES[plan.model.params_dtype] * plan.num_tokens * width
 
 
 def _fullest(actions: Sequence[Action], kept: Sequence[int], operands: Sequence[int], output: int) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
-from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_sizes import ParallelSizes
@@ -39,12 +38,7 @@ class Plan:
 
     @staticmethod
     def of(config: RunConfig, stage_layout: StageLayout | None = None) -> Plan:
-        """Return what a run's configuration says of it; ``stage_layout`` is its own, where that is known already.
-
-        Raises:
-            ConfigurationError: the model has latent attention or further tokens, which are not planned.
-        """
-        refuse_unplanned(config.model)
+        """Return what a run's configuration says of it; ``stage_layout`` is its own, where that is known already."""
         return Plan(
             model=config.model,
             ddp=config.ddp,
@@ -74,8 +68,13 @@ class Plan:
 
     @property
     def num_logits(self) -> int:
-        """Return the logits of a micro-batch on a rank of the last stage."""
-        return self.num_tokens * (self.model.padded_vocab_size // self.parallel_sizes.tp)
+        """Return the logits of a micro-batch on a rank of the last stage, those of further tokens among them."""
+        return self.num_predictions * (self.model.padded_vocab_size // self.parallel_sizes.tp)
+
+    @property
+    def num_predictions(self) -> int:
+        """Return how many tokens are predicted from a micro-batch on a rank: the next of each, and further ones."""
+        return self.num_tokens * (1 + self.model.num_further_tokens)
 
     def warm_up_actions(self, stage: int) -> Sequence[Action]:
         """Return a stage's actions of one step; of many rounds of micro-batches only the first."""
@@ -97,20 +96,6 @@ class Plan:
     @property
     def _group_size(self) -> int | None:
         return self.model.microbatch_group_size_per_virtual_pipeline_stage
-
-
-def refuse_unplanned(model: GPTConfig) -> None:
-    """Refuse to plan a model with latent attention or further tokens.
-
-    Raises:
-        ConfigurationError: it has some of these.
-    """
-    for name, is_given in (("--mtp-num-layers", model.num_further_tokens > 0),):
-        if is_given:
-            raise ConfigurationError(
-                f"{name}: activations, time and traffic of such a model are not planned; "
-                f"tools/report_theoretical_memory.py has its parameters, or leave {name} out"
-            )
 
 
 _Schedule = tuple[str, int, int, int, int, int | None]

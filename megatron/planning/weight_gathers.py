@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron.core.distributed.param_layout import ParamLayout
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -15,8 +16,9 @@ FIRST, REST = -1, -2
 
 def gathered_units(model: GPTConfig, chunk: StageContents) -> list[int]:
     """Return a label for each of a chunk's parameters, in the order of the model: its layer's number, or one beside."""
-    begin = StageContents((), has_embedding=chunk.has_embedding, has_loss=False)
-    is_shared = chunk.has_loss and (not model.untie_embeddings_and_output_weights or model.num_further_tokens > 0)
+    has_further = chunk.has_loss and model.num_further_tokens > 0
+    begin = StageContents((), has_embedding=chunk.has_embedding or has_further, has_loss=False)
+    is_shared = has_further or (chunk.has_loss and not model.untie_embeddings_and_output_weights)
     labels = [REST if is_shared else FIRST] * len(chunk_parameters(model, begin))
     for number in chunk.layer_numbers:
         layer = StageContents((number,), has_embedding=False, has_loss=False)
@@ -42,17 +44,40 @@ def parameters_of_buffers(
         yield from by_kind.values()
 
 
-def most_gathered(units: Sequence[int], layout: ParamLayout) -> int:
-    """Return the elements of a chunk's whole weights when most of it is there, with two layers.
+@dataclass(frozen=True)
+class WholeWeights:
+    """Hold how much of sharded weights is there whole: at any time, in a layer's backward pass, and when it begins.
 
-    ``units`` has a label for each parameter of ``layout``.
+    ``rest`` is in no layer and stays; beside it are ``layers``, one that runs and one that comes, or ``first``, the
+    embedding that is used once and the layer behind it.
     """
+
+    rest: int = 0
+    layers: int = 0
+    first: int = 0
+
+    def beside(self, other: WholeWeights) -> WholeWeights:
+        """Return these and others of the same layers."""
+        return WholeWeights(self.rest + other.rest, self.layers + other.layers, self.first + other.first)
+
+    def after(self, other: WholeWeights) -> WholeWeights:
+        """Return these and those of another chunk, whose layers run at other times."""
+        return WholeWeights(self.rest + other.rest, max(self.layers, other.layers), max(self.first, other.first))
+
+    def times(self, size: int) -> WholeWeights:
+        """Return so many times as much."""
+        return WholeWeights(size * self.rest, size * self.layers, size * self.first)
+
+
+def whole_weights(units: Sequence[int], layout: ParamLayout) -> WholeWeights:
+    """Return the elements of a chunk's weights that are there whole; ``units`` has a label for each parameter."""
     sizes: dict[int, int] = {}
     for bucket in layout.buckets:
         label = units[bucket.slots[0].index]
         sizes[label] = sizes.get(label, 0) + bucket.num_elements
     layers = sorted((size for label, size in sizes.items() if label >= 0), reverse=True)
-    return sizes.get(REST, 0) + max(sum(layers[:2]), sizes.get(FIRST, 0) + sum(layers[:1]))
+    first = sizes.get(FIRST, 0)
+    return WholeWeights(sizes.get(REST, 0), sum(layers[:2]), first + sum(layers[:1]) if first else 0)
 
 
 def num_gathers(label: int) -> int:

@@ -31,7 +31,7 @@ def add_platform(parser: argparse.ArgumentParser) -> None:
 
 
 def read_planned_run(words: Sequence[str], world_size: int) -> ParsedArguments:
-    """Return a configuration whose data and tokenizer need not be here, with the size of its vocabulary.
+    """Return a configuration with the size of its vocabulary; data, tokenizer and the length of the run may be missing.
 
     Raises:
         ConfigurationError: the flags are wrong, or do not say the size of the vocabulary.

@@ -8,6 +8,7 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.activation_memory import saved_bytes
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
+from megatron.planning.kept.further_memory import kept_by_join
 from megatron.planning.kept.latent_memory import kept_by_latent_attention
 from megatron.planning.kept.norm_memory import kept_behind, kept_by_head_norms
 from megatron.planning.layer_widths import key_value_width
@@ -34,6 +35,7 @@ def saved_on_cpu(
     exchange = model.cp_exchange(model.kind_of(layer_number or 0)) if model.context_parallel_size > 1 else "p2p"
     latent = model.multi_latent_attention
     is_plain = model.normalization == "RMSNorm"
+    parts |= kept_by_join(model, layer_number, rows, element, is_plain=is_plain)
     if is_plain and model.norm_placement != "after":
         before_weight = element if "layernorm" in modules else 0
         parts["norms in float32"] = 2 * rows * model.hidden_size * (_WIDE + before_weight)

@@ -1,8 +1,9 @@
 """How long the experts of a layer take for one micro-batch on one rank, where tokens spread evenly over them.
 
 The products of a rank's experts are as fast as one large product, unless the host is slower where each is launched for
-itself; each of their weights is read from memory and its gradient added there, however few rows it has. Nothing here
-is fitted.
+itself; each of their weights is read from memory and its gradient added there, however few rows it has. The host waits
+for how many tokens each expert has, in each layer's forward pass: what it launches for experts is not hidden by the
+rest of the layer, nor by another layer. Nothing here is fitted.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from megatron.planning.prediction.float8_work import float8_expert_cast_bytes
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.links import Links
 
+LAUNCH_S = 13.5e-6
+"""The host's time for a kernel that PyTorch launches: a linear layer's forward pass, one kernel, beside an H100 (13.48
+microseconds; github.com/NVIDIA/TransformerEngine, issue 2053). Modules of transformer-engine took 2.7 times as long."""
 _LAUNCHES = 60
 """Kernels of a router, a dispatch and experts beside those of a dense layer, forward and backward. Assumed."""
 _LOOP_LAUNCHES, _CASTS = 6, 10
 """Kernels of one expert whose products are its own, and operands of them that are rounded to fp8: counted."""
 _CAST_LAUNCHES = {"delayed": 2, "tensorwise": 3}
-"""Kernels that round an operand; recipes with scales of rows and blocks take some twenty of torch's own."""
+"""Kernels that round an operand; here recipes with scales of rows and blocks take some twenty of torch's own."""
 _MEMORY_SHARE = 0.85
 _SCORE_PASSES = 14
 """How often a score of the router is read or written: softmax, the best, their weights, losses; and back. Counted."""
@@ -35,7 +39,7 @@ _WEIGHT_BYTES = 12
 @dataclass(frozen=True)
 class ExpertTime:
     """Hold the seconds of a layer's experts by part, and those of the forward pass's products and of its activation,
-    which is among the passes; and how many kernels there are, forward and backward.
+    which is among the passes; and how long the host takes to launch them all, forward and backward.
     """
 
     products: float
@@ -43,7 +47,12 @@ class ExpertTime:
     exchanges: float
     forward_products: float
     activation: float
-    launches: int
+    floor: float
+
+    @property
+    def total(self) -> float:
+        """Return all parts together, forward and backward, whatever the host takes."""
+        return self.products + self.passes + self.exchanges
 
     @property
     def forward(self) -> float:
@@ -51,7 +60,7 @@ class ExpertTime:
         return self.forward_products + self.passes / 3 + self.exchanges / 2
 
 
-NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0, 0.0, 0)
+NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def expert_layer(plan: Plan) -> ExpertLayer:
@@ -92,7 +101,7 @@ def expert_time(plan: Plan, gpu: Gpu, implementation: Implementation, peak: floa
         exchanges=exchanges,
         forward_products=once,
         activation=layer.given * layer.width * layer.element * (layer.gates + 1) / passing,
-        launches=_LAUNCHES + layer.num_local * _of_an_expert(plan, implementation, in_float8=in_float8),
+        floor=(_LAUNCHES + layer.num_local * _of_an_expert(plan, implementation, in_float8=in_float8)) * LAUNCH_S,
     )
 
 
@@ -100,5 +109,6 @@ def _of_an_expert(plan: Plan, implementation: Implementation, *, in_float8: bool
     """Return the kernels of each expert, which there are where products are not grouped into one."""
     if not (in_float8 or implementation.loops_over_experts):
         return 0
-    recipe = plan.model.fp8_recipe if implementation.follows_recipes else "delayed"
-    return _LOOP_LAUNCHES + in_float8 * _CASTS * _CAST_LAUNCHES.get(recipe, 20)
+    # transformer-engine has a kernel of its own for each recipe.
+    most = 20 if implementation.follows_recipes else max(_CAST_LAUNCHES.values())
+    return _LOOP_LAUNCHES + in_float8 * _CASTS * _CAST_LAUNCHES.get(plan.model.fp8_recipe, most)

@@ -6,6 +6,7 @@ and memory have the shares of their bandwidth that are published for simple kern
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -14,7 +15,7 @@ from megatron.planning.gpu import AttentionRate, Gpu
 from megatron.planning.layer_kinds import LayerKind
 from megatron.planning.layer_widths import key_value_width
 from megatron.planning.plan import Plan
-from megatron.planning.prediction.expert_time import NO_EXPERTS, ExpertTime, expert_time
+from megatron.planning.prediction.expert_time import LAUNCH_S, NO_EXPERTS, ExpertTime, expert_time
 from megatron.planning.prediction.float8_work import float8_cast_bytes
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import (
@@ -22,6 +23,8 @@ from megatron.planning.prediction.layer_work import (
     adapter_products,
     attention_flops,
     fused_cast_bytes,
+    join_bytes,
+    join_product,
     layer_products,
     loss_bytes,
     num_attention_products,
@@ -30,14 +33,15 @@ from megatron.planning.prediction.layer_work import (
 from megatron.planning.prediction.links import Links
 from megatron.planning.traffic.adapter_traffic import add_adapters
 from megatron.planning.traffic.float8_traffic import Float8LayerEnds
+from megatron.planning.traffic.further_traffic import add_further
 from megatron.planning.traffic.latent_traffic import add_latent
 
 MEMORY_SHARE = 0.85
 """Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
 _ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward pass beside those of its forward pass: five products for two."""
-_LAUNCHES, _LAUNCH_S = 70, 7e-6
-"""Kernels of a layer, forward and backward, and the host's time for one: what a layer takes at least. Assumed."""
+_LAUNCHES = 70
+"""Kernels of a layer, forward and backward, those of experts left out. Assumed."""
 _HALF, _WIDE_SUM = 2, 8
 """Bytes of a product's element that is written, and of one that is added to float32 gradients."""
 
@@ -47,7 +51,8 @@ class LayerTime:
     """Hold the seconds of a layer and a micro-batch by part; ``again`` is what is computed a second time.
 
     ``expert_parallel`` is tokens' way to their experts and back. ``forward`` and ``weight_gradients`` are the forward
-    pass and the products of weights' gradients that can be put off, within the parts.
+    pass and the products of weights' gradients that can be put off, within the parts. ``experts`` are all parts of the
+    experts, and ``floor`` and ``expert_floor`` what the host takes to launch what is not theirs, and what is.
     """
 
     products: float
@@ -61,13 +66,16 @@ class LayerTime:
     forward: float = 0.0
     expert_parallel: float = 0.0
     weight_gradients: float = 0.0
+    experts: float = 0.0
+    expert_floor: float = 0.0
 
     @property
     def total(self) -> float:
-        """Return all parts together, at least what the host takes to launch them."""
+        """Return all parts together, experts and the rest at least what the host takes to launch each."""
         busy = self.products + self.attention + self.passes + self.again
         sent = self.tensor_parallel + self.context_parallel
-        return max(self.floor, busy + sent + self.expert_parallel + self.offload)
+        whole = busy + sent + self.expert_parallel + self.offload
+        return max(self.floor, whole - self.experts) + max(self.expert_floor, self.experts)
 
 
 def layer_time(
@@ -99,6 +107,9 @@ def layer_time(
     of_weights = half if in_float8 and implementation.follows_recipes and not plan.model.fp8_wgrad else peak
     rates = [(each, (peak, of_weights)) for each in products]
     rates += [(each, (half, half)) for each in adapter_products(plan.model)]
+    if kind.is_further:
+        rates.append((join_product(plan.model), (half, half)))
+        passed += join_bytes(plan)
     parts = [(_product(product, plan.num_tokens, rate, gpu), product.passes) for product, rate in rates]
     computed = sum(seconds for seconds, _ in parts)
     once = sum(seconds / passes for seconds, passes in parts)
@@ -109,6 +120,7 @@ def layer_time(
     # Experts without a shared one have no tensor-parallel region of their own: exchanges are those of attention.
     has_feed_forward = len(products) > num_attention
     exchanged = _tensor_parallel(plan, gpu, implementation, in_float8=in_float8, has_feed_forward=has_feed_forward)
+    exchanged += _join_exchanges(plan, gpu) * kind.is_further
     ring = _ring(plan, gpu)
     experts = expert_time(plan, gpu, implementation, peak, in_float8=in_float8) if has_experts else NO_EXPERTS
     return LayerTime(
@@ -121,9 +133,11 @@ def layer_time(
         again=_again(plan, once + (passes + exchanged) / 3 + forward, forward, feed_forward, experts)
         + sum(seconds / passes for seconds, passes in parts[: num_attention - 1]) * _widens_again(plan.model),
         offload=_offload(plan, gpu, kept, once + passes / 3 + forward),
-        floor=(_LAUNCHES + experts.launches) * _LAUNCH_S,
+        floor=_LAUNCHES * LAUNCH_S,
         forward=once + (passes + exchanged) / 3 + forward + experts.forward,
         weight_gradients=0.0 if plan.model.lora_rank else once,
+        experts=experts.total,
+        expert_floor=experts.floor,
     )
 
 
@@ -131,9 +145,9 @@ def output_layer_time(plan: Plan, gpu: Gpu) -> float:
     """Return the time of the output layer and the loss, which are in the model's own precision also beside fp8."""
     model, t = plan.model, plan.parallel_sizes.tp
     output = Product(model.hidden_size, model.padded_vocab_size // t, is_trained=not model.lora_rank)
-    seconds = _product(output, plan.num_tokens, (_peak(model, gpu),) * 2, gpu)
+    seconds = _product(output, plan.num_predictions, (_peak(model, gpu),) * 2, gpu)
     seconds += loss_bytes(plan) / (gpu.memory_bandwidth * MEMORY_SHARE)
-    message = plan.num_tokens * model.hidden_size * _HALF
+    message = plan.num_predictions * model.hidden_size * _HALF
     # Its input is gathered for each product of its weight or of that's gradient, and its gradient scattered.
     return seconds + output.passes * Links(gpu, plan.parallel_sizes).tensor_parallel_seconds(message)
 
@@ -213,6 +227,19 @@ def _tensor_parallel(
     gathers = 4 if model.lora_rank else 6
     sent.append(gathers * links.tensor_parallel_seconds(size * gathered))
     return regions * (sum(sent) + 4 * links.tensor_parallel_seconds(size * _HALF))
+
+
+def _join_exchanges(plan: Plan, gpu: Gpu) -> float:
+    """Return the time of what is sent around one layer that predicts a further token, what is computed again left out."""
+    one = dataclasses.replace(plan.model, mtp_num_layers=1, recompute_granularity=None)
+    seconds = [0.0]
+
+    def add(operation: str, num_bytes: int, count: int) -> None:
+        rounds = 2 if operation == "all_reduce" else 1
+        seconds.append(count * rounds * Links(gpu, plan.parallel_sizes).tensor_parallel_seconds(num_bytes))
+
+    add_further(add, one, plan.num_tokens * plan.model.hidden_size * _HALF, 1)
+    return sum(seconds)
 
 
 def _ring(plan: Plan, gpu: Gpu) -> float:

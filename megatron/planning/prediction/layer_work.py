@@ -64,6 +64,16 @@ def num_attention_products(model: GPTConfig) -> int:
     return len(layer_widths(model)) - 2
 
 
+def join_product(model: GPTConfig) -> Product:
+    """Return the product in front of a layer that predicts a further token: of the states and the embedded tokens."""
+    return Product(2 * model.hidden_size, model.hidden_size // model.tensor_model_parallel_size)
+
+
+def join_bytes(plan: Plan) -> float:
+    """Return the bytes that such a layer's three norms and the joining of two tensors read and write, each way."""
+    return plan.num_rows * plan.model.hidden_size * _HALF * (3 * 5.0 + 2 * 4.0)
+
+
 def adapter_products(model: GPTConfig) -> list[Product]:
     """Return the narrow products of a layer's low-rank adapters on one tensor-parallel rank."""
     rank = model.lora_rank

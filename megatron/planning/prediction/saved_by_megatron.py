@@ -11,6 +11,7 @@ from functools import partial
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
+from megatron.planning.kept.further_memory import kept_by_join
 from megatron.planning.layer_widths import key_value_width
 from megatron.planning.prediction.layer_work import score_elements
 
@@ -27,14 +28,15 @@ def saved_by_transformer_engine(
     expert's two products: then these too keep 8 bits beside fp8, and what experts give is not kept.
     """
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
+    join = kept_by_join(model, layer_number, rows, element)
     if model.recompute_granularity == "full":
-        return _stream(model, rows, element)
+        return {**_stream(model, rows, element), **join}
     t, h = model.tensor_model_parallel_size, model.hidden_size
     is_float8 = layer_number in model.float8_layers(model.num_layers)
     product_input = 1 if is_float8 else element
     queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
     feed_forward = {"feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)}
-    if model.moe_layers[layer_number]:
+    if model.moe_layers[model.kind_of(layer_number)]:
         experts = ExpertLayer(model, tokens, micro_batch_size, element)
         feed_forward = dict(experts.kept())
         if weighs_early:
@@ -52,6 +54,7 @@ def saved_by_transformer_engine(
         "attention output": tokens * queries * (element + is_float8),
         **feed_forward,
         "dropout masks": 2 * rows * h * (model.hidden_dropout > 0.0),
+        **join,
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -65,8 +68,9 @@ def saved_by_local_layers(
 ) -> Mapping[str, int]:
     """Return by part what a layer of Megatron's own modules keeps of one micro-batch, scores of attention included."""
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
+    join = kept_by_join(model, layer_number, rows, element)
     if model.recompute_granularity == "full":
-        return _stream(model, rows, element)
+        return {**_stream(model, rows, element), **join}
     t, h = model.tensor_model_parallel_size, model.hidden_size
     queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
     scores = 0 if "core_attn" in model.recomputed_modules else score_elements(model, seq_length, micro_batch_size)
@@ -79,6 +83,7 @@ def saved_by_local_layers(
         "attention output": tokens * queries * element,
         "feed-forward": tokens * ffn * ((2 if model.is_gated else 1) + 1) * element,
         "dropout masks": 2 * rows * h * (model.hidden_dropout > 0.0),
+        **join,
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -90,5 +95,5 @@ def _tokens(model: GPTConfig, seq_length: int, micro_batch_size: int) -> tuple[i
     return tokens, rows, ELEMENT_BYTES[model.params_dtype]
 
 
-def _stream(model: GPTConfig, rows: int, element: int) -> Mapping[str, int]:
+def _stream(model: GPTConfig, rows: int, element: int) -> dict[str, int]:
     return {"stream": rows * model.hidden_size * element}

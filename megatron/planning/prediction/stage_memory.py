@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron.core.distributed.param_layout import ParamLayout, plan_buckets
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planning.activation_memory import LayerBytes, activation_parts, layer_bytes
+from megatron.planning.activation_memory import LayerBytes, activation_parts, kept_of_chunks, layer_bytes
 from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.deferred_products import deferred_products
@@ -19,7 +19,7 @@ from megatron.planning.plan import Plan
 from megatron.planning.prediction.expert_time import expert_layer
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import layer_products, score_elements
-from megatron.planning.weight_gathers import gathered_units, most_gathered
+from megatron.planning.weight_gathers import WholeWeights, gathered_units, whole_weights
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 """Parts of a stage's memory in the order in which they are shown."""
@@ -56,8 +56,8 @@ class StageState:
 
     Frozen parameters have weights, and neither gradients nor state. ``gradient_pool`` is the memory of full buckets,
     through which gradients go that are sharded, ``gathered_bytes`` what trained weights are where they are gathered.
-    ``weight_pool`` are the whole weights of two layers, and of what is in no layer, where weights are sharded. Of
-    ``gathered_bytes`` and ``gradients`` the experts' part is named too: other ranks share it.
+    ``whole`` are the bytes of weights that are there whole where weights are sharded. Of ``gathered_bytes`` and
+    ``gradients`` the experts' part is named too: other ranks share it.
     """
 
     parameters: int
@@ -66,19 +66,19 @@ class StageState:
     gradients: int
     gradient_pool: int
     optimizer: int
-    weight_pool: int = 0
+    whole: WholeWeights = WholeWeights()
     expert_gathered_bytes: int = 0
     expert_gradients: int = 0
 
     @property
     def total(self) -> int:
-        """Return all bytes together."""
-        return self.weights + self.gradients + self.gradient_pool + self.optimizer + self.weight_pool
+        """Return all bytes together, with the least that is there of whole weights."""
+        pools = self.gradient_pool + self.whole.rest + self.whole.layers
+        return self.weights + self.gradients + self.optimizer + pools
 
 
 def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
     """Return what a stage's ranks hold between steps."""
-    model, chunks = plan.model, plan.stage_layout.chunks(stage)
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     parameters = [(chunk, chunk_parameters(model, chunk)) for chunk in chunks]
     grid = plan.parallel_sizes
@@ -100,7 +100,7 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
         gradients=rest.gradients + experts.gradients,
         gradient_pool=rest.gradient_pool + experts.gradient_pool,
         optimizer=rest.optimizer + experts.optimizer,
-        weight_pool=rest.weight_pool + experts.weight_pool,
+        whole=rest.whole.beside(experts.whole),
         expert_gathered_bytes=experts.gathered_bytes,
         expert_gradients=experts.gradients,
     )
@@ -116,7 +116,8 @@ def _trained_state(
 ) -> StageState:
     """Return what a stage holds between steps of the trained parameters that so many ranks have alike."""
     shards = plan.ddp.num_shards(replicas)
-    num_trained = num_elements = pool = gathered = num_whole = 0
+    num_trained = num_elements = pool = gathered = 0
+    whole = WholeWeights()
     element = ELEMENT_BYTES[plan.model.params_dtype]
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(replicas)
     for chunk, several in parameters:
@@ -134,7 +135,7 @@ def _trained_state(
         num_trained += sum(sizes)
         gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
         layout = plan_buckets(sizes, tied, plan.ddp, replicas, units if shards_weights else ())
-        num_whole += most_gathered(units, layout) if shards_weights else 0
+        whole = whole.after(whole_weights(units, layout)) if shards_weights else whole
         num_elements += layout.num_elements
         # Gradients of experts are not put off.
         several_passes = [] if of_experts else trained
@@ -151,7 +152,7 @@ def _trained_state(
         gradients=num_elements * gradient // (shards if shards_gradients else 1),
         gradient_pool=pool * gradient if shards_gradients else 0,
         optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
-        weight_pool=num_whole * element,
+        whole=whole.times(element),
     )
 
 
@@ -181,18 +182,27 @@ def stage_memory(
         scores = score_elements(model, plan.seq_length, plan.micro_batch_size)
         again += _SCORES_AT_WORK * element * scores
     if chunks[-1].has_loss and model.sequence_parallel:
-        ends += element * plan.num_tokens * model.hidden_size  # the output layer's input, gathered
+        ends += element * plan.num_predictions * model.hidden_size  # the output layer's input, gathered
     if chunks[-1].has_loss and not implementation.fuses_weight_gradients and not model.lora_rank:
         ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
+    # The logits have gone when the first layer's backward pass begins, unless the output layer's weight waits.
+    logits *= max(1, deferred.num_outputs)
+    again -= 0 if deferred.num_outputs else logits
+    # Whole weights and what is at work: at the loss, in a layer's backward pass, and before a pass has kept anything.
+    whole = state.whole
+    at_begin = min(kept, kept_of_chunks(plan, stage, layers)[0]) + logits if whole.first else 0
+    moments = ((0, ends), (whole.layers, again), (max(0, whole.first - at_begin), 0))
+    gathered, at_work = max(moments, key=sum)
+    # What is there in place of logits that have gone is no more than these were.
+    gathered, at_work = gathered + min(0, at_work), max(0, at_work)
     return StageMemory(
         parameters=state.parameters,
-        weights=state.weights + state.weight_pool,
+        weights=state.weights + whole.rest + gathered,
         gradients=state.gradients + state.gradient_pool,
         optimizer=state.optimizer,
         activations=kept,
-        logits=logits * max(1, deferred.num_outputs),
-        # The logits have gone when the first layer's backward pass begins, unless the output layer's weight waits.
-        buffers=max(ends, again - (0 if deferred.num_outputs else logits)) + deferred.num_bytes,
+        logits=logits,
+        buffers=at_work + deferred.num_bytes,
     )
 
 
@@ -217,7 +227,9 @@ def _pooled_elements(layout: ParamLayout, plan: Plan, parameters: Sequence[Chunk
 
 
 def _shares_ends(plan: Plan, chunk: StageContents) -> bool:
-    return chunk.has_embedding and chunk.has_loss and not plan.model.untie_embeddings_and_output_weights
+    # The embedding of further tokens has its gradient long before its turn.
+    is_tied, has_further = not plan.model.untie_embeddings_and_output_weights, plan.model.num_further_tokens > 0
+    return chunk.has_loss and (has_further or (chunk.has_embedding and is_tied))
 
 
 def _feed_forward_gradients(plan: Plan) -> int:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
+from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planning.activation_memory import LayerBytes
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.gpu import Gpu
-from megatron.planning.layer_kinds import LayerKind, layer_kinds
+from megatron.planning.layer_kinds import LayerKind, layer_kinds, layer_numbers
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_time import MEMORY_SHARE, LayerTime, layer_time, output_layer_time
@@ -62,11 +63,11 @@ def step_time(
     output = output_layer_time(plan, gpu)
     chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
     seconds = [
-        sum(_chunk(plan, kinds, layers, chunk.layer_numbers) + output * chunk.has_loss for chunk in chunks)
+        sum(_chunk(plan, kinds, layers, chunk) + output * chunk.has_loss for chunk in chunks)
         for chunks in chunks_of
     ]
     slowest, pp = max(seconds), len(seconds)
-    num_layers = {len(chunk.layer_numbers) for chunks in chunks_of for chunk in chunks}
+    num_layers = {len(layer_numbers(plan.model, chunk)) for chunks in chunks_of for chunk in chunks}
     if plan.pipeline_schedule == "zero-bubble" or (plan.pipeline_schedule == "1f1b" and len(num_layers) > 1):
         bubble = _simulated_bubble(plan, kinds, layers, seconds, output)
     else:
@@ -77,7 +78,7 @@ def step_time(
     shown = 1.0 if is_exposed else num_chunks * EXCHANGE_SHARE
     links = Links(gpu, plan.parallel_sizes)
     return StepTime(
-        layer=layers[max(layers)],
+        layer=layers[max(kind for kind in layers if not kind.is_further)],
         output_layer=output,
         slowest_stage=slowest,
         busy=plan.num_microbatches * slowest,
@@ -102,7 +103,7 @@ def _simulated_bubble(
     durations = []
     for stage, total in enumerate(seconds):
         (chunk,) = plan.stage_layout.chunks(stage)
-        own = [layers[kinds[number]] for number in chunk.layer_numbers]
+        own = [layers[kinds[number]] for number in layer_numbers(plan.model, chunk)]
         at_end = output / 3 * chunk.has_loss
         forward = sum(layer.forward for layer in own) + at_end
         weight = sum(layer.weight_gradients for layer in own) + at_end * (not plan.model.lora_rank)
@@ -121,10 +122,13 @@ def _makespan(schedule: str, num_microbatches: int, durations: tuple[Durations, 
 
 
 def _chunk(
-    plan: Plan, kinds: Sequence[LayerKind], layers: Mapping[LayerKind, LayerTime], numbers: Sequence[int]
+    plan: Plan, kinds: Sequence[LayerKind], layers: Mapping[LayerKind, LayerTime], chunk: StageContents
 ) -> float:
-    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only."""
-    model = plan.model
+    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only.
+
+    Layers that predict further tokens are behind them, computed again whichever are, and never offloaded.
+    """
+    model, numbers = plan.model, chunk.layer_numbers
     again = offloaded = len(numbers)
     if model.recompute_granularity == "full" and model.recompute_method == "block":
         again = min(again, model.recompute_num_layers or 1)
@@ -136,4 +140,6 @@ def _chunk(
         seconds += len(places) * layer.total
         seconds -= sum(place >= again for place in places) * layer.again
         seconds -= sum(place >= offloaded for place in places) * layer.offload
+    for number in layer_numbers(model, chunk)[len(numbers) :]:
+        seconds += layers[kinds[number]].total - layers[kinds[number]].offload
     return seconds

@@ -98,7 +98,8 @@ def parse_arguments_or_exit(argv: Sequence[str], world_size: int = 1, rank: int 
 def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool = True) -> ParsedArguments:
     """Turn a command line into a configuration, without any side effect.
 
-    Without ``needs_files`` the data and the tokenizer that it names need not be there.
+    Without ``needs_files`` the data and the tokenizer that it names need not be there, and it need not say when a run
+    ends.
 
     Raises:
         ConfigurationError: with every problem of the command line.

@@ -81,10 +81,14 @@ def _check_steps(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _check_length(config: RunConfig) -> Iterator[str]:
+def _check_end(config: RunConfig) -> Iterator[str]:
     training = config.training
     if not (training.train_iters or training.train_samples or training.skip_train):
         yield "--train-iters is missing; give it, or --train-samples, or --skip-train"
+
+
+def _check_length(config: RunConfig) -> Iterator[str]:
+    training = config.training
     if 0 < training.train_samples < training.global_batch_size:
         yield (
             f"--train-samples {training.train_samples} is less than one --global-batch-size "
@@ -135,3 +139,5 @@ CHECKS = (
     Check((*_BATCH, "step_batch_size_schedule"), _check_steps),
     Check(("train_iters", "train_samples", "global_batch_size", "micro_batch_size"), _check_length),
 )
+LENGTH_CHECKS = (Check(("train_iters", "train_samples"), _check_end),)
+"""What a run needs, and a step of it does not."""

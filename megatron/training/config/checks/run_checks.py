@@ -41,17 +41,17 @@ _CHECKS = (
     *attention_kinds.CHECKS,
     *fault_checks.CHECKS,
 )
-_FILE_CHECKS = (*data_files.CHECKS, *files.CHECKS)
+_RUN_CHECKS = (*batch.LENGTH_CHECKS, *data_files.CHECKS, *files.CHECKS)
 
 
 def find_problems(config: RunConfig, broken: frozenset[str] = frozenset(), *, needs_files: bool = True) -> list[str]:
     """Return every problem of a resolved configuration, one line each.
 
     ``broken`` names fields whose value could not be read; no check that reads one of them is made. Without
-    ``needs_files`` the run's data and its tokenizer need not be there.
+    ``needs_files`` the run's data, its tokenizer and its length need not be there.
     """
     problems: list[str] = []
-    for check in (*_CHECKS, *(_FILE_CHECKS if needs_files else ())):
+    for check in (*_CHECKS, *(_RUN_CHECKS if needs_files else ())):
         if broken.isdisjoint(check.reads):
             problems.extend(check.find(config))
     return list(dict.fromkeys(problems))

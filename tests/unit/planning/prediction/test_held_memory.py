@@ -192,8 +192,10 @@ def counted_flops(plan: Plan, cores: int = 0) -> float:
     of_scores = 4.0 * model.query_projection_size
     if model.multi_latent_attention:
         of_scores = 2.0 * model.num_attention_heads * (model.latent_query_width + model.v_head_dim)
-    used = sum((window or s) * (s - (window or s) / 2) for window in model.layer_windows)
-    counted = model.forward_flops_per_sequence(s) + of_scores * (cores * model.num_layers * s * s - used)
+    num_layers = model.num_layers + model.num_further_tokens
+    windows = [model.layer_windows[model.kind_of(number)] or s for number in range(num_layers)]
+    used = sum(window * (s - window / 2) for window in windows)
+    counted = model.forward_flops_per_sequence(s) + of_scores * (cores * num_layers * s * s - used)
     return 3.0 * plan.global_batch_size * counted
 
 
