@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import ast
 import datetime
-import multiprocessing
 import os
-import queue
 import sys
-import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import psutil  # noqa: F401 without it the processes that megatron-core writes with fail, and it waits for them forever
 import torch
 import torch.distributed as dist
 from load_with_megatron_core import without_cuda
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -276,21 +272,6 @@ def save_torch_dist(folder: Path, case: Case, arguments: Namespace, model: GPTMo
     dist_checkpointing.save(state, str(folder), ("torch_dist", 1), content_metadata=metadata)
 
 
-class _Threads:
-    """Stand in for the context of processes in which megatron-core writes: forked from threads, some never end."""
-
-    Queue = JoinableQueue = queue.Queue
-    Process = threading.Thread
-
-
-def write_in_threads() -> None:
-    """Let megatron-core write a checkpoint's files in threads of this process."""
-    get_context = multiprocessing.get_context
-    filesystem_async.mp = SimpleNamespace(
-        get_context=lambda kind: _Threads if kind == "fork" else get_context(kind),
-    )
-
-
 def let_latent_attention_be_built() -> None:
     """Let the local layers of megatron-core have latent attention; nothing is computed with it."""
     plain = DotProductAttention.__init__
@@ -324,7 +305,6 @@ def main(folder: str, *words: str) -> None:
         expert_tensor_parallel_size=case.etp or case.tp,
         create_gloo_process_groups=True,
     )
-    write_in_threads()
     torch.manual_seed(7)
     config = config_of(case)
     if case.latent:
