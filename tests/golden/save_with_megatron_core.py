@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import psutil  # noqa: F401 without it the processes that megatron-core writes with fail, and it waits for them forever
 import torch
 import torch.distributed as dist
 from load_with_megatron_core import without_cuda

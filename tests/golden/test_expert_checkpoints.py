@@ -1,7 +1,7 @@
 """Checkpoints of experts that megatron-core wrote: read whole from both formats, and written as they were.
 
-``MEGATRON_CORE_PYTHON`` names an interpreter that has megatron-core 0.16.1 and torch; without it the cases that lie in
-the repository are read alone.
+``MEGATRON_CORE_PYTHON`` names an interpreter that has megatron-core 0.16.1, torch and psutil; without it the cases that
+lie in the repository are read alone.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def wrap_model(
         layers=[layer for block in model.blocks for layer in block.layers.values()],
         first=model.first_alone,
     )
-    model.initialize_parameters(model.seed, unfilled)
+    if unfilled:
+        model.initialize_parameters(model.seed, unfilled)
     for block in model.blocks if wrapped.weights is not None else ():
         block.weights = wrapped.weights
     return wrapped

@@ -109,7 +109,8 @@ def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:
     for section, spec, names in stored_fields():
         if section == "model" and spec.options.role in IDENTITY and spec.options.choices is not None:
             allowed |= dict.fromkeys(names, spec.options.choices)
-    allowed["position_embedding_type"] = (*allowed["position_embedding_type"], YARN)
+    if not arguments.get("multi_latent_attention"):
+        allowed["position_embedding_type"] = (*allowed["position_embedding_type"], YARN)
     wrong = [
         f"{name} {arguments[name]}"
         for name, values in allowed.items()
