@@ -67,7 +67,7 @@ def _cells() -> Iterator[Cell]:
         yield make_cell(shape, fully_sharded(Layout(tp=2, pp=2, dp=2), overlap=True), "packed")
     for expert_shape, expert_layout in itertools.product(("mixtral", "deepseek-experts"), _EXPERT_LAYOUTS):
         yield make_expert_cell(expert_shape, fully_sharded(expert_layout, overlap=True))
-    for layout in (Layout(dp=4), Layout(tp=2, pp=2, cp=2), Layout(pp=2, dp=4)):
+    for layout in (Layout(dp=4), Layout(tp=2, cp=2, dp=2), Layout(pp=2, dp=4)):
         for sharding in (*SHARDING[1:], WEIGHTS):
             yield hybrid(make_cell("gpt2", replace(layout, sharding=sharding)))
             yield hybrid(make_cell("llama", replace(layout, sharding=sharding, overlap=True), "uneven"))

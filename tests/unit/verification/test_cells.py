@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.reliability.verify_parallelism import main
+from megatron.commands.reliability.verify_parallelism import choose_cells, main, parse_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.verification.attention_cells import attention_matrix
-from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Layout, make_cell, matrix
+from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Cell, Layout, make_cell, matrix
 from megatron.verification.expert_cells import expert_matrix
 from megatron.verification.latent_cells import latent_matrix
 from megatron.verification.prediction_cells import prediction_matrix
 from megatron.verification.random_cells import fuzz
-from megatron.verification.sharding_cells import sharding_matrix
+from megatron.verification.run_cell import resolve_cell
+from megatron.verification.sharding_cells import hybrid, sharding_matrix
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -34,6 +35,31 @@ def test_the_matrix_has_150_cells_or_more_each_once_on_up_to_eight_ranks() -> No
     assert len({cell.name for cell in cells}) == len({(cell.flags, cell.data, cell.world_size) for cell in cells})
     assert len({cell.name for cell in cells}) == len(cells)
     assert max(cell.world_size for cell in cells) == MAX_WORLD_SIZE
+
+
+def refused(cells: list[Cell]) -> dict[str, str]:
+    """Return why cells are refused, by their names."""
+    found = {}
+    for cell in cells:
+        try:
+            resolve_cell(cell.flags, cell.world_size, "float64")
+        except ConfigurationError as error:
+            found[cell.name] = str(error)
+    return found
+
+
+def test_no_cell_with_copies_of_what_is_sharded_is_refused() -> None:
+    cells = [cell for cell in sharding_matrix() if cell.name.endswith("copies")]
+    assert len(cells) > 20
+    assert refused(cells) == {}
+    assert len(refused([hybrid(make_cell("gpt2", Layout(cp=2, sharding="optim")))])) == 1
+
+
+@pytest.mark.long
+def test_no_cell_of_any_matrix_is_refused() -> None:
+    cells = choose_cells(parse_arguments([]))
+    assert len(cells) > 900
+    assert refused(cells) == {}
 
 
 @pytest.mark.long

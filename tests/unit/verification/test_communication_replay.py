@@ -33,6 +33,7 @@ from megatron.verification.communication_replay import (
     communication_problems,
 )
 from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
+from megatron.verification.prediction_cells import make_prediction_cell
 from megatron.verification.random_cells import fuzz
 from megatron.verification.run_cell import resolve_cell
 from tests.unit.core.inference.small_models import build, odd_config
@@ -204,6 +205,8 @@ FURTHER = [
     make_cell("qwen", Layout(pp=2, cp=2, dp=2, sharding="optim"), "packed"),
     # Ranks send unequal numbers of rows.
     make_expert_cell("dropping", ExpertLayout(dp=2, ep=2), extra=("--moe-token-drop-policy", "position")),
+    # Zeros in place of what other ranks send, through many norms.
+    make_prediction_cell("gemma3-mtp", SP),
     *random.Random(12).sample(PARALLEL, 1),
 ]
 
