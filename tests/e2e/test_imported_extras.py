@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,9 @@ OF_TORCH = {"triton", "zstandard"}
 
 
 def modules_of_extras() -> set[str]:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = [line for lines in project["optional-dependencies"].values() for line in lines]
-    packages = {line.split("[")[0].split(">")[0].split("=")[0].split("<")[0].split(";")[0].strip() for line in named}
-    return {MODULES.get(name.lower(), name.replace("-", "_").lower()) for name in packages} - NEEDED - OF_TORCH
+    lines = [line for line in importlib.metadata.requires("megatron-gpt") or () if "extra ==" in line]
+    packages = {re.split(r"[^\w-]", line, maxsplit=1)[0].lower() for line in lines}
+    return {MODULES.get(name, name.replace("-", "_")) for name in packages} - NEEDED - OF_TORCH
 
 
 @pytest.mark.long

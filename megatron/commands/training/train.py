@@ -84,6 +84,9 @@ def _train(argv: Sequence[str]) -> int:
             raise ConfigurationError(f"--script {script} is not there; name a Python file that trains")
     elif "--explain" not in words:
         resolve_arguments(words, place.world_size)  # what is wrong is said before any rank is started
+    if sys.stderr.isatty():
+        # Until the first line of the run some seconds go by, in which torch is imported.
+        print_line(f"starting {place.nproc} process{'es' if place.nproc > 1 else ''} ...", sys.stderr)
     if place.world_size > 1 or "script" in own:
         return launch(script, words, place)
     from pretrain_gpt import main as pretrain

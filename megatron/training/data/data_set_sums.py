@@ -16,7 +16,7 @@ class DataSetLoss:
     """Hold the mean loss over the tokens that an iteration had of one data set, and their number."""
 
     lm_loss: float
-    num_tokens: float
+    num_tokens: int
 
 
 class DataSetSums:
@@ -51,7 +51,7 @@ class DataSetSums:
     def losses(self, totals: Sequence[tuple[float, float]]) -> Mapping[str, DataSetLoss]:
         """Return, by name, the losses of the data sets that have tokens in the sums over all ranks."""
         return {
-            name: DataSetLoss(loss_sum / num_tokens, num_tokens)
+            name: DataSetLoss(loss_sum / num_tokens, round(num_tokens))
             for name, (loss_sum, num_tokens) in zip(self._names, totals)
             if num_tokens > 0
         }

@@ -84,10 +84,10 @@ def blend_names(dataset: SampleDataset | ExternalSamples | None) -> tuple[str, .
         ends |= {path: str(Path(*path[-depth:])) for path in left if alike[path[-depth:]] == 1}
         if len(ends) == len(set(paths)):
             break
-    names, seen = list[str](), Counter[tuple[str, ...]]()
+    names: dict[str, None] = {}
     for path in paths:
-        seen[path] += 1
-        names.append(ends[path] if seen[path] == 1 else f"{ends[path]} ({seen[path]})")
+        tried = itertools.chain([ends[path]], (f"{ends[path]} ({number})" for number in itertools.count(2)))
+        names[next(name for name in tried if name not in names)] = None
     return tuple(names)
 
 

@@ -178,6 +178,7 @@ def test_names_are_the_shortest_ends_of_paths_that_differ() -> None:
     assert names("/a/x", "/b/y") == ("x", "y")
     assert names("/a/x", "/b/x", "/b/y") == ("a/x", "b/x", "y")
     assert names("/a/x", "/a/x", "b/y", "/a/x") == ("x", "x (2)", "y", "x (3)")
+    assert names("/a/x", "/a/x (2)", "/a/x") == ("x", "x (2)", "x (3)")
     assert names("x", "a/x", "/x") == ("x", "a/x", "/x")
     assert names("/a/x") == ()
 
