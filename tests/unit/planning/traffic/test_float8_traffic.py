@@ -37,9 +37,9 @@ ALWAYS = [
     *(f"{SEQUENCE} --fp8-recipe {recipe}" for recipe in ("delayed", "tensorwise")),
     f"{SEQUENCE} --fp8-recipe rowwise {MODULES} layernorm mlp",
     f"{SEQUENCE} --fp8-recipe mxfp8 {FULL} block --recompute-num-layers 1 --first-last-layers-bf16",
-    f"{SEQUENCE} --fp8-recipe delayed {LATENT} --q-lora-rank 48 {EXPERTS} --first-last-layers-bf16",
 ]
 MORE = [
+    f"{SEQUENCE} --fp8-recipe delayed {LATENT} --q-lora-rank 48 {EXPERTS} --first-last-layers-bf16",
     *(f"{SEQUENCE} --fp8-recipe {recipe}" for recipe in ("rowwise", "mxfp8")),
     f"{SEQUENCE} --fp8-recipe blockwise",
     "--tensor-model-parallel-size 2 --fp8-recipe tensorwise",
