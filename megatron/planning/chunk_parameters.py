@@ -70,7 +70,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
             ChunkParameter((model.kv_lora_rank + model.qk_pos_emb_head_dim) * h, of_cut_tokens),
             ChunkParameter(model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)),
         ]
-        return [replace(weight, is_matrix=True) for weight in weights]
+        return [replace(weight, is_matrix=True, is_sent_in_float8=model.fp8_param_gather) for weight in weights]
 
     if model.multi_latent_attention:
         query_key_value = latent()

@@ -275,7 +275,7 @@ def test_copies_of_what_is_sharded_sum_their_shards_over_what_joins_them() -> No
     assert links.replica_seconds(10**9, 2) < links.replica_seconds(10**9)
 
 
-def test_experts_in_fp8_take_a_recipe_that_we_have_under_ours(tmp_path: Path) -> None:
+def test_experts_in_fp8_are_planned_with_the_recipe_that_is_named(tmp_path: Path) -> None:
     path, output = tmp_path / "ours.json", tmp_path / "predictions.json"
     outcomes = {}
     for precision in ("fp8", "fp8 current scaling"):
@@ -283,7 +283,6 @@ def test_experts_in_fp8_take_a_recipe_that_we_have_under_ours(tmp_path: Path) ->
         path.write_text(json.dumps({"runs": [each.run.fields.values]}))
         assert main(["--evaluate", str(path), "--implementation", "ours", "--output", str(output)]) == 0
         (outcomes[precision],) = json.loads(output.read_text())["runs"]
-    assert outcomes["fp8"]["outcome"] == "error"
-    assert "--fp8-recipe tensorwise" in outcomes["fp8"]["reason"]
-    assert outcomes["fp8 current scaling"]["reason"] is None
-    assert outcomes["fp8 current scaling"]["ms_per_iter"] > 0
+    assert [outcome["reason"] for outcome in outcomes.values()] == [None, None]
+    # Delayed scaling, which is meant where none is named, does not read an operand for its amax first.
+    assert 0 < outcomes["fp8"]["ms_per_iter"] < outcomes["fp8 current scaling"]["ms_per_iter"]

@@ -37,9 +37,9 @@ ALWAYS = [
     *(f"{SEQUENCE} --fp8-recipe {recipe}" for recipe in ("delayed", "tensorwise")),
     f"{SEQUENCE} --fp8-recipe rowwise {MODULES} layernorm mlp",
     f"{SEQUENCE} --fp8-recipe mxfp8 {FULL} block --recompute-num-layers 1 --first-last-layers-bf16",
-    f"{SEQUENCE} --fp8-recipe delayed {LATENT} --q-lora-rank 48 {EXPERTS} --first-last-layers-bf16",
 ]
 MORE = [
+    f"{SEQUENCE} --fp8-recipe delayed {LATENT} --q-lora-rank 48 {EXPERTS} --first-last-layers-bf16",
     *(f"{SEQUENCE} --fp8-recipe {recipe}" for recipe in ("rowwise", "mxfp8")),
     f"{SEQUENCE} --fp8-recipe blockwise",
     "--tensor-model-parallel-size 2 --fp8-recipe tensorwise",
@@ -62,7 +62,14 @@ def test_recorded_bytes_equal_the_closed_form(flags: str) -> None:
     assert recorded == expected
 
 
-@pytest.mark.parametrize("more", ["--first-last-layers-bf16", "--overlap-param-gather-with-optimizer-step"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--first-last-layers-bf16",
+        "--overlap-param-gather-with-optimizer-step",
+        *(pytest.param(f"{LATENT} {queries}", marks=pytest.mark.long) for queries in ("", "--q-lora-rank 48")),
+    ],
+)
 def test_gathered_weights_are_as_the_closed_form_says(more: str) -> None:
     sharded = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000"
     recorded, expected = both(f"{sharded} --fp8-param-gather {more}")
