@@ -226,7 +226,7 @@ def _tensor_parallel(
 
 
 def _join_exchanges(plan: Plan, gpu: Gpu) -> float:
-    """Return the time of what is sent around one layer that predicts a further token, what is computed again left out."""
+    """Return the time of what is sent around one layer that predicts a further token, forward and backward."""
     model, links, seconds = plan.model, Links(gpu, plan.parallel_sizes), [0.0]
 
     def add(operation: str, num_bytes: int, count: int) -> None:

@@ -6,9 +6,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.traffic.float8_traffic import Add
 
 
-def add_further(
-    add: Add, model: TransformerConfig, hidden_bytes: int, microbatches: int, *, runs_again: bool
-) -> None:
+def add_further(add: Add, model: TransformerConfig, hidden_bytes: int, microbatches: int, *, runs_again: bool) -> None:
     """Add what their embedded tokens, and the products that join these to the states, send for so many micro-batches.
 
     ``hidden_bytes`` are those of the hidden states of the whole group's tokens. ``runs_again`` counts what is computed
