@@ -145,7 +145,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write PREFIX.json and PREFIX.md", metavar="PREFIX")
     arguments = parser.parse_args()
     load_pretended_cuda()
-    results = [(case, verified) for case in layout_cases() if arguments.only in case.name for verified in _verified(case)]
+    results = [
+        (case, verified) for case in layout_cases() if arguments.only in case.name for verified in _verified(case)
+    ]
     errors = [abs(verified.memory_error) for _, verified in results]
     summary = (
         f"{len({case.name for case, _ in results})} layouts, {len(results)} ranks: memory is {_percent(max(errors))} "

@@ -124,7 +124,10 @@ def _memory_bars(explanation: Explanation) -> str:
 
 def _stage_rows(explanation: Explanation) -> Iterable[tuple[object, ...]]:
     for stage, parameters in enumerate(explanation.size.shards):
-        chunks = "; ".join(describe_chunk(chunk, explanation.plan.model.num_further_tokens) for chunk in explanation.plan.stage_layout.chunks(stage))
+        chunks = "; ".join(
+            describe_chunk(chunk, explanation.plan.model.num_further_tokens)
+            for chunk in explanation.plan.stage_layout.chunks(stage)
+        )
         yield stage, chunks, parameters
 
 

@@ -110,7 +110,8 @@ def _stages(explanation: Explanation) -> Iterator[str]:
     plan, size = explanation.plan, explanation.size
     for stage, (parameters, trained) in enumerate(zip(size.shards, size.trained)):
         chunks = "; ".join(
-            (f"chunk {number}: " if plan.stage_layout.num_chunks > 1 else "") + describe_chunk(chunk, plan.model.num_further_tokens)
+            (f"chunk {number}: " if plan.stage_layout.num_chunks > 1 else "")
+            + describe_chunk(chunk, plan.model.num_further_tokens)
             for number, chunk in enumerate(plan.stage_layout.chunks(stage))
         )
         of_them = f", {trained} of them trained" if trained != parameters else ""

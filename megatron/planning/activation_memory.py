@@ -114,7 +114,12 @@ def saved_bytes(
     shared = groups if is_recomputed else groups * _copies(config, exchange, heads, groups)
     attention = {
         "query, key, value": tokens * (heads + 2 * shared) * width * element,
-        "gathered keys and values": _gathered(config, config.kind_of(layer_number or 0)) * 2 * tokens * groups * width * element,
+        "gathered keys and values": _gathered(config, config.kind_of(layer_number or 0))
+        * 2
+        * tokens
+        * groups
+        * width
+        * element,
         "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
         "attention output": outputs * tokens * heads * width * element,
     }

@@ -147,7 +147,8 @@ def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> Non
         _add_low_rank(total, here, chunk, full)
     predictions = 1 + len(numbers) - num_own
     if predictions > 1:
-        add_further(partial(_add_over_tp, total), model, here.hidden_bytes, m)
+        is_again = model.recompute_granularity == "full"
+        add_further(partial(_add_over_tp, total), model, here.hidden_bytes, m, runs_again=is_again)
         # Labels and which of them count, in whole sequences.
         total.add("all_gather", CP, here.tokens * here.sizes.cp * 2 * 8, m)
     if here.config.model.qk_layernorm_across_heads:

@@ -47,10 +47,16 @@ def deferred_products(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> D
     kept = kept_of_chunks(plan, stage, layers)
     float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
     output = 0 if model.lora_rank else plan.num_predictions * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
+    # Layers of a kind are many.
+    of_kind = {
+        (in_float8, has): _layer_operands(plan, in_float8=in_float8, has_experts=has)
+        for in_float8 in (False, True)
+        for has in set(has_experts)
+    }
+    join = _join_operands(plan)
     of_layers = [
         [
-            _layer_operands(plan, in_float8=number in float8_layers, has_experts=has_experts[model.kind_of(number)])
-            + _join_operands(plan) * (number >= model.num_layers)
+            of_kind[number in float8_layers, has_experts[model.kind_of(number)]] + join * (number >= model.num_layers)
             for number in layer_numbers(model, chunk)
         ]
         for chunk in chunks

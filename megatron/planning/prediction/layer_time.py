@@ -6,7 +6,6 @@ and memory have the shares of their bandwidth that are published for simple kern
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -120,7 +119,7 @@ def layer_time(
     # Experts without a shared one have no tensor-parallel region of their own: exchanges are those of attention.
     has_feed_forward = len(products) > num_attention
     exchanged = _tensor_parallel(plan, gpu, implementation, in_float8=in_float8, has_feed_forward=has_feed_forward)
-    exchanged += _join_exchanges(plan, gpu) * kind.is_further
+    exchanged += _join_exchanges(plan, gpu) if kind.is_further else 0.0
     ring = _ring(plan, gpu)
     experts = expert_time(plan, gpu, implementation, peak, in_float8=in_float8) if has_experts else NO_EXPERTS
     return LayerTime(
@@ -230,16 +229,15 @@ def _tensor_parallel(
 
 
 def _join_exchanges(plan: Plan, gpu: Gpu) -> float:
-    """Return the time of what is sent around one layer that predicts a further token, what is computed again left out."""
-    one = dataclasses.replace(plan.model, mtp_num_layers=1, recompute_granularity=None)
-    seconds = [0.0]
+    """Return the time of what is sent around one layer that predicts a further token, forward and backward."""
+    model, links, seconds = plan.model, Links(gpu, plan.parallel_sizes), [0.0]
 
     def add(operation: str, num_bytes: int, count: int) -> None:
         rounds = 2 if operation == "all_reduce" else 1
-        seconds.append(count * rounds * Links(gpu, plan.parallel_sizes).tensor_parallel_seconds(num_bytes))
+        seconds.append(count * rounds * links.tensor_parallel_seconds(num_bytes))
 
-    add_further(add, one, plan.num_tokens * plan.model.hidden_size * _HALF, 1)
-    return sum(seconds)
+    add_further(add, model, plan.num_tokens * model.hidden_size * _HALF, 1, runs_again=False)
+    return sum(seconds) / model.num_further_tokens
 
 
 def _ring(plan: Plan, gpu: Gpu) -> float:

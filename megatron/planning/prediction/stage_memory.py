@@ -25,6 +25,7 @@ MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "b
 """Parts of a stage's memory in the order in which they are shown."""
 _FLOAT8_COPIES = 2
 """A weight's fp8 copy and its transpose."""
+_NONE_WHOLE = WholeWeights()
 _SCORES_AT_WORK = 3
 """Tensors of scores in the backward pass of one layer's attention."""
 
@@ -66,7 +67,7 @@ class StageState:
     gradients: int
     gradient_pool: int
     optimizer: int
-    whole: WholeWeights = WholeWeights()
+    whole: WholeWeights = _NONE_WHOLE
     expert_gathered_bytes: int = 0
     expert_gradients: int = 0
 

@@ -63,8 +63,7 @@ def step_time(
     output = output_layer_time(plan, gpu)
     chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
     seconds = [
-        sum(_chunk(plan, kinds, layers, chunk) + output * chunk.has_loss for chunk in chunks)
-        for chunks in chunks_of
+        sum(_chunk(plan, kinds, layers, chunk) + output * chunk.has_loss for chunk in chunks) for chunks in chunks_of
     ]
     slowest, pp = max(seconds), len(seconds)
     num_layers = {len(layer_numbers(plan.model, chunk)) for chunks in chunks_of for chunk in chunks}

@@ -6,14 +6,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.traffic.float8_traffic import Add
 
 
-def add_further(add: Add, model: TransformerConfig, hidden_bytes: int, microbatches: int) -> None:
+def add_further(add: Add, model: TransformerConfig, hidden_bytes: int, microbatches: int, *, runs_again: bool) -> None:
     """Add what their embedded tokens, and the products that join these to the states, send for so many micro-batches.
 
-    ``hidden_bytes`` are those of the hidden states of the whole group's tokens.
+    ``hidden_bytes`` are those of the hidden states of the whole group's tokens. ``runs_again`` counts what is computed
+    a second time.
     """
     number = model.num_further_tokens
     backward = number * microbatches
-    forward = backward * (2 if model.recompute_granularity == "full" else 1)
+    forward = backward * (2 if runs_again else 1)
     # Every rank has a part of the columns, and the layer wants all.
     add("all_gather", hidden_bytes, forward)
     if not model.sequence_parallel:

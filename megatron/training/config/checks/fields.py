@@ -20,9 +20,10 @@ def _check_bounds(config: RunConfig) -> Iterator[str]:
 
 def _check_exclusions(config: RunConfig) -> Iterator[str]:
     """Report fields that are given together and cannot be, each group once."""
-    given = {spec.name: spec.typed(value) for spec, value in config.flags() if value != spec.default}
+    flags = list(config.flags())
+    given = {spec.name: spec.typed(value) for spec, value in flags if value != spec.default}
     reported: set[str] = set()
-    for spec, _ in config.flags():
+    for spec, _ in flags:
         if spec.name not in given or not spec.options.excludes:
             continue
         names = [name for name in (spec.name, *spec.options.excludes) if name in given]
@@ -33,8 +34,9 @@ def _check_exclusions(config: RunConfig) -> Iterator[str]:
 
 def _check_needs(config: RunConfig) -> Iterator[str]:
     """Report each field that is given without the one that it needs."""
-    missing = {spec.name: spec for spec, value in config.flags() if value == spec.default}
-    for spec, value in config.flags():
+    flags = list(config.flags())
+    missing = {spec.name: spec for spec, value in flags if value == spec.default}
+    for spec, value in flags:
         needed = missing.get(spec.options.needs or "")
         if needed is not None and spec.name not in missing:
             what = needed.flags[0] if needed.is_bool else needed.typed(needed.metavar)

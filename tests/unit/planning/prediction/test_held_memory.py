@@ -18,6 +18,7 @@ import pretrain_gpt
 from megatron.core.device import Device
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
+from megatron.core.distributed.sharded_weights import ShardedWeightBuffer
 from megatron.core.timers import Timers
 from megatron.planning.activation_memory import activation_parts, layer_bytes
 from megatron.planning.plan import Plan
@@ -146,7 +147,8 @@ def held_by_step(config: RunConfig, rank: int, data: str, *, counts_integers: bo
         buffers = [buffer for chunk in parts.ddp_chunks for buffer in chunk.grad_buffers]
         gradients = _size(buffer.grad_data for buffer in buffers) + sum(_pool_bytes(buffer) for buffer in buffers)
         held = list(parts.optimizer.held_tensors())
-        return Held(_size(parameters), gradients, _size(held), kept.most, counter.get_total_flops())
+        shards = [buffer.weights.data for buffer in buffers if isinstance(buffer, ShardedWeightBuffer)]
+        return Held(_size([*parameters, *shards]), gradients, _size(held), kept.most, counter.get_total_flops())
 
 
 def _pool_bytes(buffer: ParamAndGradBuffer) -> int:
