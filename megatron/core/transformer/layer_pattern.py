@@ -1,4 +1,4 @@
-"""Which layers of a model are of one kind, in Megatron's notation: all but every Nth, or a 1 or 0 for each."""
+"""Which layers of a model are of one kind, in Megatron's notation: all but every Nth, or a 1 or 0 for each; and windows."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def parse_layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     if not set(found) <= {0, 1}:
         raise ValueError("a list of 1 and 0 is expected")
     return tuple(map(bool, found))
+
+
+def parse_window(text: str) -> int:
+    """Return how many keys a query of a layer with a window attends to, its own among them; the text is ``N,0``.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    before, comma, after = text.strip("() ").partition(",")
+    if not (before.strip().isdecimal() and comma and after.strip() == "0"):
+        raise ValueError("N,0 is expected, with N the number of positions before its own that a query attends to")
+    return int(before) + 1
 
 
 def format_layer_pattern(kinds: Sequence[bool]) -> str:

@@ -11,7 +11,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.adapters.adapter_targets import adapted_parts
 from megatron.core.transformer.attention_kinds.attention_kinds_config import AttentionKindsConfig, without_rotary
 from megatron.core.transformer.latent_attention.latent_config import LatentConfig
-from megatron.core.transformer.layer_pattern import parse_layer_pattern
+from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
 from megatron.core.transformer.multi_token_prediction.prediction_config import PredictionConfig
 from megatron.core.transformer.mup.mup_config import MupConfig
@@ -318,7 +318,7 @@ class TransformerConfig(
         """
         if self.window_size is None:
             return (None,) * self.num_layers
-        window = _window(self.window_size)
+        window = parse_window(self.window_size)
         if self.window_attn_skip_freq is None:
             return (window,) * self.num_layers
         has_window = parse_layer_pattern(self.window_attn_skip_freq, self.num_layers)
@@ -390,13 +390,6 @@ class TransformerConfig(
         feed_forwards = (len(kinds) - num_moe) * mlp + num_moe * moe
         joins = self.num_further_tokens * 2 * hidden * hidden
         return 2.0 * seq_length * (len(kinds) * projections + feed_forwards + cores + joins)
-
-
-def _window(text: str) -> int:
-    before, comma, after = text.strip("() ").partition(",")
-    if not (before.strip().isdecimal() and comma and after.strip() == "0"):
-        raise ValueError("N,0 is expected, with N the number of positions before its own that a query attends to")
-    return int(before) + 1
 
 
 def default_ffn_hidden_size(hidden_size: int, is_narrow: bool) -> int:

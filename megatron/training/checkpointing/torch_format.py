@@ -38,9 +38,7 @@ from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 
 MegatronSource = MegatronTorchSource | TorchDistSource
 
-STREAM_PLACES: Mapping[str, tuple[str, ...]] = {
-    DEFAULT: ("cuda_rng_state",),
-}
+STREAM_PLACES: Mapping[str, tuple[str, ...]] = {DEFAULT: ("cuda_rng_state",)}
 """Where a stream of random numbers stands in an entry of ``rng_state``."""
 _SEED_STEP_OF_STAGE = 100
 _EXPERT_SEED = 1024
