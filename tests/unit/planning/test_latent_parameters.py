@@ -1,11 +1,12 @@
-"""Latent attention and further tokens in closed form: their parameters, and what is not planned is refused."""
+"""Latent attention and further tokens in closed form: their parameters, and what further ones add."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 
 from megatron.core.device import Device
-from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.muon import is_orthogonalized
@@ -14,8 +15,12 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.dry_run.vocabulary import with_known_vocabulary
 from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
+from megatron.planning.gpu import H100
 from megatron.planning.plan import Plan
+from megatron.planning.prediction.implementations import OURS
+from megatron.planning.prediction.prediction import predict
 from megatron.planning.theoretical_memory import model_size
 from megatron.training.config.arguments import resolve_arguments
 from megatron.verification.cells import BASE_FLAGS
@@ -73,9 +78,19 @@ def test_parameters_are_those_of_the_model(
     assert chunk_parameters(config, contents) == found
 
 
-def test_further_tokens_are_refused_and_sizes_counted() -> None:
-    config = resolve_arguments([*BASE_FLAGS, *LATENT_SHAPES["latent-yarn"]], 1, needs_files=False).config
-    with pytest.raises(ConfigurationError, match="--mtp-num-layers: activations, time and traffic"):
-        Plan.of(config)
+def test_further_tokens_take_memory_and_time_on_the_last_stage() -> None:
+    flags = [*BASE_FLAGS, *LATENT_SHAPES["latent-yarn"], "--bf16"]
+    config = with_known_vocabulary(resolve_arguments(flags, 1, needs_files=False).config)
     size = model_size(config)
     assert size.block + size.embedding == size.shards[0]
+    plan = Plan.of(config)
+    assert plan.model.num_further_tokens > 0
+    without = dataclasses.replace(plan, model=dataclasses.replace(plan.model, mtp_num_layers=None))
+    assert plan.num_predictions == without.num_predictions * (1 + plan.model.num_further_tokens)
+    more, fewer = (predict(each, OURS, H100) for each in (plan, without))
+    for part in ("weights", "activations", "logits"):
+        assert getattr(more.stages[-1], part) > getattr(fewer.stages[-1], part), part
+    assert more.time is not None
+    assert fewer.time is not None
+    assert more.time.layer == fewer.time.layer
+    assert more.time.slowest_stage > fewer.time.slowest_stage + plan.model.num_further_tokens * more.time.layer.total

@@ -265,6 +265,12 @@ def test_a_missing_required_flag_makes_one_line(flag: str) -> None:
     assert problems_of(without(flag)) == (f"{flag} is missing; it has no default",)
 
 
+def test_a_step_is_planned_without_the_length_of_its_run() -> None:
+    words = without("--train-iters")
+    assert len(problems_of(words)) == 1
+    assert resolve_arguments(words, 1, needs_files=False).config.train_samples == 0
+
+
 def test_the_minimal_command_line_is_right() -> None:
     assert find_problems(resolve_arguments(MINIMAL, 1).config) == []
 
