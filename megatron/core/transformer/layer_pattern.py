@@ -1,4 +1,4 @@
-"""Which layers of a model are of one kind, in Megatron's notation: all but every Nth, or a 1 or 0 for each; and windows."""
+"""Which layers of a model are of one kind, all but every Nth or a 1 or 0 for each, and windows: Megatron's notation."""
 
 from __future__ import annotations
 
