@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -164,7 +165,7 @@ def _try_layout(
         wanted = [size for size in sizes if size not in roomy]
         if wanted:
             choice = dataclasses.replace(layout, sharding=sharding)
-            roomy |= _try_batches(found, config, choice, wanted, gpu, implementation)
+            roomy |= _try_batches(found, config, choice, wanted, gpu, implementation, find_problems)
 
 
 def _has_room(
@@ -204,9 +205,15 @@ def _layers(found: Search, plan: Plan, choice: Choice, implementation: Implement
 
 
 def _try_batches(
-    found: Search, config: RunConfig, layout: Choice, sizes: Iterable[int], gpu: Gpu, implementation: Implementation
+    found: Search,
+    config: RunConfig,
+    layout: Choice,
+    sizes: Iterable[int],
+    gpu: Gpu,
+    implementation: Implementation,
+    find_problems: FindProblems,
 ) -> set[int]:
-    """Try a layout and a sharding with micro-batch sizes, each with the least recompute that fits.
+    """Try a layout and a sharding with micro-batch sizes, each with the least recompute that fits and may be.
 
     Returns the sizes that need no recompute.
     """
@@ -214,7 +221,7 @@ def _try_batches(
     plan = Plan.of(first)
     states = _states(found, lambda: plan, layout, implementation)
     # Configurations are many fields: one is made for each way to recompute, and not for each size.
-    of_recompute = {RECOMPUTES[0]: (first, plan)}
+    of_recompute = {RECOMPUTES[0]: (first, plan, _asked_once(find_problems, first))}
     for size in sizes:
         fits = None
         for recompute in RECOMPUTES:
@@ -224,16 +231,22 @@ def _try_batches(
                 continue
             if recompute not in of_recompute:
                 applied = choice.apply(config)
-                of_recompute[recompute] = applied, Plan.of(applied, plan.stage_layout)
-            applied, of_size = of_recompute[recompute]
+                asked = _asked_once(find_problems, applied)
+                of_recompute[recompute] = applied, Plan.of(applied, plan.stage_layout), asked
+            applied, of_size, problems = of_recompute[recompute]
             of_size = dataclasses.replace(of_size, micro_batch_size=size)
-            if _try_choice(found, applied, of_size, choice, gpu, implementation, states):
+            if _try_choice(found, applied, of_size, choice, gpu, implementation, states, problems):
                 fits = recompute
         if fits is None:
             break
         if fits == RECOMPUTES[0]:
             roomy.add(size)
     return roomy
+
+
+def _asked_once(find_problems: FindProblems, config: RunConfig) -> Callable[[], Sequence[str]]:
+    """Return a function that checks a configuration when it is first called, and remembers the answer."""
+    return functools.cache(lambda: find_problems(config))
 
 
 def _try_choice(
@@ -244,8 +257,12 @@ def _try_choice(
     gpu: Gpu,
     implementation: Implementation,
     states: Sequence[StageState],
+    problems: Callable[[], Sequence[str]],
 ) -> bool:
-    """Predict one choice, whose plan this is, and return whether it fits; of the configuration the size is left."""
+    """Predict one choice, whose plan this is, and return whether it fits and may be run.
+
+    Of the configuration the size is left; ``problems`` are what the run's own checks find in it.
+    """
     found.num_predicted += 1
     # The first stage has the most in flight: most choices that do not fit are seen there.
     layers = _layers(found, plan, choice, implementation)
@@ -264,6 +281,10 @@ def _try_choice(
         return False
     if prediction.reason is not None:
         found.dropped.append(Dropped(choice, "at the limit", prediction.reason))
+        return False
+    # What does not fit need not be checked, which takes longer.
+    if problems():
+        found.dropped.append(Dropped(choice, "refused", "; ".join(problems())))
         return False
     seconds, flops = prediction.time.total, step_flops(plan)
     peak = gpu.float8_flops if choice.precision == "fp8" else gpu.half_flops

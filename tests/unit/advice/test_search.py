@@ -10,6 +10,7 @@ import pytest
 
 from megatron.advice.choice import Choice
 from megatron.advice.ranking import launch_command
+from megatron.advice.search import Search, search
 from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.planning.plan import main
 from megatron.planning.gpu import H100
@@ -202,3 +203,24 @@ def test_experts_are_spread_over_every_number_of_ranks_that_divides_them(
     prediction = predict(Plan.of(read_planned_run(launched[4:], 8).config), OURS, H100)
     assert prediction.time is not None
     assert 1e3 * prediction.time.total == pytest.approx(best["ms_per_step"])
+
+
+def test_a_way_to_recompute_that_the_runs_own_checks_refuse_is_no_candidate() -> None:
+    words = "--seq-length 8192 --global-batch-size 8 --micro-batch-size 1 --train-iters 5 --lr 1e-4"
+    config = read_planned_run([*preset_words("llama3.1-8b"), *words.split()], 8).config
+
+    def recomputes(found: Search) -> set[str | None]:
+        return {candidate.config.model.recompute_granularity for candidate in found.candidates}
+
+    free = search(config, H100, OURS, ["bf16"], lambda config: [])
+    assert "full" in recomputes(free)
+    bound = search(
+        config,
+        H100,
+        OURS,
+        ["bf16"],
+        lambda config: ["full is refused"] if config.model.recompute_granularity == "full" else [],
+    )
+    assert bound.candidates
+    assert "full" not in recomputes(bound)
+    assert any(dropped.kind == "refused" and dropped.reason == "full is refused" for dropped in bound.dropped)
