@@ -174,7 +174,8 @@ def test_late_gradients_follow_all_passes_and_the_last_completes_them(max_microb
     chunk = ModelChunk(forward_step, no_sync, late_grads=WeightGradQueue([weight]))
     actions = with_late_output_grads(without_pipelining(1, 0, 3), 0, max_microbatches)
     run_schedule(actions, [chunk], device=CPU)
-    assert main_grad.tensor.tolist() == [[37.0, 37.0]]
+    # A third of each of 1, 10 and 100: how often it is rounded on the way is the processor's.
+    assert main_grad.tensor.tolist() == [pytest.approx([37.0, 37.0], rel=1e-15)]
     early = "F0 [ complete B0 ]" if 0 not in late else "F0 [ B0 ]"
     drained = "[ complete ] " * (len(late) - 1) + "complete"
     assert " ".join(log) == f"{early} F1 [ B1 ] F2 B2 {drained}"
