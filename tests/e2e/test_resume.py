@@ -27,7 +27,15 @@ CASES = [
     pytest.param(2, f"{SHARDED} --overlap-grad-reduce", id="fp32-dp2-sharded-gradients"),
 ]
 LONG = pytest.mark.long
-DOUBLED = ("fp32", "bf16", "fp32-tp2", "fp32-dp2", "bf16-dp2", "bf16-dp2-distributed-optimizer")
+DOUBLED = (
+    "fp32",
+    "bf16",
+    "fp32-tp2",
+    "fp32-dp2",
+    "bf16-dp2",
+    "bf16-dp2-distributed-optimizer",
+    "fp32-dp2-sharded-gradients",
+)
 """Cases that others do with something more, and that resume at other layouts and after violent ends by default too."""
 TrainWhole = Callable[[int, str], tuple[Path, ForkedRun]]
 
