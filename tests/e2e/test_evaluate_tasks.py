@@ -19,6 +19,7 @@ from tests.unit.core.datasets.conversations.small_chat import write_chat_folder
 
 pytestmark = pytest.mark.long
 pytest.importorskip("lm_eval", reason="the package lm-eval is not installed (the extra eval)")
+pytest.importorskip("accelerate", reason="lm-eval asks for accelerate where it runs models of transformers itself")
 
 
 def begin_with_a_token(folder: Path) -> str:
