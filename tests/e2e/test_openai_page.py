@@ -1,14 +1,8 @@
-"""The server's page in a real browser engine, where an interpreter has one.
-
-``BROWSER_PYTHON`` names an interpreter with the package PyQt6-WebEngine; without it the tests' own is asked.
-"""
+"""The server's page in a real browser engine, where an interpreter has one."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +13,9 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed: no uvic
 
 from megatron.core.inference.request import GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
+from tests.harness.browser import browse, require_browser
 from tests.harness.openai_server import NAME, Served, served
 
-SCRIPT = Path(__file__).parents[1] / "harness" / "browser_driver.py"
-PYTHON = os.environ.get("BROWSER_PYTHON", sys.executable)
-ENVIRONMENT = {
-    "QT_QPA_PLATFORM": "offscreen",
-    "QTWEBENGINE_DISABLE_SANDBOX": "1",
-    "QTWEBENGINE_CHROMIUM_FLAGS": "--disable-gpu --no-sandbox",
-}
 MARKUP = "<b>bold</b>"
 SEND = "byId('temperature').value = 0; byId('question').value = {}; byId('send').click()"
 STEPS = [
@@ -77,22 +65,10 @@ def likeliest(server: Served, prompt: str, count: int) -> list[str]:
 
 
 def test_a_browser_chats_and_looks_at_probabilities(tmp_path: Path) -> None:
-    has_browser = subprocess.run(
-        [PYTHON, "-c", "import PyQt6.QtWebEngineWidgets"], capture_output=True, check=False
-    ).returncode
-    if has_browser != 0:
-        pytest.skip("no browser engine: BROWSER_PYTHON names no interpreter with PyQt6-WebEngine")
+    require_browser()
     with served(tmp_path / "served") as server:
-        shown = subprocess.run(
-            [PYTHON, str(SCRIPT), server.url, str(tmp_path)],
-            input=json.dumps(STEPS),
-            env={**os.environ, **ENVIRONMENT},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-        lines: list[Any] = [json.loads(line) for line in shown.stdout.splitlines() if line[:1] in '["tf']
+        shown = browse("browser_driver.py", server.url, str(tmp_path), given=json.dumps(STEPS))
+        lines: list[Any] = [json.loads(line) for line in shown if line[:1] in '["tf']
         answer = "".join(likeliest(server, f"<|user|>{MARKUP}<|assistant|>", 64))
         tokens = likeliest(server, "abc", 5)
     name, messages, refused, (shown_tokens, chat_is_hidden, num_bold), (num_rows, best, overflows), is_local = lines
