@@ -110,15 +110,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return page(f"Runs in {self.server.folder.resolve().name}", body)
 
     def _body(self, runs: dict[str, Path], chosen: Sequence[str]) -> str:
-        records = []
+        records, problems = [], []
         for name in chosen:
             try:
                 records.append(self.server.record(name, runs[name]))
             except DataError as error:
-                return f'<p class="bad">{escape(str(error))}</p>'
-        if not records:
+                problems.append(f'<p class="bad">{escape(str(error))}</p>')
+        if not records and not problems:
             return f"<p>No run in {escape(str(self.server.folder))} has written a metrics.jsonl yet.</p>"
-        return "\n".join([to_body(records), *(part for name in chosen for part in RunFolder(name, runs[name]).parts())])
+        drawn = [to_body(records)] if records else []
+        parts = (part for name in chosen for part in RunFolder(name, runs[name]).parts())
+        return "\n".join([*problems, *drawn, *parts])
 
     def _answer(self, status: int, text: str) -> None:
         content = text.encode()

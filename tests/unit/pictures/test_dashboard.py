@@ -72,6 +72,18 @@ def test_a_folder_without_runs_says_so(tmp_path: Path, server: DashboardServer) 
     assert "has written a metrics.jsonl yet" in get(server, "body")[1]
 
 
+def test_a_run_that_cannot_be_drawn_yet_hides_no_other(server: DashboardServer) -> None:
+    begun = server.folder / "begun"
+    begun.mkdir()
+    (begun / "metrics.jsonl").touch()
+    text = get(server, "body")[1]
+    assert "Training loss" in titles(text)
+    assert text.count('<p class="bad">') == 1
+    assert str(begun) in text
+    (server.folder / "first" / "metrics.jsonl").write_text("")
+    assert get(server, "body")[1].count('<p class="bad">') == 2
+
+
 def test_checkpoints_hangs_and_recorded_schedules_are_shown(server: DashboardServer) -> None:
     run = server.folder / "first"
     for iteration in (5, 10):
