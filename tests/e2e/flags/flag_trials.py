@@ -22,6 +22,7 @@ PLAIN = "--train-iters 2 --eval-interval 1 --lr-warmup-iters 0 --cpu-matmul mkl"
 """What every trial begins with, beside the flags of a small run; nothing in it is measured or chosen by chance."""
 _EVENTS = {
     "--exit-duration-in-mins": Faults(hour_passes_at=1),
+    "--exit-warning-seconds": Faults(slow_save_s=1.2),
     "--max-consecutive-skipped-iterations": Faults(nan_loss_at=(1, 2)),
     "--no-check-for-nan-in-loss-and-grad": Faults(nan_loss_at=(1,)),
     "--spike-budget": Faults(poisoned=(20,), poison=100.0),

@@ -69,13 +69,14 @@ OF_ANSWERED = {
     "--replication": "--inprocess-restart",
     "--replication-jump": "--inprocess-restart",
 }
-# Alone they ask for what is done anyway, or for something of checkpoints that there are none of.
+# Alone they ask for what is done anyway, for something of checkpoints that there are none of, or for a line of slow saves.
 STATED = {
     "--add-qkv-bias",
     "--data-args-path",
     "--dist-ckpt-strictness",
     "--distributed-backend",
     "--distributed-timeout-minutes",
+    "--exit-warning-seconds",
     "--keep-last",
     "--known-to-train-after",
     "--no-load-optim",
