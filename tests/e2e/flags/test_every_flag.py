@@ -69,7 +69,7 @@ OF_ANSWERED = {
     "--replication": "--inprocess-restart",
     "--replication-jump": "--inprocess-restart",
 }
-# Alone they ask for what is done anyway, for something of checkpoints that there are none of, or for slow saves to be named.
+# Alone they ask for what is done anyway, for some of checkpoints that there are none of, or for slow saves to be told.
 STATED = {
     "--add-qkv-bias",
     "--data-args-path",
