@@ -63,10 +63,6 @@ class WeightShards:
             self._whole.append(whole)
             self.free(index)
 
-    def whole(self, bucket_index: int) -> torch.Tensor:
-        """Return a whole bucket, which has memory only while it is here. Shapes: ``[bucket.num_elements]``."""
-        return self._whole[bucket_index]
-
     def begin(self, bucket_index: int) -> None:
         """Begin to gather a bucket, unless it is here or on its way."""
         if self._is_here[bucket_index]:
