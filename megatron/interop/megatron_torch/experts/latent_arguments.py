@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config_base import field_specs
+from megatron.core.config_base import FieldSpec, field_specs
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.transformer.latent_attention.latent_config import LatentConfig
@@ -25,14 +25,21 @@ def config_of_latent(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for switch, kind in _KINDS.items():
         for spec in field_specs(kind) if arguments.get(switch) else ():
             value = arguments.get(spec.name)
-            if value is None:
-                continue
-            allowed: tuple[type, ...] = (int, float) if spec.item_type is float else (spec.item_type,)
-            if type(value) not in allowed:
-                expected = spec.item_type.__name__
-                raise CheckpointError(f"args.{spec.name} is {value!r}; a value of type {expected} is expected")
-            values[spec.name] = spec.item_type(value)
+            if value is not None:
+                values[spec.name] = field_value(spec, spec.name, value)
     return values
+
+
+def field_value(spec: FieldSpec, name: str, value: Any) -> Any:
+    """Return a value that ``args`` has under a name, as its field holds it.
+
+    Raises:
+        CheckpointError: it is of another type than the field.
+    """
+    allowed: tuple[type, ...] = (int, float) if spec.item_type is float else (spec.item_type,)
+    if type(value) not in allowed:
+        raise CheckpointError(f"args.{name} is {value!r}; a value of type {spec.item_type.__name__} is expected")
+    return spec.item_type(value)
 
 
 def arguments_of_latent(model: GPTConfig) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config_base import field_specs
-from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import STRETCH_FIELDS, GPTConfig
 from megatron.core.transformer.latent_attention.latent_config import LatentConfig
+from megatron.interop.megatron_torch.experts.latent_arguments import field_value
 
 YARN = "yarn"
 _KIND = "position_embedding_type"
@@ -38,13 +38,8 @@ def config_of_yarn(arguments: Mapping[str, Any]) -> dict[str, Any]:
             continue
         name = _name_in_args(spec.name)
         value = arguments.get(name)
-        if value is None and spec.name not in _NEEDED:
-            continue
-        allowed: tuple[type, ...] = (int, float) if spec.item_type is float else (spec.item_type,)
-        if type(value) not in allowed:
-            expected = spec.item_type.__name__
-            raise CheckpointError(f"args.{name} is {value!r}; a value of type {expected} is expected")
-        values[spec.name] = spec.item_type(value)
+        if value is not None or spec.name in _NEEDED:
+            values[spec.name] = field_value(spec, name, value)
     if not {"mscale", "mscale_all_dim"} <= values.keys():
         # Without either of them Megatron takes neither.
         values = {name: value for name, value in values.items() if name not in ("mscale", "mscale_all_dim")}
