@@ -28,7 +28,7 @@ class DataSetSums:
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names = tuple(names)
-        self._device = device
+        self._numbers = torch.arange(len(self._names), device=device)
         self._sums: torch.Tensor | None = None
 
     def begin(self) -> torch.Tensor | None:
@@ -39,14 +39,16 @@ class DataSetSums:
         Shapes: ``-> [n, 2]`` float64, the loss sum and the number of tokens.
         """
         if self._names:
-            self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64, device=self._device)
+            self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64, device=self._numbers.device)
         return self._sums
 
     def add(self, batch: Batch, result: ChunkResult) -> None:
         """Add the samples of a micro-batch, where this chunk has made their losses."""
         if self._sums is not None and isinstance(result, MicrobatchLoss) and result.samples is not None:
             assert batch.data_sets is not None, "the source says which data set a sample is of"
-            self._sums.index_add_(0, batch.data_sets, result.samples)
+            # A product adds in one order; on CUDA, adding by index would take any.
+            chosen = self._numbers[:, None] == batch.data_sets
+            self._sums += chosen.to(result.samples.dtype) @ result.samples
 
     def losses(self, totals: Sequence[tuple[float, float]]) -> Mapping[str, DataSetLoss]:
         """Return, by name, the losses of the data sets that have tokens in the sums over all ranks."""
