@@ -36,6 +36,7 @@ LLAMA_70B = (
 )
 AGAIN = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "layernorm")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+PAIRS = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2")
 BLOCK = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "3")
 PARTS = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act", "shared_experts")
 ZERO_BUBBLE = ("--pipeline-schedule", "zero-bubble")
@@ -108,6 +109,7 @@ def layout_cases() -> Iterator[LayoutCase]:
         ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *FP8, *TENSORWISE)),
         ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *PARTS)),
         ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *FULL, "--moe-router-score-function", "sigmoid")),
+        ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *PAIRS)),
         ((1, 2, 1), 16, ("--expert-model-parallel-size", "8", *FURTHER)),
         ((1, 1, 1), 8, (*EXPERTS_OF_FOUR, *FULLY)),
     ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from megatron.planning.kept.further_memory import kept_by_join
 from megatron.planning.kept.kept_inputs import KeptInput, kept_input
 from megatron.planning.kept.latent_memory import kept_by_latent_attention
 from megatron.planning.kept.norm_memory import kept_behind, kept_by_head_norms, norm_numbers
-from megatron.planning.layer_kinds import LayerKind, layer_kinds, layer_numbers
+from megatron.planning.layer_kinds import LayerKind, layer_kinds
 from megatron.planning.layer_widths import layer_widths
 from megatron.planning.plan import Plan
 
@@ -43,11 +43,13 @@ SavedBytes = Callable[[GPTConfig, int, int, int], Mapping[str, int]]
 class LayerBytes:
     """Hold what one layer keeps of one micro-batch: as configured, and without any recompute.
 
-    With full recompute ``kept`` is what the first layer of each group keeps.
+    With full recompute ``kept`` is what the first layer of each group keeps. ``has_experts`` says what its feed-forward
+    is.
     """
 
     kept: int
     whole: int
+    has_experts: bool = False
 
 
 def saved_bytes(
@@ -203,7 +205,7 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
         if kind not in of_kind:
             several = (saved(model, plan.seq_length, plan.micro_batch_size, number) for model in models)
             sizes = [sum(parts.values()) for parts in several]
-            of_kind[kind] = LayerBytes(sizes[0], sizes[-1])
+            of_kind[kind] = LayerBytes(sizes[0], sizes[-1], kind.has_experts)
     return [of_kind[kind] for kind in kinds]
 
 
@@ -213,32 +215,48 @@ def _without_recompute(model: GPTConfig) -> GPTConfig:
     return dataclasses.replace(model, recompute_granularity=None)
 
 
-def largest(layers: Iterable[LayerBytes]) -> LayerBytes:
-    """Return the most that any of the layers keeps, nothing where there is none."""
-    several = {id(layer): layer for layer in layers}.values()  # Layers of a kind are one.
-    return LayerBytes(
-        max((layer.kept for layer in several), default=0), max((layer.whole for layer in several), default=0)
-    )
-
-
 def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tuple[int, int, int]:
-    """Return what a stage's layers keep at the fullest moment, what a layer's backward pass adds to it, and the rest.
+    """Return what a stage's layers keep at the fullest moment, the most that a backward pass adds to it, and the rest.
 
-    In a backward pass there are what is computed again, and two layers' activations on their way to the machine's
-    memory or back. The rest is the last norm's input and output on the stage that has them, without the logits; a
-    frozen output layer keeps no input.
+    The rest is the last norm's input and output on the stage that has them, without the logits; a frozen output layer
+    keeps no input.
     """
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
-    num_offloaded = [_num_offloaded(model, chunk) for chunk in chunks]
-    own = {number for chunk in chunks for number in layer_numbers(model, chunk)}
-    most = largest(layers[number] for number in own)
-    again = most.whole - most.kept
-    if model.recompute_granularity == "full":
-        again = most.whole * ((model.recompute_num_layers or 1) if model.recompute_method == "uniform" else 1)
-    again += min(max(num_offloaded), 2) * most.kept
     num_ends = (1 if model.lora_rank else 2 + model.num_further_tokens) * chunks[-1].has_loss
     ends = num_ends * plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
+    again = max(in_backward_passes(plan, stage, layers).values(), default=0)
     return _most_in_flight(plan, stage, kept_of_chunks(plan, stage, layers)), again, ends
+
+
+def in_backward_passes(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> Mapping[bool, int]:
+    """Return the most activations that come to those that are kept when a layer's backward pass begins, for layers
+    without experts (False) and with experts (True), as far as the stage has such layers.
+
+    They are what is computed again, with that of the layers in front of it in its group, and two layers' activations
+    on their way to the machine's memory or back.
+    """
+    model, most = plan.model, dict[bool, int]()
+    for chunk in plan.stage_layout.chunks(stage):
+        offloaded = sorted(layer.kept for layer in _of(layers, chunk)[: _num_offloaded(model, chunk)])
+        further = layers[model.num_layers :] if chunk.has_loss else ()
+        most |= dict.fromkeys({layer.has_experts for layer in _of(layers, chunk)} - most.keys(), 0)
+        for group in (*_groups(model, _of(layers, chunk)), *((layer,) for layer in further)):
+            again = sum(offloaded[-2:])
+            for layer in group:
+                again += layer.whole - layer.kept * (model.recompute_granularity != "full")
+                most[layer.has_experts] = max(most.get(layer.has_experts, 0), again)
+    return most
+
+
+def _groups(model: GPTConfig, layers: Sequence[LayerBytes]) -> Collection[Sequence[LayerBytes]]:
+    """Return the unlike groups of a chunk's layers that are computed again together, without layers that never are."""
+    length = model.recompute_num_layers or 1
+    if model.recompute_granularity == "full" and model.recompute_method == "block":
+        layers = layers[:length]
+    elif model.recompute_granularity == "full" and length > 1:
+        return [layers[first : first + length] for first in range(0, len(layers), length)]
+    # Layers of a kind are one.
+    return {id(layer): (layer,) for layer in layers}.values()
 
 
 def kept_of_chunks(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> Sequence[int]:

@@ -245,7 +245,7 @@ def _add_experts(
     model, m, num_layers = here.config.model, here.num_microbatches, len(places)
     entered, backward = m * (num_layers + len(again & places)), m * num_layers
     fed_again = backward if "moe" in model.recomputed_modules else 0
-    stopped = m * len(early & places) + (fed_again if model.hidden_dropout == 0.0 else 0)
+    stopped = m * len(early & places) + fed_again
     layer = ExpertLayer(model, here.tokens, here.config.training.micro_batch_size, here.element)
     layer.add_traffic(total.add, entered + fed_again, entered + fed_again - stopped, backward)
     _add_layer_ends(total, here, in_float8, entered, entered, backward, ("attention",))

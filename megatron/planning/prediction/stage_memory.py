@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed.param_layout import ParamLayout, plan_buckets
-from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planning.activation_memory import LayerBytes, activation_parts, kept_of_chunks, layer_bytes
+from megatron.planning.activation_memory import (
+    LayerBytes,
+    activation_parts,
+    in_backward_passes,
+    kept_of_chunks,
+    layer_bytes,
+)
 from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.deferred_products import deferred_products
-from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.optimizer_memory import state_bytes
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.expert_time import expert_layer
@@ -173,12 +176,15 @@ def stage_memory(
     state = state or stage_state(plan, stage, implementation)
     element = ELEMENT_BYTES[model.params_dtype]
     layers = layers or layer_bytes(plan, implementation.saved)
-    kept, again, ends = activation_parts(plan, stage, layers)
+    kept, _, ends = activation_parts(plan, stage, layers)
     deferred = deferred_products(plan, stage, layers)
     logits = plan.num_logits * (element + implementation.wide_logit_bytes) if chunks[-1].has_loss else 0
     # The operands of a layer that is computed again are among what it is computed to.
-    again -= min(again, deferred.of_layer)
-    again += element * _feed_forward_gradients(plan)
+    of_layers = (
+        max(0, more - deferred.of_layer) + element * _feed_forward_gradients(plan, has_experts=has_experts)
+        for has_experts, more in in_backward_passes(plan, stage, layers).items()
+    )
+    again = max(of_layers, default=0)
     if not implementation.has_flash_attention:
         scores = score_elements(model, plan.seq_length, plan.micro_batch_size)
         again += _SCORES_AT_WORK * element * scores
@@ -233,21 +239,12 @@ def _shares_ends(plan: Plan, chunk: StageContents) -> bool:
     return chunk.has_loss and (has_further or (chunk.has_embedding and is_tied))
 
 
-def _feed_forward_gradients(plan: Plan) -> int:
+def _feed_forward_gradients(plan: Plan, *, has_experts: bool) -> int:
     """Return the numbers at work in a feed-forward's backward pass: gradients of its output, its middle, its gates."""
-    return _at_work(plan.model, plan.num_tokens, plan.num_rows, plan.micro_batch_size)
-
-
-# A search asks for the same models thousands of times.
-@functools.lru_cache(maxsize=64)
-def _at_work(model: GPTConfig, num_tokens: int, num_rows: int, sequences: int) -> int:
-    has_experts = model.moe_layers
-    ffn = model.ffn_hidden_size // model.tensor_model_parallel_size
-    dense = 0 if all(has_experts) else num_tokens * ffn * (3 if model.is_gated else 2)
-    of_experts = 0
-    if any(has_experts):
-        of_experts = ExpertLayer(model, num_tokens, sequences, ELEMENT_BYTES[model.params_dtype]).at_work
-    return num_rows * model.hidden_size + max(dense, of_experts)
+    model, at_work = plan.model, plan.num_rows * plan.model.hidden_size
+    if has_experts:
+        return at_work + expert_layer(plan).at_work
+    return at_work + plan.num_tokens * model.ffn_hidden_size // model.tensor_model_parallel_size * (2 + model.is_gated)
 
 
 def _gradient_bytes(plan: Plan, implementation: Implementation) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.planning.activation_memory import activation_bytes, saved_bytes
+from megatron.planning.activation_memory import activation_bytes, in_backward_passes, layer_bytes, saved_bytes
+from megatron.planning.plan import Plan
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from tests.unit.training.config.command_lines import MINIMAL
@@ -28,6 +29,18 @@ def test_what_is_computed_again_is_there_once() -> None:
     assert activation_bytes(modules, 0) == 2 * 4 * bytes_of_layer(modules) + layer - bytes_of_layer(modules)
     full = config_of(FULL)
     assert activation_bytes(full, 0) == 2 * 2 * bytes_of_layer(full) + 2 * layer
+
+
+def test_of_unlike_layers_each_group_is_computed_again_as_it_is() -> None:
+    """A layer of experts and a dense one behind it are one group: neither is there twice."""
+    experts = "--num-experts 2 --moe-layer-freq 2 --moe-ffn-hidden-size 512"
+    plan = Plan.of(config_of(f"{experts} {FULL}"))
+    layers = layer_bytes(plan)
+    assert layers[0].whole > layers[1].whole
+    assert in_backward_passes(plan, 0, layers) == {True: layers[0].whole, False: layers[0].whole + layers[1].whole}
+    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+    plan = Plan.of(config_of(f"{experts} {block}"))
+    assert in_backward_passes(plan, 0, layer_bytes(plan)) == {True: layers[0].whole, False: 0}
 
 
 def test_of_offloaded_layers_two_are_there() -> None:

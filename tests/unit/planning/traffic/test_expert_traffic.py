@@ -34,6 +34,7 @@ CELLS = (
     ("qwen3-moe", ExpertLayout(tp=2, pp=2, ep=2, etp=1, sequence_parallel=True, recompute=FULL), ()),
     ("deepseek-experts", ExpertLayout(tp=2, dp=2, pp=2, ep=2, sequence_parallel=True, sharding="optim"), ()),
     ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=MOE), ()),
+    ("deepseek-experts", ExpertLayout(tp=2, sequence_parallel=True, recompute=MOE), ("--hidden-dropout", "0.1")),
     ("dropping", ExpertLayout(tp=2, cp=2, ep=2, etp=2), ("--moe-expert-capacity-factor", "1")),
     ("gpt2-experts", ExpertLayout(dp=4, ep=2, sharding="optim_grads", overlap=True), ()),
     ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=PARTS), ()),
