@@ -5,7 +5,8 @@
 measured_runs.json holds runs that users of Megatron with transformer-engine measured. Five constants are fitted on the
 rows that are scored: two of memory, three of time. Predictions with the committed constants, with constants that are
 fitted anew, and of each model with constants that are fitted without it, stand beside each other. published_runs.json
-holds what other implementations' makers published; nothing is fitted on it.
+and other_runs.json (of the form that tools/plan.py --evaluate reads) hold what other implementations' makers published;
+nothing is fitted on them.
 """
 
 from __future__ import annotations
@@ -74,11 +75,15 @@ def report(runs: Sequence[MeasuredRun]) -> tuple[list[str], dict[str, Any]]:
     peers = evaluate(published_records(HERE / "published_runs.json"))
     lines += ["", "published by other makers; nothing is fitted on them"]
     lines += [f"{each.run.id:16} {_percent(each.time_error):>8}  {each.prediction.reason or ''}" for each in peers]
+    others = evaluate(read_runs(HERE / "other_runs.json"))
+    lines += ["", "published too, and predicted when nothing more was changed for them; nothing is fitted on them"]
+    lines += [_told(each) for each in others]
     results = {
         "constants": {"times": dataclasses.asdict(times), "platform": dataclasses.asdict(platform)},
         "runs": [each.to_json() for each in committed],
         "left_out": [each.to_json() for each in left_out],
         "published": [each.to_json() for each in peers],
+        "others": [each.to_json() for each in others],
     }
     return lines, results
 
@@ -148,6 +153,11 @@ def _row(each: EvaluatedRun, left_out: EvaluatedRun) -> str:
     outcome = {True: "", False: "WRONG", None: "(not scored)"}[each.is_outcome_right]
     measured = each.run.measured.outcome
     return f"{each.run.id:16}{each.run.model_name:14}{errors}   {measured} -> {each.prediction.outcome} {outcome}"
+
+
+def _told(each: EvaluatedRun) -> str:
+    notes = "; ".join(each.run.fields.values["notes"])
+    return f"{each.run.id:28} {_percent(each.time_error):>8}  {each.prediction.reason or notes}".rstrip()
 
 
 def _percent(error: float | None) -> str:

@@ -2,8 +2,8 @@
 
 The products of a rank's experts are as fast as one large product, unless the host is slower where each is launched for
 itself; each of their weights is read from memory and its gradient added there, however few rows it has. The host waits
-for how many tokens each expert has, in each layer's forward pass: what it launches for experts is not hidden by the
-rest of the layer, nor by another layer. Nothing here is fitted.
+for how many tokens each expert has, in each layer's forward pass: what it launches there for experts is not hidden by
+the rest of the layer, nor by another layer. Nothing here is fitted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from megatron.planning.prediction.links import Links
 LAUNCH_S = 13.5e-6
 """The host's time for a kernel that PyTorch launches: a linear layer's forward pass, one kernel, beside an H100 (13.48
 microseconds; github.com/NVIDIA/TransformerEngine, issue 2053). Modules of transformer-engine took 2.7 times as long."""
+FORWARD_LAUNCHES = 1 / 3
+"""The part of a layer's kernels that its forward pass launches: one product of three."""
 _LAUNCHES = 60
 """Kernels of a router, a dispatch and experts beside those of a dense layer, forward and backward. Assumed."""
 _LOOP_LAUNCHES, _CASTS = 6, 10

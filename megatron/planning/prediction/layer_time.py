@@ -14,7 +14,7 @@ from megatron.planning.gpu import AttentionRate, Gpu
 from megatron.planning.layer_kinds import LayerKind
 from megatron.planning.layer_widths import key_value_width
 from megatron.planning.plan import Plan
-from megatron.planning.prediction.expert_time import LAUNCH_S, NO_EXPERTS, ExpertTime, expert_time
+from megatron.planning.prediction.expert_time import FORWARD_LAUNCHES, LAUNCH_S, NO_EXPERTS, ExpertTime, expert_time
 from megatron.planning.prediction.float8_work import float8_cast_bytes
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import (
@@ -51,7 +51,8 @@ class LayerTime:
 
     ``expert_parallel`` is tokens' way to their experts and back. ``forward`` and ``weight_gradients`` are the forward
     pass and the products of weights' gradients that can be put off, within the parts. ``experts`` are all parts of the
-    experts, and ``floor`` and ``expert_floor`` what the host takes to launch what is not theirs, and what is.
+    experts, and ``expert_forward`` those of the forward pass; ``floor`` and ``expert_floor`` are what the host takes to
+    launch what is not theirs, and what is.
     """
 
     products: float
@@ -66,15 +67,25 @@ class LayerTime:
     expert_parallel: float = 0.0
     weight_gradients: float = 0.0
     experts: float = 0.0
+    expert_forward: float = 0.0
     expert_floor: float = 0.0
 
     @property
     def total(self) -> float:
-        """Return all parts together, experts and the rest at least what the host takes to launch each."""
+        """Return all parts together, at least what the host takes to launch them.
+
+        It waits for experts in the forward pass, so that what it launches for them there, and for the rest, is hidden
+        by nothing else; in the backward pass it runs ahead.
+        """
         busy = self.products + self.attention + self.passes + self.again
         sent = self.tensor_parallel + self.context_parallel
         whole = busy + sent + self.expert_parallel + self.offload
-        return max(self.floor, whole - self.experts) + max(self.expert_floor, self.experts)
+        if not self.experts:
+            return max(self.floor, whole)
+        share = FORWARD_LAUNCHES
+        forward = max(share * self.floor, self.forward - self.expert_forward)
+        forward += max(share * self.expert_floor, self.expert_forward)
+        return forward + max((1 - share) * (self.floor + self.expert_floor), whole - self.forward)
 
 
 def layer_time(
@@ -136,6 +147,7 @@ def layer_time(
         forward=once + (passes + exchanged) / 3 + forward + experts.forward,
         weight_gradients=0.0 if plan.model.lora_rank else once,
         experts=experts.total,
+        expert_forward=experts.forward,
         expert_floor=experts.floor,
     )
 

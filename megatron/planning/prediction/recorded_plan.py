@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import Any
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigurationError
@@ -11,16 +13,24 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import default_schedule
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
+from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.transformer_config import default_ffn_hidden_size
 from megatron.planning.plan import Plan
-from megatron.planning.prediction.implementations import Implementation, implementation_of_software
+from megatron.planning.prediction.implementations import (
+    MEGATRON_BRIDGE,
+    Implementation,
+    implementation_of_software,
+)
 from megatron.planning.prediction.measured_runs import Fields
 
 _PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 _RECIPES = {"current": "tensorwise", "tensorwise": "tensorwise", "mx": "mxfp8", "block": "blockwise", "row": "rowwise"}
 """Recipes of fp8 by what a description of a precision calls them."""
 _RECOMPUTES = ("none", "selective", "full", "cpu_offload")
-_MOST_LAYERS, _MOST_RANKS = 10_000, 100_000
+_MOST_LAYERS, _MOST_FURTHER, _MOST_RANKS = 10_000, 64, 100_000
+_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_TEXT_FIELDS = ("window_size", "window_attn_skip_freq")
+"""Fields of a model that few records have, by the names of our flags."""
 _EXPERT_FIELDS = ("num_experts", "num_moe_experts", "moe_num_experts", "n_routed_experts")
 
 
@@ -42,16 +52,17 @@ def recorded_plan(fields: Fields) -> Plan:
     shape = fields.part("model")
     tp, pp, cp = (fields.integer(axis, 1, most=_MOST_RANKS) for axis in ("tp", "pp", "cp"))
     dp, world_size = _replicas(fields, tp * pp * cp)
-    ep, etp = fields.integer("ep", 1, most=_MOST_RANKS), fields.optional("etp")
-    sizes = ParallelSizes(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, etp=etp)
+    ep = fields.integer("ep", 1, most=_MOST_RANKS)
+    sizes = ParallelSizes(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, etp=_expert_tp(fields, tp * cp * dp, ep, tp))
     is_grid = dp * tp * pp * cp == world_size
     problems = sizes.problems(world_size) if is_grid else [_not_a_grid(world_size, tp * pp * cp)]
     problems += _unknown(fields, dp * cp)
     problems += _wrong_experts(shape, sizes)
+    problems += _wrong_texts(shape, fields)
     if problems:
         raise ConfigurationError(problems)
     model = _model(fields, shape, sizes)
-    layout = plan_stage_layout(model, model.num_layers)
+    layout = plan_stage_layout(model, model.num_layers, model.pipeline_model_parallel_layout)
     micro_batch_size = fields.integer("micro_batch", 1)
     global_batch_size = fields.optional("global_batch")
     if global_batch_size is None:
@@ -85,6 +96,15 @@ def _replicas(fields: Fields, model_ranks: int) -> tuple[int, int]:
         world_size = world_size or model_ranks
         return max(1, world_size // model_ranks), world_size
     return dp, world_size or dp * model_ranks
+
+
+def _expert_tp(fields: Fields, num_ranks: int, ep: int, tp: int) -> int | None:
+    """Return how many ranks cut each expert. Where the record leaves it out, Megatron cuts them as the rest (None);
+    its recipes, and layouts that this does not fit, have whole experts.
+    """
+    given = fields.optional("etp")
+    is_recipe = recorded_implementation(fields) is MEGATRON_BRIDGE
+    return 1 if given is None and (is_recipe or num_ranks % (ep * tp)) else given
 
 
 def _not_a_grid(world_size: int, model_ranks: int) -> str:
@@ -126,6 +146,29 @@ def _unknown(fields: Fields, num_replicas: int) -> list[str]:
     return problems
 
 
+def _wrong_texts(shape: Fields, fields: Fields) -> list[str]:
+    """Return what is wrong with patterns of layers, and with parts of a layer that are computed again."""
+    problems = []
+    for name in (*_TEXT_FIELDS, "moe_layer_freq"):
+        try:
+            if name == "window_size" and shape.values.get(name):
+                parse_window(shape.text(name))
+            elif shape.values.get(name):
+                parse_layer_pattern(shape.text(name), shape.integer("num_layers", most=_MOST_LAYERS))
+        except ValueError as error:
+            problems.append(f"{name} is {shape.text(name)[:60]!r}; {error}")
+    (field,) = (each for each in dataclasses.fields(GPTConfig) if each.name == "recompute_modules")
+    known = field.metadata["flag"].choices
+    problems += [
+        f"recompute module {name[:60]} is not known; use some of {', '.join(known)}"
+        for name in _recompute_modules(fields)
+        if name not in known
+    ]
+    if shape.values.get("q_lora_rank") and not shape.switch("multi_latent_attention", default=False):
+        problems.append("q_lora_rank is of latent attention; give multi_latent_attention true, or leave it out")
+    return problems
+
+
 def _precision(fields: Fields) -> str:
     """Return the first word of the precision: recipes of fp8 may be named behind it."""
     words = fields.text("precision", "bf16").lower().split()
@@ -156,6 +199,8 @@ def _model(fields: Fields, shape: Fields, sizes: ParallelSizes) -> GPTConfig:
     chunks = fields.optional("vpp")
     depth = fields.optional("layers_per_virtual_stage")
     again = recompute if recompute in ("selective", "full") else None
+    more: dict[str, Any] = {name: shape.optional(name) for name in _LATENT_FIELDS if shape.values.get(name)}
+    more |= {name: shape.text(name) for name in _TEXT_FIELDS if shape.values.get(name)}
     return GPTConfig(
         num_layers=shape.integer("num_layers", most=_MOST_LAYERS),
         hidden_size=hidden,
@@ -184,7 +229,7 @@ def _model(fields: Fields, shape: Fields, sizes: ParallelSizes) -> GPTConfig:
         account_for_embedding_in_pipeline_split=fields.switch("account_for_embedding_in_pipeline_split", default=False),
         account_for_loss_in_pipeline_split=fields.switch("account_for_loss_in_pipeline_split", default=False),
         recompute_granularity=again,
-        recompute_modules=("core_attn",),
+        recompute_modules=_recompute_modules(fields),
         recompute_method=_told(fields, "method", "uniform") if again == "full" else None,
         recompute_num_layers=int(_told(fields, "num-layers", "1")) if again == "full" else None,
         cpu_offloading=recompute == "cpu_offload",
@@ -197,11 +242,24 @@ def _model(fields: Fields, shape: Fields, sizes: ParallelSizes) -> GPTConfig:
         moe_shared_expert_intermediate_size=shape.optional("moe_shared_expert_intermediate_size") if experts else None,
         moe_layer_freq=shape.text("moe_layer_freq", "1"),
         moe_token_dispatcher_type="alltoall",
+        multi_latent_attention=shape.switch("multi_latent_attention", default=False),
+        qk_layernorm=shape.switch("qk_layernorm", default=False),
+        mtp_num_layers=shape.integer("mtp_num_layers", most=_MOST_FURTHER)
+        if shape.values.get("mtp_num_layers")
+        else None,
+        pipeline_model_parallel_layout=fields.text("pipeline_layout") or None,
+        **more,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.etp,
         fp16=precision == "fp16",
         bf16=precision in ("bf16", "fp8"),
     )
+
+
+def _recompute_modules(fields: Fields) -> tuple[str, ...]:
+    """Return the parts that the flags name which a record quotes of its recompute: the core of attention without."""
+    found = re.search(r"--recompute-modules((?:[ =]+[a-z_]+)+)", fields.text("recompute_detail"))
+    return tuple(found.group(1).replace("=", " ").split()) if found else ("core_attn",)
 
 
 def _told(fields: Fields, name: str, default: str) -> str:
