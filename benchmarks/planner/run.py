@@ -76,7 +76,7 @@ def report(runs: Sequence[MeasuredRun]) -> tuple[list[str], dict[str, Any]]:
     lines += ["", "published by other makers; nothing is fitted on them"]
     lines += [f"{each.run.id:16} {_percent(each.time_error):>8}  {each.prediction.reason or ''}" for each in peers]
     others = evaluate(read_runs(HERE / "other_runs.json"))
-    lines += ["", "published too, and predicted when nothing more was changed for them; nothing is fitted on them"]
+    lines += ["", "more that was published; nothing is fitted on them"]
     lines += [_told(each) for each in others]
     results = {
         "constants": {"times": dataclasses.asdict(times), "platform": dataclasses.asdict(platform)},
