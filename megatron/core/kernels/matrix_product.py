@@ -34,9 +34,10 @@ def linear(
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias``.
 
-    ``library`` is ``onednn``, ``mkl``, ``mixed`` for oneDNN with weight gradients by MKL, or ``auto``: oneDNN in float32,
-    and what torch itself calls otherwise. It counts where both can compute the product. ``memory`` holds the result on a CPU where the library can write into it
-    (oneDNN's operator cannot; in bfloat16 ``torch.mm`` takes its place); nothing is then recorded for a gradient.
+    ``library`` is ``onednn``, ``mkl``, ``mixed`` (oneDNN, with weight gradients by MKL), or ``auto``: oneDNN in
+    float32, and what torch itself calls otherwise. It counts where both can compute the product. ``memory`` holds the
+    result on a CPU where the library can write into it (oneDNN's operator cannot; in bfloat16 ``torch.mm`` takes its
+    place); nothing is then recorded for a gradient.
 
     Shapes: ``x: [..., in]``, ``weight: [out, in]``, ``bias: [out] -> [..., out]``.
     """
