@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megatron.core.kernels.accumulation import add_rows, add_wide_product
-from megatron.core.kernels.matrix_product import grouped_gradient, product, uses_onednn
+from megatron.core.kernels.matrix_product import gradient_library, grouped_gradient, product, uses_onednn
 
 
 class MainGrad:
@@ -99,7 +99,7 @@ class MainGrad:
         self._begin()
         if self.fuses_products:
             add_wide_product(self.tensor, left, right, overwrite=self.is_empty)
-        elif self.tensor.dtype != left.dtype or uses_onednn(left, library):
+        elif self.tensor.dtype != left.dtype or uses_onednn(left, gradient_library(library)):
             self._add_now(product(left, right, library))
             return
         elif self.is_empty:
@@ -129,7 +129,7 @@ class MainGrad:
             if not len(left):
                 if self.is_empty:
                     total.zero_()
-            elif total.dtype == left.dtype and not uses_onednn(left.t(), library):
+            elif total.dtype == left.dtype and not uses_onednn(left.t(), gradient_library(library)):
                 torch.addmm(total, left.t(), right, beta=0 if self.is_empty else 1, out=total)
             elif self.is_empty:
                 total.copy_(product(left.t(), right, library))

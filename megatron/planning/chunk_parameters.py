@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planning.adapter_parameters import adapter_parameters
+from megatron.planning.adapter_parameters import adapter_parameters, expert_adapter_parameters
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,14 @@ def expert_parameters(model: GPTConfig) -> list[ChunkParameter]:
     router = [ChunkParameter(experts * h, copies, is_matrix=True)]
     router += [ChunkParameter(experts, copies)] if model.add_bias_linear else []
     router += [ChunkParameter(experts, is_trained=False)] if model.moe_router_enable_expert_bias else []
-    rows = width * (2 if model.is_gated else 1)
-    local = [num_local * rows * h, num_local * rows, num_local * width * h, num_local * h]
-    if not model.add_bias_linear:
-        local = local[::2]
-    return [*router, *(ChunkParameter(size, is_expert=True) for size in local)]
+    is_base = bool(model.lora_rank)
+    parameters = [replace(parameter, is_trained=False) for parameter in router] if is_base else router
+    for name, rows, columns in (("linear_fc1", width * (2 if model.is_gated else 1), h), ("linear_fc2", h, width)):
+        own = [rows * columns, rows] if model.add_bias_linear else [rows * columns]
+        parameters += [ChunkParameter(num_local * size, is_expert=True, is_trained=not is_base) for size in own]
+        adapters = expert_adapter_parameters(model, name)
+        parameters += [ChunkParameter(size, to_sum, is_expert=True) for size, to_sum in adapters]
+    return parameters
 
 
 def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParameter]:
@@ -98,8 +101,9 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     before = norm(h) if model.norm_placement != "after" else []
     after = norm(h) if model.norm_placement != "before" else []
 
-    def adapters(name: str) -> list[ChunkParameter]:
-        return [ChunkParameter(size, copies, is_matrix=True) for size, copies in adapter_parameters(model, name)]
+    def adapters(name: str, width: int = 0) -> list[ChunkParameter]:
+        found = adapter_parameters(model, name, width)
+        return [ChunkParameter(size, copies, is_matrix=True) for size, copies in found]
 
     def base(*parameters: ChunkParameter) -> list[ChunkParameter]:
         return [replace(parameter, is_trained=False) for parameter in parameters] if model.lora_rank else [*parameters]
@@ -115,15 +119,15 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     def dense(width: int) -> list[ChunkParameter]:
         return [
             *base(*linear(width * (2 if model.is_gated else 1) // t, h, 0, model.add_bias_linear)),
-            *adapters("linear_fc1"),
+            *adapters("linear_fc1", width),
             *base(*linear(h, width // t, of_cut_tokens, model.add_bias_linear)),
-            *adapters("linear_fc2"),
+            *adapters("linear_fc2", width),
         ]
 
     def experts() -> list[ChunkParameter]:
         gate = [ChunkParameter(h, of_cut_tokens, is_matrix=True)] if model.moe_shared_expert_gate else []
         shared = model.moe_shared_expert_intermediate_size
-        return [*base(*expert_parameters(model)), *([] if shared is None else [*base(*gate), *dense(shared)])]
+        return [*expert_parameters(model), *([] if shared is None else [*base(*gate), *dense(shared)])]
 
     feed_forwards = {True: experts() if model.num_experts else [], False: dense(f)}
     is_untied, is_learned = (

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.overlap.linear_overlap import ROW_PARALLEL, linear_overlap
 from megatron.planning.expert_layer import ExpertLayer, auxiliary_losses
 from megatron.planning.layer_kinds import layer_numbers
-from megatron.planning.traffic.adapter_traffic import add_adapters, idle_in_first_layer
+from megatron.planning.traffic.adapter_traffic import IN_ORDER, add_adapters, idle_in_first_layer
 from megatron.planning.traffic.exchange_traffic import ExchangeTraffic
 from megatron.planning.traffic.float8_traffic import Float8LayerEnds
 from megatron.planning.traffic.further_traffic import add_further
@@ -136,7 +136,8 @@ def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> Non
         num_again = len(again.intersection(own))
         _add_layer_ends(total, here, in_float8, m * len(own), m * len(own), m * len(own))
         # What is recomputed runs forward again, up to the last thing that the backward pass needs.
-        _add_layer_ends(total, here, in_float8, m * num_again, m * (num_again - len(early.intersection(own))), 0)
+        num_early = 0 if "linear_fc2" in model.adapted_parts else len(early.intersection(own))
+        _add_layer_ends(total, here, in_float8, m * num_again, m * (num_again - num_early), 0)
         if model.sequence_parallel and "mlp" in model.recomputed_modules:
             # Run again, a feed-forward gathers its input, and ends before its output is scattered.
             if in_float8:
@@ -144,7 +145,7 @@ def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> Non
             else:
                 total.add("all_gather", TP, here.hidden_bytes, m * len(own))
     if model.lora_rank:
-        _add_low_rank(total, here, chunk, full)
+        _add_low_rank(total, here, chunk, again, of_experts)
     predictions = 1 + len(numbers) - num_own
     if predictions > 1:
         is_again = model.recompute_granularity == "full"
@@ -184,8 +185,8 @@ def _recomputed(here: _Rank, layers: int) -> tuple[int, set[int]]:
     """Return how many layers, the first ones, run forward again, and which stop before their last communication.
 
     A recomputed group of layers ends where the backward pass has all that it saved. Without dropout nothing is saved
-    behind the last layer's fc2, whose sum over the tensor ranks is then left out, unless a norm or an adapter comes
-    after it.
+    behind the last layer's feed-forward, whose last sum over the tensor ranks is then left out, unless a norm comes after
+    it. (Nor is it where an adapter of fc2 does: who counts such sums knows that.)
     """
     model = here.config.model
     if model.recompute_granularity != "full":
@@ -196,27 +197,42 @@ def _recomputed(here: _Rank, layers: int) -> tuple[int, set[int]]:
     else:
         recomputed = layers
     ends = {min(start + length, layers) - 1 for start in range(0, recomputed, length)}
-    is_last = (
-        model.hidden_dropout == 0.0 and model.norm_placement == "before" and "linear_fc2" not in model.adapted_parts
-    )
+    is_last = model.hidden_dropout == 0.0 and model.norm_placement == "before"
     return recomputed, ends if is_last else set()
 
 
-def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, num_again: int) -> None:
-    """Add what low-rank adapters send for all micro-batches, and take away what a frozen embedding wants nothing of."""
-    model, m, layers = here.config.model, here.num_microbatches, len(chunk.layer_numbers)
+def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, again: set[int], of_experts: set[int]) -> None:
+    """Add what low-rank adapters send for all micro-batches, and take away what a frozen embedding wants nothing of.
+
+    The layers at the places ``of_experts`` have adapters of a feed-forward's ends where they have a shared expert.
+    """
+    model, m = here.config.model, here.num_microbatches
     add, narrow_bytes = partial(_add_over_tp, total), here.tokens * model.lora_rank * here.element
-    add_adapters(add, model, narrow_bytes, m * (layers + num_again), m * layers)
+    layers = set(range(len(chunk.layer_numbers)))
+    shared = of_experts if model.moe_shared_expert_intermediate_size else set[int]()
+    fed = layers - of_experts | shared
+    add_adapters(add, model, narrow_bytes, m * len(layers) + m * len(again), m * len(layers), IN_ORDER[:2])
+    add_adapters(add, model, narrow_bytes, m * len(fed) + m * len(again & fed), m * len(fed), IN_ORDER[2:])
+    if {"moe", "shared_experts"}.intersection(model.recomputed_modules):
+        add_adapters(add, model, narrow_bytes, m * len(shared), 0, IN_ORDER[2:])
     if "mlp" in model.recomputed_modules:
-        add_adapters(add, model, narrow_bytes, m * layers, 0, ("fc1", "fc2"))
+        dense = len(layers - of_experts)
+        add_adapters(add, model, narrow_bytes, m * dense, 0, IN_ORDER[2:])
         if "linear_fc2" in model.adapted_parts:
             # Run again, a feed-forward goes on to its adapter.
             is_in_product = linear_overlap(model, "fc2").forward
             operation = "reduce_scatter" if model.sequence_parallel else "all_reduce"
-            _add_beside_product(total, here, operation, is_in_product, m * layers)
+            _add_beside_product(total, here, operation, is_in_product, m * dense)
     if 0 not in chunk.layer_numbers:
         return
-    for name in idle_in_first_layer(model):
+    first = chunk.layer_numbers.index(0)
+    idle = idle_in_first_layer(model)
+    if first in of_experts and "fc1" in idle:
+        # Nothing of the experts' input is wanted either, nor of the router's.
+        layer = ExpertLayer(model, here.tokens, here.config.training.micro_batch_size, here.element)
+        layer.add_traffic_of_input(total.add, -m)
+        idle = idle if first in shared else idle[:2]
+    for name in idle:
         is_column = name not in ROW_PARALLEL
         if not model.sequence_parallel:
             add("all_reduce", here.hidden_bytes, -m if is_column else 0)
@@ -250,12 +266,13 @@ def _add_experts(
     layer.add_traffic(total.add, entered + fed_again, entered + fed_again - stopped, backward)
     _add_layer_ends(total, here, in_float8, entered, entered, backward, ("attention",))
     if layer.shared_width:
-        stopped = 0 if model.moe_shared_expert_gate or model.moe_shared_expert_overlap else stopped
+        goes_on = model.moe_shared_expert_gate or "linear_fc2" in model.adapted_parts
+        stopped = 0 if goes_on or model.moe_shared_expert_overlap else stopped
         times = entered + fed_again
         left = times - stopped
         if "shared_experts" in model.recomputed_modules and not fed_again:
             # Run again, it ends where all that is saved is there, which with a gate is behind its last sum.
-            times, left = times + backward, left + (backward if model.moe_shared_expert_gate else 0)
+            times, left = times + backward, left + (backward if goes_on else 0)
         _add_layer_ends(total, here, in_float8, times, left, backward, ("feed-forward",))
 
 

@@ -86,7 +86,7 @@ def _layer_operands(plan: Plan, *, in_float8: bool, has_experts: bool) -> int:
     model, tokens = plan.model, plan.num_tokens
     widths = layer_widths(model, has_experts=has_experts)
     if model.lora_rank:
-        adapted = sum(widths[name][0] for name in model.adapted_parts)
+        adapted = sum(widths[name][0] for name in model.adapted_parts if name in widths)
         return tokens * adapted * ELEMENT_BYTES[model.params_dtype]
     is_rounded = in_float8 and model.fp8_wgrad and fills_blocks(model, plan.num_rows)
     element = 1 if is_rounded else ELEMENT_BYTES[model.params_dtype]

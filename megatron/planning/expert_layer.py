@@ -146,12 +146,28 @@ class ExpertLayer:
             shared += rows * (h + 1) * e
         return {
             "router": self._router(),
-            "experts' inputs": self.given * h * e,
-            "experts": self.given * self.width * (self.gates + ("moe_act" not in modules)) * e,
+            "experts' inputs": self.given * h * self._keeps("linear_fc1") * e,
+            "experts": self.given
+            * self.width
+            * (self.gates + ("moe_act" not in modules) * self._keeps("linear_fc2"))
+            * e,
+            "experts' adapters": self.given * self._adapter_width * e,
             "experts' outputs": self.choices * h * e,
             "shared expert": shared,
             "places of tokens": self._places(),
         }
+
+    def _keeps(self, name: str) -> bool:
+        """Return whether the experts' product of this name keeps its input: for a gradient of weights or adapters."""
+        return not self.model.lora_rank or name in self.model.adapted_parts
+
+    @property
+    def _adapter_width(self) -> int:
+        """Return the width of what the experts' adapters keep beside their inputs: their narrow products."""
+        if not self.model.lora_rank:
+            return 0
+        parts = (self.model.adapted_parts.get(name, ()) for name in ("linear_fc1", "linear_fc2"))
+        return self.model.lora_rank * sum(map(len, parts))
 
     def _router(self) -> int:
         """Return what scores, weights and losses keep."""
@@ -222,6 +238,21 @@ class ExpertLayer:
         add("all_gather", self.axes, self._gathered * k * _INDEX, forward)
         add("reduce_scatter", self.axes, gathered, forward + backward)
         add("reduce_scatter", self.axes, weights, backward)
+
+    def add_traffic_of_input(self, add: Add, backward: int) -> None:
+        """Add what so many backward passes send for the gradient of the layer's input, the shared expert's left out."""
+        model, sizes = self.model, self.sizes
+        hidden = self.rows * model.hidden_size * self.element
+        if sizes.tp > 1 and not model.sequence_parallel:
+            add("all_gather", ("tp",), hidden * sizes.tp, backward)
+        if self.num_ranks == 1:
+            return
+        if self._is_sent:
+            add("all_to_all", self.axes, self.choices * model.hidden_size * self.element, backward)
+            return
+        gathered = self._gathered
+        add("reduce_scatter", self.axes, gathered * model.hidden_size * self.element, backward)
+        add("reduce_scatter", self.axes, gathered * model.moe_router_topk * self.element, backward)
 
     def _add_losses(self, add: Add, forward: int) -> None:
         model = self.model

@@ -6,12 +6,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from megatron.core.collectives import any_rank, broadcast_object
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels.matrix_product import has_library, linear
+from megatron.core.kernels.matrix_product import gradient_library, grouped_product, has_library, linear
 from megatron.core.main_grad import MainGrad
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.training.config.run_config import RunConfig
@@ -19,6 +20,7 @@ from megatron.training.process.initialize import Runtime
 from megatron.training.recorded_choice import AUTO, recorded_choice
 
 _LIBRARIES = ("onednn", "mkl")
+_MIXED = "mixed"
 _MAX_SIZE = 512
 """Larger products differ by much the same factor, and so few of them fit into the time that no minimum is quiet."""
 _MIN_OPERATIONS = 1 << 27
@@ -69,17 +71,29 @@ def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], Non
 
 
 def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
-    """Return the library that computes a feed-forward layer's products in less time, auto where it is the default."""
+    """Return the choice that computes a feed-forward's products in the least time, auto where the default is as good.
+
+    Where the model has experts the feed-forward is theirs, with the rows that each is given by an even load.
+    """
     model = config.model
     rows = config.data.seq_length * config.training.micro_batch_size // model.context_parallel_size
-    width, inner = model.hidden_size, model.ffn_hidden_size // model.tensor_model_parallel_size
-    is_small = 2 * rows * width * inner < _MIN_OPERATIONS
+    width, inner, groups = model.hidden_size, model.ffn_hidden_size // model.tensor_model_parallel_size, None
+    num_operations = 2 * rows * width * inner
+    if model.num_experts is not None:
+        sizes = model.parallel_sizes
+        inner = model.moe_ffn_hidden_size // sizes.expert_tp
+        choices = rows * model.moe_router_topk * sizes.ep * sizes.expert_tp // sizes.tp
+        num_operations = 2 * choices * width * inner // sizes.ep
+        rows = max(choices // model.num_experts, 1)
+        groups = min(model.num_experts // sizes.ep, max(_MAX_SIZE // rows, 1))
+    is_small = num_operations < _MIN_OPERATIONS
     if is_small or config.initialization.deterministic_mode or not all(has_library(n, dtype) for n in _LIBRARIES):
         return AUTO
     rows, width, inner = (min(size, _MAX_SIZE) for size in (rows, width, inner))
-    times = measure_libraries(rows, width, inner, dtype)
+    times = measure_libraries(rows, width, inner, dtype, groups)
     default, other = _LIBRARIES if dtype is torch.float32 else _LIBRARIES[::-1]
-    return other if is_quicker(times[other], times[default]) else AUTO
+    quicker = min((other, _MIXED), key=lambda choice: _shortest(times[choice]))
+    return quicker if is_quicker(times[quicker], times[default]) else AUTO
 
 
 def is_quicker(rounds: Sequence[Sequence[float]], default_rounds: Sequence[Sequence[float]]) -> bool:
@@ -94,14 +108,18 @@ def _shortest(rounds: Sequence[Sequence[float]]) -> float:
     return math.fsum(min(times) for times in zip(*rounds))
 
 
-def measure_libraries(rows: int, width: int, inner: int, dtype: torch.dtype) -> dict[str, list[list[float]]]:
-    """Return, by library and round, the seconds of each product of a feed-forward layer, forward and backward.
+def measure_libraries(
+    rows: int, width: int, inner: int, dtype: torch.dtype, groups: int | None = None
+) -> dict[str, list[list[float]]]:
+    """Return, by choice and round, the seconds of each product of a feed-forward layer, forward and backward.
 
-    Libraries alternate, so that other work falls upon them alike.
+    With ``groups`` there are so many feed-forwards, each with so many rows of its own. Libraries alternate, so that
+    other work falls upon them alike; what is mixed of both is not measured again.
     """
+    make = _products_of if groups is None else partial(_grouped_products_of, groups)
     products: list[Callable[[str], object]] = []
     for fan_in, fan_out in ((width, inner), (inner, width)):
-        products += _products_of(rows, fan_in, fan_out, dtype)
+        products += make(rows, fan_in, fan_out, dtype)
     times: dict[str, list[list[float]]] = {library: [] for library in _LIBRARIES}
     start = time.perf_counter()
     while len(times[_LIBRARIES[0]]) < _MIN_ROUNDS or time.perf_counter() - start < _BUDGET_S:
@@ -112,7 +130,12 @@ def measure_libraries(rows: int, width: int, inner: int, dtype: torch.dtype) -> 
                 before = time.perf_counter()
                 product(library)
                 measured[-1].append(time.perf_counter() - before)
-    return times
+    of_choice = [gradient_library(_MIXED) if number % 3 == 2 else _LIBRARIES[0] for number in range(len(products))]
+    mixed = [
+        [times[library][number][place] for place, library in enumerate(of_choice)]
+        for number in range(len(times[_LIBRARIES[0]]))
+    ]
+    return {**times, _MIXED: mixed}
 
 
 def _products_of(rows: int, fan_in: int, fan_out: int, dtype: torch.dtype) -> list[Callable[[str], object]]:
@@ -129,5 +152,24 @@ def _products_of(rows: int, fan_in: int, fan_out: int, dtype: torch.dtype) -> li
     return [
         lambda library: linear(x, weight, library=library),
         lambda library: linear(grad, weight.t(), library=library),
+        accumulate,
+    ]
+
+
+def _grouped_products_of(
+    groups: int, rows: int, fan_in: int, fan_out: int, dtype: torch.dtype
+) -> list[Callable[[str], object]]:
+    """Return what the linear maps of experts compute, each of its own rows: the same three."""
+    x, grad = torch.ones(groups * rows, fan_in, dtype=dtype), torch.ones(groups * rows, fan_out, dtype=dtype)
+    weight, counts = torch.ones(groups, fan_out, fan_in, dtype=dtype), [rows] * groups
+    main_grad = MainGrad(torch.empty_like(weight, dtype=arithmetic_dtype(dtype)))
+
+    def accumulate(library: str) -> None:
+        main_grad.reset()
+        main_grad.add_grouped_matmul(grad, x, counts, library)
+
+    return [
+        lambda library: grouped_product(x, weight, counts, library),
+        lambda library: grouped_product(grad, weight.transpose(1, 2), counts, library),
         accumulate,
     ]

@@ -34,9 +34,10 @@ def linear(
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias``.
 
-    ``library`` is ``onednn``, ``mkl``, or ``auto``: oneDNN in float32, and what torch itself calls otherwise. It counts
-    where both can compute the product. ``memory`` holds the result on a CPU where the library can write into it
-    (oneDNN's operator cannot; in bfloat16 ``torch.mm`` takes its place); nothing is then recorded for a gradient.
+    ``library`` is ``onednn``, ``mkl``, ``mixed`` (oneDNN, with weight gradients by MKL), or ``auto``: oneDNN in
+    float32, and what torch itself calls otherwise. It counts where both can compute the product. ``memory`` holds the
+    result on a CPU where the library can write into it (oneDNN's operator cannot; in bfloat16 ``torch.mm`` takes its
+    place); nothing is then recorded for a gradient.
 
     Shapes: ``x: [..., in]``, ``weight: [out, in]``, ``bias: [out] -> [..., out]``.
     """
@@ -69,11 +70,11 @@ def _multiply_into(output: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, 
 
 
 def product(left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> torch.Tensor:
-    """Return ``left @ right``, not necessarily contiguous, by a ``library`` as `linear` does.
+    """Return ``left @ right``, the gradient of a weight, not necessarily contiguous; ``library`` as for `linear`.
 
     Shapes: ``left: [a, n]``, ``right: [n, b] -> [a, b]``.
     """
-    if not uses_onednn(left, library):
+    if not uses_onednn(left, gradient_library(library)):
         return left.matmul(right)
     # oneDNN copies its first operand if it is transposed: let it be the smaller one.
     if left.shape[0] > right.shape[1]:
@@ -81,10 +82,15 @@ def product(left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> t
     return linear(left, right.t(), library=library)
 
 
+def gradient_library(library: str) -> str:
+    """Return the library of weight gradients where `linear` takes a ``library``."""
+    return "mkl" if library == "mixed" else library
+
+
 def uses_onednn(x: torch.Tensor, library: str = "auto") -> bool:
     """Return whether a product whose first operand is ``x`` is computed by oneDNN's operator."""
     return (
-        (library == "onednn" or (library == "auto" and x.dtype is torch.float32))
+        (library in ("onednn", "mixed") or (library == "auto" and x.dtype is torch.float32))
         and x.device.type == "cpu"
         and x.numel() >= _MIN_ROWS * x.shape[-1]
         and x.numel() > 0
@@ -93,7 +99,9 @@ def uses_onednn(x: torch.Tensor, library: str = "auto") -> bool:
 
 
 def has_library(library: str, dtype: torch.dtype) -> bool:
-    """Return whether this torch, on this processor, computes products of a dtype by a library."""
+    """Return whether this torch, on this processor, computes products of a dtype by a library (mixed: by both)."""
+    if library == "mixed":
+        return has_library("onednn", dtype) and has_library("mkl", dtype)
     if library != "onednn":
         return dtype is not torch.float32 or torch._C.has_mkl
     if dtype is torch.bfloat16:

@@ -346,7 +346,8 @@ class _Run:
         for loss in losses:
             values = torch.stack((loss.loss_sum.detach().double(), loss.num_tokens.double()))
             self.auxiliary[loss.name] = self.auxiliary.get(loss.name, 0) + values
-            if loss.coefficient:
+            # In front of the first low-rank adapter nothing learns from a loss.
+            if loss.coefficient and loss.loss_sum.requires_grad:
                 roots.append(self._scaled(loss.loss_sum, loss.num_tokens) * loss.coefficient)
         return roots
 

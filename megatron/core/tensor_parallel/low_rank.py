@@ -152,13 +152,13 @@ class LinearAdapters(nn.Module):
             self.add_module(part, adapter)
         self.widths, self.num_groups = dict(widths), num_groups
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the layer's output."""
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        """Return what is added to the layer's output; the adapters take what the layer does."""
         if len(self.widths) == 1:
             (adapter,) = self.children()
-            only: torch.Tensor = adapter(x)
+            only: torch.Tensor = adapter(*inputs)
             return only
-        found = {name: adapter(x) for name, adapter in self.named_children()}
+        found = {name: adapter(*inputs) for name, adapter in self.named_children()}
         some = next(iter(found.values()))
         grouped = [
             found[part].unflatten(-1, (self.num_groups, width))
@@ -175,6 +175,6 @@ def adapt(linear: nn.Module, adapters: LinearAdapters) -> None:
     linear.register_forward_hook(_add)
 
 
-def _add(linear: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    added: torch.Tensor = linear.adapters(args[0])
+def _add(linear: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    added: torch.Tensor = linear.adapters(*args)
     return output + added

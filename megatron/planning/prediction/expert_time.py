@@ -98,7 +98,7 @@ def expert_time(plan: Plan, gpu: Gpu, implementation: Implementation, peak: floa
     else:
         exchanges = 4 * links.expert_gather_seconds(layer.rows * layer.num_ranks * h * layer.element)
     return ExpertTime(
-        products=3 * once,
+        products=(2 if plan.model.lora_rank else 3) * once,
         passes=passed / passing,
         exchanges=exchanges,
         forward_products=once,

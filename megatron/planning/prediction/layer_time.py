@@ -30,7 +30,7 @@ from megatron.planning.prediction.layer_work import (
     passed_bytes,
 )
 from megatron.planning.prediction.links import Links
-from megatron.planning.traffic.adapter_traffic import add_adapters
+from megatron.planning.traffic.adapter_traffic import IN_ORDER, add_adapters
 from megatron.planning.traffic.float8_traffic import Float8LayerEnds
 from megatron.planning.traffic.further_traffic import add_further
 from megatron.planning.traffic.latent_traffic import add_latent
@@ -116,7 +116,7 @@ def layer_time(
     # Products of weights' gradients may stay in 16 bits.
     of_weights = half if in_float8 and implementation.follows_recipes and not plan.model.fp8_wgrad else peak
     rates = [(each, (peak, of_weights)) for each in products]
-    rates += [(each, (half, half)) for each in adapter_products(plan.model)]
+    rates += [(each, (half, half)) for each in adapter_products(plan.model, has_experts=has_experts)]
     if kind.is_further:
         rates.append((join_product(plan.model), (half, half)))
         passed += join_bytes(plan)
@@ -228,7 +228,8 @@ def _tensor_parallel(
         of_region = 5 if model.sequence_parallel else 4
         return sum(sent) + has_feed_forward * of_region * links.tensor_parallel_seconds(size * _HALF)
     if model.lora_rank:
-        add_adapters(add, model, plan.num_tokens * model.lora_rank * _HALF, 1, 1)
+        names = IN_ORDER if has_feed_forward else IN_ORDER[:2]
+        add_adapters(add, model, plan.num_tokens * model.lora_rank * _HALF, 1, 1, names)
     if not model.sequence_parallel:
         return regions * (sum(sent) + 8 * links.tensor_parallel_seconds(size * _HALF))
     if in_float8 and implementation.follows_recipes:

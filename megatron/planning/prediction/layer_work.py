@@ -11,7 +11,7 @@ import functools
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planning.adapter_parameters import adapter_parameters
+from megatron.planning.adapter_parameters import adapter_parameters, expert_adapter_parameters
 from megatron.planning.layer_widths import is_whole_on_ranks, key_value_width, layer_widths
 from megatron.planning.plan import Plan
 
@@ -74,10 +74,21 @@ def join_bytes(plan: Plan) -> float:
     return plan.num_rows * plan.model.hidden_size * _HALF * (3 * 5.0 + 2 * 4.0)
 
 
-def adapter_products(model: GPTConfig) -> list[Product]:
+def adapter_products(model: GPTConfig, *, has_experts: bool = False) -> list[Product]:
     """Return the narrow products of a layer's low-rank adapters on one tensor-parallel rank."""
-    rank = model.lora_rank
-    return [Product(rank, size // rank) for name in model.adapted_parts for size, _ in adapter_parameters(model, name)]
+    rank, sizes = model.lora_rank, model.parallel_sizes
+    width = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
+    products = []
+    for name in model.adapted_parts:
+        is_of_feed_forward = name in ("linear_fc1", "linear_fc2")
+        if width or not is_of_feed_forward:
+            products += [Product(rank, size // rank) for size, _ in adapter_parameters(model, name, width)]
+        if has_experts and is_of_feed_forward:
+            num_local = (model.num_experts or 0) // sizes.ep
+            share = model.moe_router_topk * sizes.expert_tp / sizes.tp
+            of_experts = expert_adapter_parameters(model, name)
+            products += [Product(rank, size // num_local // rank, share=share) for size, _ in of_experts]
+    return products
 
 
 def attention_flops(plan: Plan, window: int) -> float:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 Add = Callable[[str, int, int], None]
 """Add so many communications over the tensor-parallel group: operation, bytes, count."""
 
-_IN_ORDER: tuple[LinearName, ...] = ("qkv", "proj", "fc1", "fc2")
+IN_ORDER: tuple[LinearName, ...] = ("qkv", "proj", "fc1", "fc2")
+"""The linear layers of a layer in the order in which it computes them."""
 
 
 def add_adapters(
@@ -22,7 +23,7 @@ def add_adapters(
     narrow_bytes: int,
     forward: int,
     backward: int,
-    names: tuple[LinearName, ...] = _IN_ORDER,
+    names: tuple[LinearName, ...] = IN_ORDER,
 ) -> None:
     """Add what the adapters of so many layers send, of the linear layers with these names.
 
@@ -46,5 +47,5 @@ def idle_in_first_layer(model: TransformerConfig) -> tuple[LinearName, ...]:
 
     They are those up to the first that has an adapter.
     """
-    first = next(place for place, name in enumerate(_IN_ORDER) if f"linear_{name}" in model.adapted_parts)
-    return _IN_ORDER[: first + 1]
+    first = next(place for place, name in enumerate(IN_ORDER) if f"linear_{name}" in model.adapted_parts)
+    return IN_ORDER[: first + 1]

@@ -42,13 +42,15 @@ def chosen_by(config: RunConfig, lines: list[str]) -> str:
     return choose_library(config, make_runtime(config, Device("cpu")), lines.append).model.cpu_matmul
 
 
-def let_measure(monkeypatch: pytest.MonkeyPatch, onednn: float, mkl: float) -> list[tuple[Any, ...]]:
+def let_measure(
+    monkeypatch: pytest.MonkeyPatch, onednn: float, mkl: float, mixed: float = 9.0
+) -> list[tuple[Any, ...]]:
     """Let every measurement find these times; return the list of what is measured."""
     measured: list[tuple[Any, ...]] = []
 
     def measure(*sizes: Any) -> dict[str, list[list[float]]]:
         measured.append(sizes)
-        return {"onednn": [[onednn] * 6], "mkl": [[mkl] * 6]}
+        return {"onednn": [[onednn] * 6], "mkl": [[mkl] * 6], "mixed": [[mixed] * 6]}
 
     monkeypatch.setattr(cpu_matmul, "measure_libraries", measure)
     return measured
@@ -56,23 +58,34 @@ def let_measure(monkeypatch: pytest.MonkeyPatch, onednn: float, mkl: float) -> l
 
 @needs_both
 @pytest.mark.parametrize(
-    ("flags", "onednn", "mkl", "expected"),
+    ("flags", "onednn", "mkl", "mixed", "expected"),
     [
-        ("", 1.0, 0.9, "mkl"),
-        ("", 1.0, 0.97, "auto"),
-        ("", 0.5, 1.0, "auto"),
-        ("--bf16", 0.9, 1.0, "onednn"),
-        ("--bf16", 1.0, 0.5, "auto"),
+        ("", 1.0, 0.9, 0.92, "mkl"),
+        ("", 1.0, 0.97, 0.96, "auto"),
+        ("", 0.5, 1.0, 0.6, "auto"),
+        ("", 1.0, 0.9, 0.8, "mixed"),
+        ("--bf16", 0.9, 1.0, 0.95, "onednn"),
+        ("--bf16", 1.0, 0.5, 0.6, "auto"),
+        ("--bf16", 1.2, 1.0, 0.9, "mixed"),
     ],
 )
 def test_the_default_stays_unless_the_other_is_clearly_quicker(
-    flags: str, onednn: float, mkl: float, expected: str, monkeypatch: pytest.MonkeyPatch
+    flags: str, onednn: float, mkl: float, mixed: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_matmul, "has_library", lambda library, dtype: True)
-    measured, lines = let_measure(monkeypatch, onednn, mkl), list[str]()
+    measured, lines = let_measure(monkeypatch, onednn, mkl, mixed), list[str]()
     assert choose(LARGE, *flags.split(), lines=lines) == expected
-    assert measured == [(512, 192, 512, torch.bfloat16 if flags else torch.float32)]
+    assert measured == [(512, 192, 512, torch.bfloat16 if flags else torch.float32, None)]
     assert lines == ([] if expected == "auto" else [f" > matrix products on CPU: {expected} (measured)"])
+
+
+@needs_both
+def test_what_is_measured_of_a_model_with_experts_are_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = let_measure(monkeypatch, 1.0, 1.0)
+    experts = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 384 --micro-batch-size 2 --global-batch-size 2"
+    assert choose([*LARGE, "--num-layers", "2"], *experts.split()) == "auto"
+    # 1024 tokens, 2 choices each, over 8 experts, of which two have 512 rows.
+    assert measured == [(256, 192, 384, torch.float32, 2)]
 
 
 @pytest.mark.parametrize(("argv", "flags"), [(MINIMAL, ""), (LARGE, "--deterministic-mode"), (LARGE, "--fp16")])
@@ -92,11 +105,14 @@ def test_a_disturbed_round_does_not_decide() -> None:
 
 
 @needs_both
-def test_a_measurement_computes_six_products_by_each_library_and_draws_no_random_number() -> None:
+@pytest.mark.parametrize("groups", [None, 3])
+def test_a_measurement_computes_six_products_by_each_library_and_draws_no_random_number(groups: int | None) -> None:
     state = torch.get_rng_state()
-    times = measure_libraries(40, 8, 24, torch.float32)
+    times = measure_libraries(40, 8, 24, torch.float32, groups)
     assert torch.equal(torch.get_rng_state(), state)
-    assert set(times) == {"onednn", "mkl"}
+    assert set(times) == {"onednn", "mkl", "mixed"}
+    for mixed, onednn, mkl in zip(times["mixed"], times["onednn"], times["mkl"]):
+        assert mixed == [*onednn[:2], mkl[2], *onednn[3:5], mkl[5]]
     for rounds in times.values():
         assert len(rounds) >= 3
         assert {len(products) for products in rounds} == {6}

@@ -6,6 +6,7 @@ Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -25,8 +26,10 @@ from megatron.core.tensor_parallel.low_rank import (
     adapt,
 )
 from megatron.core.transformer.adapters.adapter_targets import PART_OF, QUERY_KEY_VALUE, WHOLE
+from megatron.core.transformer.adapters.expert_adapter import ExpertAdapter
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.query_key_value import SharedGroupQueryKeyValue
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -61,28 +64,67 @@ def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device:
 
 def _adapt_layer(layer: TransformerLayer, config: TransformerConfig, options: AdapterOptions) -> None:
     for linear, parts in config.adapted_parts.items():
-        block = layer.self_attention if linear in ("linear_qkv", "linear_proj") else layer.mlp
-        if not isinstance(block, SelfAttention if block is layer.self_attention else MLP):
-            raise ConfigurationError(
-                f"--lora-rank: {type(block).__name__} has no {linear}; leave it out of --lora-target-modules"
-            )
-        module = getattr(block, linear)
-        if isinstance(module, RowParallelLinear):
-            out_features, in_features = spec_of(module.weight).global_shape
-            site = len(_SITES) if linear == "linear_proj" else len(_SITES) + 1
-            only = RowAdapter(options, layer.layer_number, site, in_features, out_features)
-            adapt(module, LinearAdapters({WHOLE: only}, {WHOLE: 0}))
-            continue
-        widths, num_groups = _widths(linear, parts, config, options.tp)
-        adapters = {
-            part: ColumnAdapter(
-                *(options, layer.layer_number, _site(linear, part)),
-                config.hidden_size,
-                tuple(_row_blocks(module, part, config, options)),
-            )
-            for part in parts
-        }
-        adapt(module, LinearAdapters(adapters, widths, num_groups))
+        if linear in ("linear_qkv", "linear_proj"):
+            _adapt_linear(layer.self_attention, SelfAttention, linear, parts, layer.layer_number, config, options)
+        elif not isinstance(layer.mlp, MoELayer):
+            _adapt_linear(layer.mlp, MLP, linear, parts, layer.layer_number, config, options)
+        else:
+            _adapt_experts(layer.mlp, linear, parts, layer.layer_number, options)
+            width = config.moe_shared_expert_intermediate_size
+            if width is not None:
+                shared, own = layer.mlp.shared_experts, replace(config, ffn_hidden_size=width)
+                _adapt_linear(shared, MLP, linear, parts, layer.layer_number, own, options)
+
+
+def _adapt_linear(
+    block: nn.Module | None,
+    kind: type[nn.Module],
+    linear: str,
+    parts: tuple[str, ...],
+    layer_number: int,
+    config: TransformerConfig,
+    options: AdapterOptions,
+) -> None:
+    if not isinstance(block, kind):
+        raise ConfigurationError(
+            f"--lora-rank: {type(block).__name__} has no {linear}; leave it out of --lora-target-modules"
+        )
+    module = getattr(block, linear)
+    if isinstance(module, RowParallelLinear):
+        out_features, in_features = spec_of(module.weight).global_shape
+        site = len(_SITES) if linear == "linear_proj" else len(_SITES) + 1
+        only = RowAdapter(options, layer_number, site, in_features, out_features)
+        adapt(module, LinearAdapters({WHOLE: only}, {WHOLE: 0}))
+        return
+    widths, num_groups = _widths(linear, parts, config, options.tp)
+    adapters = {
+        part: ColumnAdapter(
+            *(options, layer_number, _site(linear, part)),
+            config.hidden_size,
+            tuple(_row_blocks(module, part, config, options)),
+        )
+        for part in parts
+    }
+    adapt(module, LinearAdapters(adapters, widths, num_groups))
+
+
+def _adapt_experts(
+    layer: MoELayer, linear: str, parts: tuple[str, ...], layer_number: int, options: AdapterOptions
+) -> None:
+    module = getattr(layer.experts, linear)
+    whole_rows, is_whole = spec_of(module.weight).global_shape[1], WHOLE in parts
+    num_stacked = len(spec_of(module.weight).pieces)
+    num_rows = whole_rows if is_whole else whole_rows // num_stacked
+    adapters = {
+        part: ExpertAdapter(
+            *(options, layer_number, _site(linear, part), module, layer.groups),
+            num_rows=num_rows,
+            num_stacked=num_stacked if is_whole else 1,
+        )
+        for part in parts
+    }
+    widths = {WHOLE: 0} if is_whole else dict.fromkeys(PART_OF[linear], num_rows // layer.groups.tensor_size)
+    adapt(module, LinearAdapters(adapters, widths))
 
 
 def _site(linear: str, part: str) -> int:

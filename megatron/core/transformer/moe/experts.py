@@ -44,7 +44,7 @@ class GroupedLinear(nn.Module):
         library: str,
     ) -> None:
         super().__init__()
-        self.product_library = library
+        self.product_library, self.cut_dim = library, cut_dim
         self.quantisers: tuple[Float8Quantisers, ...] | None = None
         """One for each of this rank's experts, in their order, where products are in fp8."""
         num_local = num_experts // groups.size

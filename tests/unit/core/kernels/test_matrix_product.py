@@ -8,7 +8,7 @@ import torch
 from megatron.core.kernels import matrix_product
 from megatron.core.kernels.matrix_product import has_library, linear, product, uses_onednn
 
-LIBRARIES = [name for name in ("onednn", "mkl") if has_library(name, torch.float32)]
+LIBRARIES = [name for name in ("onednn", "mkl", "mixed") if has_library(name, torch.float32)]
 
 
 def close(actual: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -160,15 +160,23 @@ def _check_recompute(config: RunConfig) -> Iterator[str]:
 
 
 def _check_adapters(config: RunConfig, given: str) -> Iterator[str]:
-    """Refuse adapters of feed-forwards, and a bias that moves while all but the adapters stays."""
+    """Refuse adapters of experts that drop or are cut otherwise, and a bias that moves while the rest stays."""
     model = config.model
     try:
         parts = model.adapted_parts
     except ValueError:
         return  # Said by the check of the names.
-    if set(parts) - {"linear_qkv", "linear_proj"}:
+    adapted = " ".join(linear for linear in parts if linear in ("linear_fc1", "linear_fc2"))
+    if adapted and model.lora_dropout:
         yield (
-            f"{given} low-rank adapters are built for the attention of a model with experts alone; use "
+            f"{given} --lora-dropout {model.lora_dropout} is not built for adapters of experts ({adapted}); use "
+            "--lora-dropout 0, or --lora-target-modules linear_qkv linear_proj"
+        )
+    tp, etp = model.tensor_model_parallel_size, model.parallel_sizes.expert_tp
+    if adapted and etp not in (1, tp):
+        yield (
+            f"{given} adapters of experts ({adapted}) with --expert-tensor-parallel-size {etp} beside "
+            f"--tensor-model-parallel-size {tp}; use --expert-tensor-parallel-size 1 or {tp}, or "
             "--lora-target-modules linear_qkv linear_proj"
         )
     if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
@@ -224,6 +232,9 @@ CHECKS = (
             "fp8_param_gather",
             "lora_rank",
             "lora_target_modules",
+            "lora_dropout",
+            "expert_tensor_parallel_size",
+            "tensor_model_parallel_size",
             "moe_router_bias_update_rate",
             "cuda_graph_impl",
             "cpu_offloading",
