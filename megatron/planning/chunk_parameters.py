@@ -15,7 +15,7 @@ class ChunkParameter:
 
     ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient,
     ``is_sent_in_float8`` that it travels in fp8 when it is gathered from shards, and ``is_matrix`` that it is a weight
-    between the embeddings and the output layer. ``is_expert`` says that the ranks that hold the same experts replicate
+    between the embeddings and the output layer. ``num_scales`` are those that go with it then. ``is_expert`` says that the ranks that hold the same experts replicate
     it, and not those that hold the same of the rest.
     """
 
@@ -24,6 +24,7 @@ class ChunkParameter:
     is_tied: bool = False
     is_trained: bool = True
     is_sent_in_float8: bool = False
+    num_scales: int = 1
     is_matrix: bool = False
     is_expert: bool = False
 
@@ -37,10 +38,12 @@ def expert_parameters(model: GPTConfig) -> list[ChunkParameter]:
     router += [ChunkParameter(experts, copies)] if model.add_bias_linear else []
     router += [ChunkParameter(experts, is_trained=False)] if model.moe_router_enable_expert_bias else []
     rows = width * (2 if model.is_gated else 1)
-    local = [num_local * rows * h, num_local * rows, num_local * width * h, num_local * h]
+    of_weight = {"is_sent_in_float8": model.fp8_param_gather, "num_scales": num_local}
+    weights = [ChunkParameter(num_local * size, is_expert=True, **of_weight) for size in (rows * h, width * h)]
     if not model.add_bias_linear:
-        local = local[::2]
-    return [*router, *(ChunkParameter(size, is_expert=True) for size in local)]
+        return [*router, *weights]
+    biases = [ChunkParameter(num_local * size, is_expert=True) for size in (rows, h)]
+    return [*router, *(parameter for pair in zip(weights, biases) for parameter in pair)]
 
 
 def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParameter]:

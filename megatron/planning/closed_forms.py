@@ -336,9 +336,10 @@ def _add_gradients(total: TrafficSum, here: _Rank, chunks: tuple[StageContents, 
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
         buckets = plan_buckets([p.size for p in parameters], tied, ddp, replicas, units).buckets
         if in_float8:
-            # The amax of every parameter, before what they scale is sent.
+            # The amax of every parameter, or of each expert's part of it, before what they scale is sent.
             is_of_bucket = ddp.overlap_param_gather and ddp.overlap_param_gather_with_optimizer_step
-            total.add("all_reduce", axes, 4 * len(parameters), len(buckets) if is_of_bucket else 1)
+            scales = sum(parameter.num_scales for parameter in parameters)
+            total.add("all_reduce", axes, 4 * scales, len(buckets) if is_of_bucket else 1)
         for bucket in buckets:
             grad_bytes = bucket.num_elements * grad_element
             if is_sharded:

@@ -56,6 +56,8 @@ def compute_in_float8(
                 Float8Quantisers(recipe, state, (layer.layer_number, places.of_expert(number, which)))
                 for number in experts.expert_numbers
             )
+            if config.fp8_param_gather:
+                send_in_float8(experts.weight, len(experts.expert_numbers))
     return state
 
 

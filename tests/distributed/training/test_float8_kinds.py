@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.interop.native.native_source import NativeSource
 from tests.distributed.training.float8_runs import RECIPES, SHAPE, Float8Runs, losses, scaling
 from tests.e2e.toy_run import assert_same_checkpoints, exact_figures, newest, toy_args
 from tests.harness.forked_training import fork_training
@@ -184,6 +185,72 @@ def test_histories_follow_the_experts_to_any_layout(tmp_path: Path, train: Float
         assert torch.equal(history[..., 1:], reference[..., :-1])
     assert figures["one"] == figures["pp2"] == figures["dp2-sharded"]
     assert figures["one"] == pytest.approx(figures["tp2-ep2-etp1"], rel=TOLERANCE)
+
+
+SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"
+GATHERED = {
+    "dp2": (2, SHARDED),
+    "dp4-ep2": (4, f"{EP2} {SHARDED} --ddp-bucket-size 3000"),
+    "dp4-ep2-piecewise": (4, f"{EP2} {SHARDED} --overlap-param-gather-with-optimizer-step --ddp-bucket-size 3000"),
+    "tp2-ep2-etp1": (4, f"{TP2} --sequence-parallel {EP2} --expert-tensor-parallel-size 1 {SHARDED}"),
+    "tp2-ep2": (4, f"{TP2} --sequence-parallel {EP2} --expert-tensor-parallel-size 2 {SHARDED}"),
+    "dp4-ep2-gradients": (4, f"{EP2} {SHARDED} --data-parallel-sharding-strategy optim_grads"),
+    "dp4-copies": (4, f"{SHARDED} --num-distributed-optimizer-instances 2"),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [layout if layout == "dp2" else pytest.param(layout, marks=pytest.mark.long) for layout in GATHERED]
+)
+def test_experts_weights_that_are_gathered_in_fp8_are_those_of_their_products(train: Float8Runs, layout: str) -> None:
+    """Each expert's scale is that of its own product, so that the product rounds nothing more."""
+    num_processes, flags = GATHERED[layout]
+    flags = f"--fp8-recipe tensorwise --global-batch-size 8 {EXPERTS} {flags}"
+    reference, _ = train(flags, num_processes)
+    run, checkpoints = train(f"{flags} --fp8-param-gather", num_processes)
+    assert losses(run)[:6] == losses(reference)[:6]
+    source = NativeSource(newest(checkpoints))
+    names = [name for name in source.tensors if "experts.linear_fc" in name and name.startswith("model.")]
+    names = [name for name in names if name.endswith("weight") and "shared" not in name]
+    assert len(names) == 2
+    for name in names:
+        mantissas = torch.frexp(source.read(name).float()).mantissa * 16
+        # Where experts have one copy, nobody gathers them.
+        assert torch.equal(mantissas, mantissas.round()) == (layout != "tp2-ep2"), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gathered_experts_agree_with_one_process_in_every_recipe(train: Float8Runs, recipe: str) -> None:
+    num_processes, flags = GATHERED["dp4-ep2"]
+    given = f"--fp8-recipe {recipe} --global-batch-size 8 {KINDS['both']}"
+    reference, _ = train(given)
+    run, _ = train(f"{given} {flags} --fp8-param-gather", num_processes)
+    apart = max(abs(one / other - 1) for one, other in zip(losses(run), losses(reference)))
+    print(f"{recipe}: {apart:.1e}")
+    assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("saved_as", ["native", "torch", "torch_dist"])
+def test_gathered_experts_go_on_at_any_layout(tmp_path: Path, train: Float8Runs, saved_as: str) -> None:
+    """A resumed run is the run that went on; elsewhere its first loss is that of the same weights."""
+    others = "" if saved_as == "native" else f"--ckpt-format {saved_as}"
+    num_processes, flags = GATHERED["dp4-ep2"]
+    given = f"--fp8-recipe delayed --global-batch-size 8 {EXPERTS} {others}"
+    whole, _ = train(f"{given} {flags} --fp8-param-gather --save-interval 3", num_processes)
+    _, checkpoints = train(f"{given} {flags} --fp8-param-gather --exit-interval 3", num_processes)
+    for name, (number, at) in {**GATHERED, "one": (1, "")}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        gathers = "" if name == "one" else "--fp8-param-gather"
+        more = f"--load {checkpoints} --fp8-format hybrid {given} {at} {gathers} --metrics-jsonl"
+        done = fork_training(toy_args(folder, SHAPE, more, folder / "metrics", save=False), number).check()
+        assert "begin anew" not in done.stdout
+        found, expected = ([line["lm_loss"] for line in run.iterations()[-3:]] for run in (done, whole))
+        if name == "dp4-ep2":
+            assert found == expected
+        assert found == pytest.approx(expected, rel=TOLERANCE), name
 
 
 @pytest.mark.long
