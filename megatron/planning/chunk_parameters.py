@@ -14,9 +14,9 @@ class ChunkParameter:
     """Hold a parameter's local size and, where its gradient is a part, how many of the t ranks hold a copy.
 
     ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient,
-    ``is_sent_in_float8`` that it travels in fp8 when it is gathered from shards, and ``is_matrix`` that it is a weight
-    between the embeddings and the output layer. ``num_scales`` are those that go with it then. ``is_expert`` says that the ranks that hold the same experts replicate
-    it, and not those that hold the same of the rest.
+    ``is_sent_in_float8`` that it travels in fp8, with ``num_scales``, when it is gathered from shards, and
+    ``is_matrix`` that it is a weight between the embeddings and the output layer. ``is_expert`` says that the ranks
+    that hold the same experts replicate it, and not those that hold the same of the rest.
     """
 
     size: int
@@ -38,8 +38,11 @@ def expert_parameters(model: GPTConfig) -> list[ChunkParameter]:
     router += [ChunkParameter(experts, copies)] if model.add_bias_linear else []
     router += [ChunkParameter(experts, is_trained=False)] if model.moe_router_enable_expert_bias else []
     rows = width * (2 if model.is_gated else 1)
-    of_weight = {"is_sent_in_float8": model.fp8_param_gather, "num_scales": num_local}
-    weights = [ChunkParameter(num_local * size, is_expert=True, **of_weight) for size in (rows * h, width * h)]
+    in_float8 = model.fp8_param_gather
+    weights = [
+        ChunkParameter(num_local * size, is_sent_in_float8=in_float8, num_scales=num_local, is_expert=True)
+        for size in (rows * h, width * h)
+    ]
     if not model.add_bias_linear:
         return [*router, *weights]
     biases = [ChunkParameter(num_local * size, is_expert=True) for size in (rows, h)]

@@ -64,7 +64,9 @@ def gathered(bucket_size: int | None, by_bucket: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("num_ranks", "bucket_size", "by_bucket"), [(1, None, False), (2, 40, True), (3, None, False)])
-def test_every_rank_has_what_rounding_in_float64_gives(num_ranks: int, bucket_size: int | None, by_bucket: bool) -> None:
+def test_every_rank_has_what_rounding_in_float64_gives(
+    num_ranks: int, bucket_size: int | None, by_bucket: bool
+) -> None:
     expected = [
         torch.cat([rounded(part) for part in weight.chunk(number)]) for weight, number in zip(parameters(), NUM_SCALES)
     ]
