@@ -143,7 +143,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     has_words = chunk.has_embedding or has_further
     output = [replace(vocabulary, is_tied=is_tied and not has_words)] if is_untied or not has_words else []
     first = [vocabulary, *positions] if has_words else []
-    float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
+    has_experts = model.moe_layers
     whole = {kind: (*attention, *feed_forwards[kind], *base(*after)) for kind in set(has_experts)}
     in_half = whole
     if model.fp8_param_gather:
@@ -153,14 +153,14 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         }
     last_layer = [*attention, *feed_forwards[has_experts[-1]], *base(*after)]
     further = [
-        *(*norm(h), *norm(h), ChunkParameter(2 * h * h // t, is_matrix=True)),
-        *(replace(parameter, is_sent_in_float8=False) for parameter in last_layer),
+        *(*norm(h), *norm(h), *linear(h // t, 2 * h, 0, has_bias=False)),
+        *last_layer,
         *norm(h),
     ]
     last = [*norm(h), *further * model.num_further_tokens, *output] if chunk.has_loss else []
     layers = [
         parameter
         for number in chunk.layer_numbers
-        for parameter in (whole if number in float8_layers else in_half)[has_experts[number]]
+        for parameter in (whole if model.is_in_float8(number, model.num_layers) else in_half)[has_experts[number]]
     ]
     return [*base(*first), *layers, *base(*last)]

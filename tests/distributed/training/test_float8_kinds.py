@@ -16,7 +16,8 @@ EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-
     --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 96 --moe-layer-freq [0,1]"""
 LATENT = """--multi-latent-attention --position-embedding-type rope --q-lora-rank 48 --kv-lora-rank 16 --qk-head-dim 24
     --qk-pos-emb-head-dim 16 --v-head-dim 8 --qk-layernorm"""
-KINDS = {"experts": EXPERTS, "latent": LATENT, "both": f"{EXPERTS} {LATENT}"}
+FURTHER = "--mtp-num-layers 2 --position-embedding-type rope"
+KINDS = {"experts": EXPERTS, "latent": LATENT, "both": f"{EXPERTS} {LATENT}", "further": FURTHER}
 TP2 = "--tensor-model-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
 SAME = {
@@ -50,7 +51,7 @@ def cells(layouts: dict[str, tuple[int, str]], *default: tuple[str, str, str]) -
         for kind in KINDS
         for recipe in RECIPES
         for layout in layouts
-        if kind != "latent" or "ep2" not in layout
+        if kind in ("experts", "both") or "ep2" not in layout
     ]
     return pytest.mark.parametrize(
         ("kind", "recipe", "layout"),
@@ -122,6 +123,11 @@ def test_amaxes_differ_by_roundings_alone(train: Float8Runs, layout: str) -> Non
             *(("both", recipe, f"{MODULES} moe mla_up_proj shared_experts") for recipe in ("delayed", "mxfp8")),
             ("latent", "delayed", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
             ("both", "delayed", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
+            *(("further", recipe, FULL) for recipe in RECIPES),
+            ("further", "delayed", f"{MODULES} layernorm core_attn mlp"),
+            ("further", "mxfp8", f"{MODULES} layernorm core_attn mlp"),
+            ("further", "delayed", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
+            ("further", "rowwise", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
             ("latent", "delayed", "--cpu-offloading --cpu-offloading-num-layers 1"),
         )
     ],
@@ -150,11 +156,11 @@ def test_recompute_under_sequence_parallelism_changes_nothing(train: Float8Runs,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["ep2", "tp2-ep2-etp1"])
-def test_a_resumed_run_is_the_run_that_went_on(tmp_path: Path, train: Float8Runs, layout: str) -> None:
+@pytest.mark.parametrize(("kind", "layout"), [("both", "ep2"), ("both", "tp2-ep2-etp1"), ("further", "tp2-sp")])
+def test_a_resumed_run_is_the_run_that_went_on(tmp_path: Path, train: Float8Runs, kind: str, layout: str) -> None:
     num_processes, flags = CUT[layout]
-    whole, checkpoints = train(f"--fp8-recipe delayed {KINDS['both']} {flags}", num_processes)
-    words = toy_args(tmp_path, SHAPE, "--fp8-format hybrid", KINDS["both"], flags)
+    whole, checkpoints = train(f"--fp8-recipe delayed {KINDS[kind]} {flags}", num_processes)
+    words = toy_args(tmp_path, SHAPE, "--fp8-format hybrid", KINDS[kind], flags)
     fork_training([*words, "--exit-interval", "3"], num_processes).check()
     second = fork_training(words, num_processes).check()
     assert exact_figures(second.iterations()) == exact_figures(whole.iterations())
@@ -163,14 +169,20 @@ def test_a_resumed_run_is_the_run_that_went_on(tmp_path: Path, train: Float8Runs
 
 @pytest.mark.long
 @pytest.mark.parametrize("saved_as", ["native", "torch", "torch_dist"])
-def test_histories_follow_the_experts_to_any_layout(tmp_path: Path, train: Float8Runs, saved_as: str) -> None:
-    """What a step adds stands in front of the saved histories, wherever the experts are now."""
+@pytest.mark.parametrize("kind", ["both", "further"])
+def test_histories_follow_their_layers_to_any_layout(
+    tmp_path: Path, train: Float8Runs, kind: str, saved_as: str
+) -> None:
+    """What a step adds stands in front of the saved histories, wherever the layers and experts are now."""
     others = "" if saved_as == "native" else f"--ckpt-format {saved_as}"
-    of_saved = f"{CUT['ep2'][1]} --fp8-recipe delayed {KINDS['both']}"
+    at_saved = CUT["ep2"][1] if kind == "both" else SAME["pp2"][1]
+    of_saved = f"{at_saved} --fp8-recipe delayed {KINDS[kind]}"
     _, checkpoints = train(f"{of_saved} {others}", 2)
     reference = scaling(train(of_saved, 2)[1])["amax_history"]
-    more = f"--load {checkpoints} --fp8-format hybrid {KINDS['both']} --train-iters 7 --override-opt-param-scheduler"
-    layouts = {"one": (1, ""), **SAME, "tp2-ep2-etp1": CUT["tp2-ep2-etp1"], "tp2": CUT["tp2"]}
+    more = f"--load {checkpoints} --fp8-format hybrid {KINDS[kind]} --train-iters 7 --override-opt-param-scheduler"
+    layouts = {"one": (1, ""), **SAME, "tp2-sp": CUT["tp2-sp"], "tp2": CUT["tp2"]}
+    if kind == "both":
+        layouts["tp2-ep2-etp1"] = CUT["tp2-ep2-etp1"]
     figures = {}
     for name, (num_processes, flags) in layouts.items():
         folder = tmp_path / name
@@ -184,7 +196,7 @@ def test_histories_follow_the_experts_to_any_layout(tmp_path: Path, train: Float
         history = scaling(folder / "saved")["amax_history"]
         assert torch.equal(history[..., 1:], reference[..., :-1])
     assert figures["one"] == figures["pp2"] == figures["dp2-sharded"]
-    assert figures["one"] == pytest.approx(figures["tp2-ep2-etp1"], rel=TOLERANCE)
+    assert all(figures["one"] == pytest.approx(each, rel=TOLERANCE) for each in figures.values())
 
 
 SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"
