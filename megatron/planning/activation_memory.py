@@ -22,7 +22,7 @@ from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.kept.further_memory import kept_by_join
-from megatron.planning.kept.kept_inputs import KeptInput, kept_input
+from megatron.planning.kept.kept_inputs import KeptInput, is_in_float8, kept_input
 from megatron.planning.kept.latent_memory import kept_by_latent_attention
 from megatron.planning.kept.norm_memory import kept_behind, kept_by_head_norms, norm_numbers
 from megatron.planning.layer_kinds import LayerKind, layer_kinds
@@ -74,8 +74,7 @@ def saved_bytes(
     fc1_width = ffn * (2 if config.is_gated else 1)
     modules = config.recomputed_modules
     num_norms = 0 if config.norm_placement == "after" else 2
-    float8_layers = config.float8_layers(config.num_layers)
-    in_float8 = layer_number in float8_layers if layer_number is not None else len(float8_layers) > 0
+    in_float8 = is_in_float8(config, layer_number)
 
     def kept(name: str, num_rows: int, out_width: int, in_width: int) -> KeptInput:
         is_recomputed = "layernorm" in modules and name in (*_READ_STREAM, "linear_fc1")

@@ -14,9 +14,9 @@ class ChunkParameter:
     """Hold a parameter's local size and, where its gradient is a part, how many of the t ranks hold a copy.
 
     ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient,
-    ``is_sent_in_float8`` that it travels in fp8 when it is gathered from shards, and ``is_matrix`` that it is a weight
-    between the embeddings and the output layer. ``is_expert`` says that the ranks that hold the same experts replicate
-    it, and not those that hold the same of the rest.
+    ``is_sent_in_float8`` that it travels in fp8, with ``num_scales``, when it is gathered from shards, and
+    ``is_matrix`` that it is a weight between the embeddings and the output layer. ``is_expert`` says that the ranks
+    that hold the same experts replicate it, and not those that hold the same of the rest.
     """
 
     size: int
@@ -24,6 +24,7 @@ class ChunkParameter:
     is_tied: bool = False
     is_trained: bool = True
     is_sent_in_float8: bool = False
+    num_scales: int = 1
     is_matrix: bool = False
     is_expert: bool = False
 
@@ -39,8 +40,10 @@ def expert_parameters(model: GPTConfig) -> list[ChunkParameter]:
     is_base = bool(model.lora_rank)
     parameters = [replace(parameter, is_trained=False) for parameter in router] if is_base else router
     for name, rows, columns in (("linear_fc1", width * (2 if model.is_gated else 1), h), ("linear_fc2", h, width)):
-        own = [rows * columns, rows] if model.add_bias_linear else [rows * columns]
-        parameters += [ChunkParameter(num_local * size, is_expert=True, is_trained=not is_base) for size in own]
+        size = num_local * rows * columns
+        own = [ChunkParameter(size, is_sent_in_float8=model.fp8_param_gather, num_scales=num_local, is_expert=True)]
+        own += [ChunkParameter(num_local * rows, is_expert=True)] if model.add_bias_linear else []
+        parameters += [replace(parameter, is_trained=not is_base) for parameter in own]
         adapters = expert_adapter_parameters(model, name)
         parameters += [ChunkParameter(size, to_sum, is_expert=True) for size, to_sum in adapters]
     return parameters
@@ -141,7 +144,7 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
     has_words = chunk.has_embedding or has_further
     output = [replace(vocabulary, is_tied=is_tied and not has_words)] if is_untied or not has_words else []
     first = [vocabulary, *positions] if has_words else []
-    float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
+    has_experts = model.moe_layers
     whole = {kind: (*attention, *feed_forwards[kind], *base(*after)) for kind in set(has_experts)}
     in_half = whole
     if model.fp8_param_gather:
@@ -151,14 +154,14 @@ def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParame
         }
     last_layer = [*attention, *feed_forwards[has_experts[-1]], *base(*after)]
     further = [
-        *(*norm(h), *norm(h), ChunkParameter(2 * h * h // t, is_matrix=True)),
-        *(replace(parameter, is_sent_in_float8=False) for parameter in last_layer),
+        *(*norm(h), *norm(h), *linear(h // t, 2 * h, 0, has_bias=False)),
+        *last_layer,
         *norm(h),
     ]
     last = [*norm(h), *further * model.num_further_tokens, *output] if chunk.has_loss else []
     layers = [
         parameter
         for number in chunk.layer_numbers
-        for parameter in (whole if number in float8_layers else in_half)[has_experts[number]]
+        for parameter in (whole if model.is_in_float8(number, model.num_layers) else in_half)[has_experts[number]]
     ]
     return [*base(*first), *layers, *base(*last)]

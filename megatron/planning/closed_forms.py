@@ -122,17 +122,14 @@ def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> Non
     numbers, num_own = layer_numbers(model, chunk), len(chunk.layer_numbers)
     full, early = _recomputed(here, num_own)
     again = {*range(full), *(range(num_own, len(numbers)) if model.recompute_granularity == "full" else ())}
-    float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
+    has_experts = model.moe_layers
     of_experts = {place for place, number in enumerate(numbers) if has_experts[model.kind_of(number)]}
+    of_float8 = {place for place, number in enumerate(numbers) if model.is_in_float8(number, model.num_layers)}
     for in_float8 in (False, True):
-        places = {place for place in of_experts if (numbers[place] in float8_layers) == in_float8}
-        if places:
-            _add_experts(total, here, places, again, early, in_float8=in_float8)
-        own = [
-            place
-            for place, number in enumerate(numbers)
-            if (number in float8_layers) == in_float8 and place not in of_experts
-        ]
+        own = of_float8 if in_float8 else set(range(len(numbers))) - of_float8
+        if own & of_experts:
+            _add_experts(total, here, own & of_experts, again, early, in_float8=in_float8)
+        own = own - of_experts
         num_again = len(again.intersection(own))
         _add_layer_ends(total, here, in_float8, m * len(own), m * len(own), m * len(own))
         # What is recomputed runs forward again, up to the last thing that the backward pass needs.
@@ -149,7 +146,7 @@ def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> Non
     predictions = 1 + len(numbers) - num_own
     if predictions > 1:
         is_again = model.recompute_granularity == "full"
-        add_further(partial(_add_over_tp, total), model, here.hidden_bytes, m, runs_again=is_again)
+        add_further(partial(_add_over_tp, total), model, here.tokens, here.hidden_bytes, m, runs_again=is_again)
         # Labels and which of them count, in whole sequences.
         total.add("all_gather", CP, here.tokens * here.sizes.cp * 2 * 8, m)
     if here.config.model.qk_layernorm_across_heads:
@@ -236,7 +233,7 @@ def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, again: s
         is_column = name not in ROW_PARALLEL
         if not model.sequence_parallel:
             add("all_reduce", here.hidden_bytes, -m if is_column else 0)
-        elif 0 in model.float8_layers(model.num_layers):
+        elif model.is_in_float8(0, model.num_layers):
             _float8_ends(here).add_gradient(add, -m, is_column=is_column)
         else:
             is_chunked = linear_overlap(model, name).backward
@@ -353,9 +350,10 @@ def _add_gradients(total: TrafficSum, here: _Rank, chunks: tuple[StageContents, 
         tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
         buckets = plan_buckets([p.size for p in parameters], tied, ddp, replicas, units).buckets
         if in_float8:
-            # The amax of every parameter, before what they scale is sent.
+            # The amax of every parameter, or of each expert's part of it, before what they scale is sent.
             is_of_bucket = ddp.overlap_param_gather and ddp.overlap_param_gather_with_optimizer_step
-            total.add("all_reduce", axes, 4 * len(parameters), len(buckets) if is_of_bucket else 1)
+            scales = sum(parameter.num_scales for parameter in parameters)
+            total.add("all_reduce", axes, 4 * scales, len(buckets) if is_of_bucket else 1)
         for bucket in buckets:
             grad_bytes = bucket.num_elements * grad_element
             if is_sharded:
@@ -399,6 +397,7 @@ def _add_scalars(total: TrafficSum, here: _Rank) -> None:
         total.add("all_reduce", WORLD, 8 * layers * ((config.model.num_experts or 0) + 1))
     num_losses = len(auxiliary_losses(config.model)) + bool(config.model.z_loss_coeff) + num_further
     total.add("all_reduce", WORLD, 32 + 16 * num_losses)
-    if config.model.fp8_recipe == "delayed" and config.model.float8_layers(config.model.num_layers):
+    if config.model.fp8_recipe == "delayed" and config.model.fp8_format is not None:
         # The amax of each operand of each linear layer, and of each expert's two.
-        total.add("all_reduce", WORLD, config.model.num_layers * config.model.float8_places.num_places * 3 * 4)
+        places = config.model.float8_places
+        total.add("all_reduce", WORLD, places.num_layers * places.num_places * 3 * 4)

@@ -45,7 +45,7 @@ def deferred_products(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> D
         return Deferred()
     actions = _actions(plan, stage, len(chunks))
     kept = kept_of_chunks(plan, stage, layers)
-    float8_layers, has_experts = model.float8_layers(model.num_layers), model.moe_layers
+    has_experts = model.moe_layers
     output = 0 if model.lora_rank else plan.num_predictions * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
     # Layers of a kind are many.
     of_kind = {
@@ -56,7 +56,8 @@ def deferred_products(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> D
     join = _join_operands(plan)
     of_layers = [
         [
-            of_kind[number in float8_layers, has_experts[model.kind_of(number)]] + join * (number >= model.num_layers)
+            of_kind[model.is_in_float8(number, model.num_layers), has_experts[model.kind_of(number)]]
+            + join * (number >= model.num_layers)
             for number in layer_numbers(model, chunk)
         ]
         for chunk in chunks
@@ -88,8 +89,7 @@ def _layer_operands(plan: Plan, *, in_float8: bool, has_experts: bool) -> int:
     if model.lora_rank:
         adapted = sum(widths[name][0] for name in model.adapted_parts if name in widths)
         return tokens * adapted * ELEMENT_BYTES[model.params_dtype]
-    is_rounded = in_float8 and model.fp8_wgrad and fills_blocks(model, plan.num_rows)
-    element = 1 if is_rounded else ELEMENT_BYTES[model.params_dtype]
+    element = _operand_bytes(plan, in_float8=in_float8)
     of_rows = sum(inner + columns for name, (inner, columns) in widths.items() if is_whole_on_ranks(name))
     of_tokens = sum(inner + columns for inner, columns in widths.values()) - of_rows
     return element * (tokens * of_tokens + plan.num_rows * of_rows)
@@ -98,7 +98,13 @@ def _layer_operands(plan: Plan, *, in_float8: bool, has_experts: bool) -> int:
 def _join_operands(plan: Plan) -> int:
     """Return those of the product in front of a layer that predicts a further token: two inputs, and its gradient."""
     width = 2 * plan.model.hidden_size + plan.model.hidden_size // plan.parallel_sizes.tp
-    return ELEMENT_BYTES[plan.model.params_dtype] * plan.num_tokens * width
+    return _operand_bytes(plan, in_float8=plan.model.fp8_format is not None) * plan.num_tokens * width
+
+
+def _operand_bytes(plan: Plan, *, in_float8: bool) -> int:
+    """Return the bytes of an operand's element."""
+    is_rounded = in_float8 and plan.model.fp8_wgrad and fills_blocks(plan.model, plan.num_rows)
+    return 1 if is_rounded else ELEMENT_BYTES[plan.model.params_dtype]
 
 
 def _fullest(actions: Sequence[Action], kept: Sequence[int], operands: Sequence[int], output: int) -> tuple[int, int]:

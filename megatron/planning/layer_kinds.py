@@ -30,8 +30,7 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     float8_layers = tuple(model.float8_layers(model.num_layers))
     without_rotary = model.layers_without_rotary
     own = _kinds(float8_layers, model.moe_layers, model.layer_windows, without_rotary, tuple(exchanges), seq_length)
-    # They are no part of what --fp8-format is about.
-    further = own[-1]._replace(in_float8=False, is_further=True)
+    further = own[-1]._replace(in_float8=model.is_in_float8(model.num_layers, model.num_layers), is_further=True)
     return [*own, *[further] * model.num_further_tokens] if model.num_further_tokens else own
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import pretrain_gpt
+from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from tests.e2e.toy_run import newest, toy_args
-from tests.harness.faults import Faults
+from tests.harness.faults import Faults, run_with_faults
 from tests.harness.forked_training import ForkedRun, fork_training
 
 FP16 = "--fp16 --initial-loss-scale 64 --loss-scale-window 1000"
@@ -109,3 +115,77 @@ def test_a_skipped_iteration_does_not_advance_the_schedule(tmp_path: Path) -> No
     assert " consumed samples:           40 |" in line
     assert iterations[15]["learning_rate"] == 0.0
     assert iterations[19]["learning_rate"] == pytest.approx(1.5e-4 * 4 / 3200)
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "flags", "found"),
+    [
+        (1, "--fp16 --initial-loss-scale 1e8 --min-loss-scale 1e8 --hysteresis 1", "overflow: "),
+        pytest.param(
+            2,
+            "--tensor-model-parallel-size 2 --fp16 --initial-loss-scale 4e8 --min-loss-scale 1e8",
+            "overflow: ",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            1,
+            "--fp16 --loss-scale 1e9 --max-consecutive-skipped-iterations 3",
+            "overflow: ",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            2,
+            "--fp16 --initial-loss-scale 1e8 --min-loss-scale 1e8 --spike-policy rewind --save-interval 9",
+            "overflow: ",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            1,
+            "--lr 1e22 --lr-warmup-iters 0",
+            "weights have grown beyond use: embedding.word_embeddings.weight on rank",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            2,
+            "--lr 1e22 --lr-warmup-iters 0",
+            "weights have grown beyond use: embedding.word_embeddings.weight on rank",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_what_is_too_large_is_no_fault_of_a_device(num_processes: int, flags: str, found: str, tmp_path: Path) -> None:
+    run = fork_training(toy_args(tmp_path, flags), num_processes)
+    assert set(run.statuses) == {1}
+    (line,) = [line for line in run.errors[0].splitlines() if line.startswith("error: ")]
+    assert found in line
+    assert "device of" not in line
+    if "--fp16" in flags:
+        assert re.search(r"the same result again at the loss scale 1e\+0[89], and a finite one at [\d.]+:", line), line
+
+
+def nan_from_the_first(argv: Sequence[str], faults: Faults) -> int:
+    """Train with a loss that is never a number, on any rank."""
+    forward = pretrain_gpt.forward_step
+
+    def spoilt(*args: Any) -> ChunkResult:
+        loss = forward(*args)
+        assert isinstance(loss, MicrobatchLoss)
+        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan)
+
+    pretrain_gpt.forward_step = spoilt
+    return run_with_faults(argv, faults)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("num_processes", "found"),
+    [
+        (1, "no step of this process was fine before: the model, its loss or the device of rank 0"),
+        (2, "2 data-parallel copies come to the same, so that no device is to blame"),
+    ],
+)
+def test_a_loss_that_never_is_a_number_is_the_training(num_processes: int, found: str, tmp_path: Path) -> None:
+    run = fork_training(toy_args(tmp_path), num_processes, program=nan_from_the_first)
+    assert set(run.statuses) == {1}
+    assert "training: the same step gave the same result again, other samples look as wrong, and " in run.errors[0]
+    assert found in run.errors[0]

@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 import pretrain_gpt
+from megatron.core.datasets.samples.batch import Batch
 from megatron.core.dist_checkpointing.index import read_index
+from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.training.faults.known_good import newest_known
 from megatron.training.process import signals
@@ -132,6 +135,36 @@ def test_going_back_counts_for_the_whole_run(tmp_path: Path) -> None:
     resumed = fork_training([*args, "--save-interval", "1"], 1, Faults(bad_weight_at=3, drifting_parameter=name))
     assert resumed.statuses == (1,)
     assert "--spike-budget 1 is used up" in resumed.errors[0]
+
+
+def grown_at_once(argv: Sequence[str], faults: Faults) -> int:
+    """Train where all matrices become five times as large before the 19th micro-batch, as an update may make them."""
+    forward, numbers = pretrain_gpt.forward_step, itertools.count(1)
+
+    def grown(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
+        if next(numbers) == 19:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(5.0)
+        return forward(batch, model, hidden)
+
+    pretrain_gpt.forward_step = grown
+    return run_with_faults(argv, faults)
+
+
+@pytest.mark.parametrize("policy", ["stop", pytest.param("rewind", marks=pytest.mark.long)])
+def test_a_model_to_which_all_samples_look_wrong_is_no_fault_of_a_device(policy: str, tmp_path: Path) -> None:
+    run = fork_training(toy_args(tmp_path, WATCH, f"--spike-policy {policy}"), 1, program=grown_at_once)
+    found = "training: the same step gave the same result again, other samples look as wrong, and every rank computes"
+    if policy == "stop":
+        assert run.statuses == (1,)
+        assert found in run.errors[0]
+        assert "device of" not in run.errors[0]
+        return
+    run.check()
+    assert found in run.stdout
+    assert left_out(tmp_path) == [(32, 36, []), (36, 40, [])]
+    assert skipped(run) == [9, 10]
 
 
 def infinite_at_first(argv: Sequence[str], faults: Faults) -> int:

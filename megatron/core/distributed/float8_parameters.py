@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from megatron.core.collectives import all_gather_into, all_reduce
 from megatron.core.distributed.flat_parameters import FlatParameters
-from megatron.core.distributed.param_layout import ParamLayout, parts_of_range
+from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
 from megatron.core.kernels.float8.quantised import E4M3, WHOLE, Quantised, quantise, scale_of
 from megatron.core.process_group import Group
 
 
-def send_in_float8(parameter: torch.nn.Parameter) -> None:
-    """Let a parameter travel in fp8 when it is gathered from shards."""
-    parameter.is_sent_in_float8 = True  # type: ignore[attr-defined]
+def send_in_float8(parameter: torch.nn.Parameter, num_scales: int = 1) -> None:
+    """Let a parameter travel in fp8 when it is gathered from shards, with scales for equal parts along its first dim.
+
+    Each part has the rows of a product of its own: an expert's.
+    """
+    assert len(parameter) % num_scales == 0
+    parameter.num_float8_scales = num_scales  # type: ignore[attr-defined]
 
 
 def is_sent_in_float8(parameter: torch.Tensor) -> bool:
     """Return whether a parameter travels in fp8."""
-    return bool(parameter.__dict__.get("is_sent_in_float8", False))
+    return "num_float8_scales" in parameter.__dict__
+
+
+def num_float8_scales(parameter: torch.Tensor) -> int:
+    """Return the number of scales of a parameter that travels in fp8."""
+    return int(parameter.__dict__["num_float8_scales"])
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Hold elements of a flat buffer that share a scale: ``[start, end)``, and the scale's place among all."""
+
+    scale: int
+    start: int
+    end: int
 
 
 class Float8FlatParameters(FlatParameters):
-    """Gather parameters as E4M3 with a scale for each, and leave what the fp8 numbers stand for in the flat buffer.
+    """Gather parameters as E4M3 with their scales, and leave what the fp8 numbers stand for in the flat buffer.
 
-    All ranks then hold the same numbers, the owner of a shard too. A scale is a power of two from the whole local
-    parameter, whose amax the ranks find together in a small all-reduce before they send.
+    All ranks then hold the same numbers, the owner of a shard too. A scale is a power of two from all of the local
+    parameter, or of its part, whose amax the ranks find together in a small all-reduce before they send.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: ParamLayout, group: Group) -> None:
         super().__init__(parameters, layout, group)
-        self._num_parameters = len(parameters)
-        # By bucket: what is on its way, and the scales of all parameters, of which the bucket's are set.
+        numbers = [num_float8_scales(parameter) for parameter in parameters]
+        self._lengths = [parameter.numel() // number for parameter, number in zip(parameters, numbers)]
+        self._first_scales = list(accumulate(numbers, initial=0))
+        # By bucket: what is on its way, and all scales, of which the bucket's are set.
         self._payloads: dict[int, torch.Tensor] = {}
         self._scales: dict[int, torch.Tensor] = {}
 
@@ -57,14 +79,20 @@ class Float8FlatParameters(FlatParameters):
         if bucket_index in self._payloads:
             self._unpack(bucket_index)
 
+    def _pieces(self, bucket: BucketLayout, start: int, end: int) -> Iterator[_Piece]:
+        """Yield what lies in the range ``[start, end)`` of the layout, scale by scale."""
+        for part in parts_of_range(bucket.slots, start, end):
+            length, begin = self._lengths[part.index], start + part.position - part.start
+            for number in range(part.start // length, -(-part.end // length)):
+                first, last = max(part.start, number * length), min(part.end, (number + 1) * length)
+                yield _Piece(self._first_scales[part.index] + number, begin + first, begin + last)
+
     def _common_scales(self, bucket_indices: Sequence[int]) -> torch.Tensor:
-        """Return the scale of every parameter of some buckets, the same on all ranks; 1 of others."""
-        amax = torch.zeros(self._num_parameters, device=self.data.device)
+        """Return every scale of the parameters of some buckets, the same on all ranks; 1 of others."""
+        amax = torch.zeros(self._first_scales[-1], device=self.data.device)
         for bucket in (self.layout.buckets[index] for index in bucket_indices):
-            start, end = bucket.shard(self.group.rank, self.group.size)
-            for part in parts_of_range(bucket.slots, start, end):
-                values = self.data[start + part.position : start + part.position + part.end - part.start]
-                amax[part.index] = values.abs().amax()
+            for piece in self._pieces(bucket, *bucket.shard(self.group.rank, self.group.size)):
+                amax[piece.scale] = self.data[piece.start : piece.end].abs().amax()
         all_reduce(amax, self.group, "max")
         return scale_of(amax, E4M3)
 
@@ -72,14 +100,12 @@ class Float8FlatParameters(FlatParameters):
         bucket = self.layout.buckets[bucket_index]
         start, end = bucket.shard(self.group.rank, self.group.size)
         payload = torch.zeros(bucket.num_elements, dtype=torch.uint8, device=self.data.device)
-        own = payload[start - bucket.start : end - bucket.start]
-        for part in parts_of_range(bucket.slots, start, end):
-            length = part.end - part.start
-            values = self.data[start + part.position : start + part.position + length]
-            rounded = quantise(values.unsqueeze(0), E4M3, WHOLE, scales[part.index].view(1, 1))
-            own[part.position : part.position + length] = rounded.data.view(torch.uint8)[0]
+        for piece in self._pieces(bucket, start, end):
+            values = self.data[piece.start : piece.end].unsqueeze(0)
+            rounded = quantise(values, E4M3, WHOLE, scales[piece.scale].view(1, 1)).data.view(torch.uint8)[0]
+            payload[piece.start - bucket.start : piece.end - bucket.start] = rounded
         self._payloads[bucket_index], self._scales[bucket_index] = payload, scales
-        work = all_gather_into(payload, own, self.group, async_op)
+        work = all_gather_into(payload, payload[start - bucket.start : end - bucket.start], self.group, async_op)
         if work is not None:
             self._works[bucket_index] = work
         else:
@@ -89,7 +115,7 @@ class Float8FlatParameters(FlatParameters):
     def _unpack(self, bucket_index: int) -> None:
         bucket, payload = self.layout.buckets[bucket_index], self._payloads.pop(bucket_index)
         scales = self._scales.pop(bucket_index)
-        for slot in bucket.slots:
-            sent = payload[slot.start - bucket.start : slot.end - bucket.start].view(E4M3)
-            numbers = Quantised(sent.unsqueeze(0), scales[slot.index].view(1, 1), WHOLE)
-            self.data[slot.start : slot.end] = numbers.values()[0]
+        for piece in self._pieces(bucket, bucket.start, bucket.end):
+            sent = payload[piece.start - bucket.start : piece.end - bucket.start].view(E4M3)
+            numbers = Quantised(sent.unsqueeze(0), scales[piece.scale].view(1, 1), WHOLE)
+            self.data[piece.start : piece.end] = numbers.values()[0]

@@ -18,6 +18,9 @@ OUTLIER_RATIO = 1.0e3
 ABSURD_RATIO = 1.0e6
 """How many times as large it must be to be wrong whatever else is seen: an exponent's bit makes it so."""
 
+HUGE_WEIGHT = 1.0e3
+"""The root mean square of a parameter's elements beyond which training has lost it."""
+
 
 class BadWeightsError(TrainingError):
     """Report weights that hold what is not finite: no step can mend them, only a checkpoint from before."""
@@ -79,6 +82,16 @@ def find_outlying_weights(parameters: Iterable[torch.Tensor], ratio: float = OUT
         mean = (others / max(values.numel() - 1, 1)).sqrt().clamp(min=1.0e-3)
         if values.numel() > 1 and bool(largest > ratio * mean):
             found.append(_describe(spec, held.detach(), values > ratio * mean))
+    return found
+
+
+def find_huge_weights(parameters: Iterable[torch.Tensor]) -> list[BadWeight]:
+    """Return the parameters of this rank whose elements are beyond `HUGE_WEIGHT` in the mean: training made them so."""
+    found = []
+    for spec, held in (each for parameter in parameters for each in held_of(parameter)):
+        values = held.detach()
+        if values.numel() and bool(values.double().square().mean().sqrt() > HUGE_WEIGHT):
+            found.append(_describe(spec, values, values.abs() > HUGE_WEIGHT))
     return found
 
 

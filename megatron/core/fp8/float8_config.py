@@ -57,3 +57,9 @@ class Float8Config(Config, role="run", in_args=False):
         if not self.first_last_layers_bf16:
             return range(num_layers)
         return range(self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16)
+
+    def is_in_float8(self, layer_number: int, num_layers: int) -> bool:
+        """Return whether a layer's products are in fp8; those behind the model's are whenever there is fp8."""
+        if layer_number >= num_layers:
+            return self.fp8_format is not None
+        return layer_number in self.float8_layers(num_layers)

@@ -91,9 +91,9 @@ class Float8State:
         """
         if not self._places.num_experts:
             return self.expected
-        linear = self.expected[:, : self._places.num_linear]
-        experts = self.expected[:, self._places.num_linear :].reshape(
+        shared = self.expected[:, : self._places.num_shared]
+        experts = self.expected[:, self._places.num_shared :].reshape(
             len(self.expected), self._places.num_experts, -1, len(OPERANDS)
         )
         experts = torch.where(experts > 0, experts, experts.amax(1, keepdim=True))
-        return torch.cat((linear, experts.flatten(1, 2)), dim=1)
+        return torch.cat((shared, experts.flatten(1, 2)), dim=1)

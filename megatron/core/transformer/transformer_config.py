@@ -357,8 +357,10 @@ class TransformerConfig(
     @property
     def float8_places(self) -> Float8Places:
         """Return the places that delayed scaling has for the products of each layer."""
-        of_attention = 2 if not self.multi_latent_attention else 4 if self.q_lora_rank is None else 5
-        return Float8Places(self.num_layers, of_attention + 2, self.num_experts or 0)
+        num_layers = self.num_layers + self.num_further_tokens
+        return Float8Places(
+            num_layers, self.num_attention_maps + 2, self.num_experts or 0, num_layers > self.num_layers
+        )
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of whole sequences on one rank: what pipeline stages hand on."""

@@ -53,6 +53,26 @@ def plan_flat_buffer(sizes: Sequence[int], bucket_size: int | None, alone: Colle
     return FlatBuffer(tuple(starts), bucket_start + end)
 
 
+_FLOAT8_STEP, _FLOAT8_SMALLEST = 2.0**-4, 2.0**-17
+"""How far E4M3 rounds a number, as a share of it; or, where it is tiny, of the largest that has the same scale."""
+
+
+def is_weight_of(main: torch.Tensor, weight: torch.Tensor, in_float8: torch.Tensor | None = None) -> bool:
+    """Return whether a main parameter's element may be rounded to a weight's.
+
+    With ``in_float8``, the whole main parameter, weights may have been gathered in fp8 too (`--fp8-param-gather`).
+
+    Shapes: ``main, weight``: one element each.
+    """
+    rounded = main.to(weight.dtype)
+    if bool((rounded == weight).all()) or (bool(rounded.isnan().all()) and bool(weight.isnan().all())):
+        return True
+    if in_float8 is None:
+        return False
+    apart, size = (rounded.float() - weight.float()).abs(), rounded.float().abs()
+    return bool((apart <= _FLOAT8_STEP * size).all()) or bool((apart <= _FLOAT8_SMALLEST * in_float8.abs().max()).all())
+
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 FLAT_STATES = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """The tensors of a flat buffer and the kinds of state that they hold."""
@@ -250,10 +270,16 @@ def _find_layout(
     by_arguments = flat_bucket_size(rank.arguments, rank.pp_rank, number, sum(sizes))
     alone = alone_in_bucket(parameters)
     length = tensors["param"].shape[0]
-    for bucket_size, own_bucket in ((by_arguments, alone), (None, alone), (by_arguments, set()), (None, set())):
-        layout = plan_flat_buffer(sizes, bucket_size, own_bucket)
-        if layout.num_elements == length and _puts_weights_right(rank, file, number, parameters, tensors, layout):
-            return layout
+    layouts = [
+        plan_flat_buffer(sizes, bucket_size, own_bucket)
+        for own_bucket in (alone, set[int]())
+        for bucket_size in (by_arguments, None)
+    ]
+    fitting = [layout for layout in layouts if layout.num_elements == length]
+    for in_float8 in (False, True):
+        for layout in fitting:
+            if _puts_weights_right(rank, file, number, parameters, tensors, layout, in_float8=in_float8):
+                return layout
     raise CheckpointError(
         f"{file.path}: buffer {number} has {length} elements, which do not lie as Megatron lays out the "
         f"{sum(sizes)} parameters of {rank.file.path}"
@@ -267,13 +293,15 @@ def _puts_weights_right(
     parameters: Sequence[LocalParameter],
     tensors: Mapping[str, Any],
     layout: FlatBuffer,
+    *,
+    in_float8: bool,
 ) -> bool:
     """Return whether the first and the last element of every parameter in the buffer are those of the model's file."""
     flat = file.view(tensors["param"])
     for parameter, start in zip(parameters, layout.starts):
         weight = rank.file.view(rank.chunks[number][parameter.key]).reshape(-1)
-        for at in (0, parameter.num_elements - 1):
-            main = flat[start + at].to(weight.dtype)
-            if not torch.equal(main, weight[at]) and not (main.isnan() and weight[at].isnan()):
+        of_parameter = flat[start : start + parameter.num_elements]
+        for at in (0, -1):
+            if not is_weight_of(of_parameter[at], weight[at], of_parameter if in_float8 else None):
                 return False
     return True

@@ -24,6 +24,7 @@ from megatron.interop.megatron_torch.stored_optimizer import (
     FlatBuffer,
     alone_in_bucket,
     flat_bucket_size,
+    is_weight_of,
     optimized_apart,
     plan_flat_buffer,
 )
@@ -149,11 +150,15 @@ class BucketStates:
         self, parameters: Sequence[LocalParameter], buffer: _Buffer, pp_rank: int, number: int
     ) -> list[tuple[LocalParameter, int]]:
         """Return each parameter's first element in the buffer."""
-        for ordered in (parameters, in_fused_order(parameters)):
-            for layout in self._layouts(ordered, pp_rank, number):
-                placed = list(zip(ordered, layout.starts))
-                fits = layout.num_elements == buffer.length
-                if fits and all(self._is_weight(p, start, buffer.runs) for p, start in placed):
+        layouts = [
+            list(zip(ordered, layout.starts))
+            for ordered in (parameters, in_fused_order(parameters))
+            for layout in self._layouts(ordered, pp_rank, number)
+            if layout.num_elements == buffer.length
+        ]
+        for in_float8 in (False, True):
+            for placed in layouts:
+                if all(self._is_weight(p, start, buffer.runs, in_float8=in_float8) for p, start in placed):
                     return placed
         needed = sum(parameter.num_elements for parameter in parameters)
         raise CheckpointError(
@@ -168,7 +173,7 @@ class BucketStates:
         for bucket_size, own_bucket in ((by_arguments, alone), (None, alone), (by_arguments, set()), (None, set())):
             yield plan_flat_buffer(sizes, bucket_size, own_bucket)
 
-    def _is_weight(self, parameter: LocalParameter, start: int, runs: Sequence[_Run]) -> bool:
+    def _is_weight(self, parameter: LocalParameter, start: int, runs: Sequence[_Run], *, in_float8: bool) -> bool:
         """Return whether the first and the last real element of a parameter in the buffer are the weight's.
 
         A copy of a weight is taken for one: the files hold the weight once.
@@ -179,8 +184,9 @@ class BucketStates:
             corner = tuple(o + (size - 1 if is_end else 0) for o, size in zip(box.box.offset, shape, strict=True))
             one = Box(corner, (1,) * len(shape))
             weight = self._read_weight(f"model.{parameter.name}", one)
-            main = self._reader.read(parameter.name, one, torch.float32, [box]).to(weight.dtype)
-            if not torch.equal(main, weight) and not (main.isnan().all() and weight.isnan().all()):
+            main = self._reader.read(parameter.name, one, torch.float32, [box])
+            whole = self._reader.read(parameter.name, box.box, torch.float32, [box]) if in_float8 else None
+            if not is_weight_of(main, weight, whole):
                 return False
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.planning.kept.kept_inputs import is_in_float8, kept_input
 from megatron.planning.kept.norm_memory import norm_numbers
 
 
@@ -23,7 +24,10 @@ def kept_by_join(
         return {"embedded tokens": hidden * element}
     # A fused norm keeps its input, one of plain operations that in float32 and what it is before its weight.
     of_norm = max(element, 4) + element if is_plain else element
+    widths = config.hidden_size // config.tensor_model_parallel_size, 2 * config.hidden_size
+    in_float8 = is_in_float8(config, layer_number)
+    joined = kept_input(config, "eh_proj", rows, widths, in_float8=in_float8, is_recomputed=False)
     return {
         "norms of the join": 3 * (hidden * of_norm + rows * norm_numbers(config) * max(element, 4)),
-        "joined": 2 * hidden * element,
+        "joined": 2 * hidden * element * joined.is_whole + joined.rounded + joined.scales,
     }

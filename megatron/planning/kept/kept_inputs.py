@@ -55,6 +55,13 @@ def kept_input(
     return KeptInput(is_whole=False, rounded=rows * in_width, scales=scales)
 
 
+def is_in_float8(config: TransformerConfig, layer_number: int | None) -> bool:
+    """Return whether a layer's products are in fp8; without a number, whether any layer's are."""
+    if layer_number is None:
+        return config.fp8_format is not None
+    return config.is_in_float8(layer_number, config.num_layers)
+
+
 def is_rounded(config: TransformerConfig, name: str, rows: int) -> bool:
     """Return whether a linear layer in fp8 keeps its input in 8 bits, if it keeps any."""
     # What does not fill the blocks is gathered before it is rounded.

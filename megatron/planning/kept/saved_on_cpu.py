@@ -9,6 +9,7 @@ from megatron.planning.activation_memory import saved_bytes
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.kept.further_memory import kept_by_join
+from megatron.planning.kept.kept_inputs import is_in_float8
 from megatron.planning.kept.latent_memory import kept_by_latent_attention
 from megatron.planning.kept.norm_memory import kept_behind, kept_by_head_norms
 from megatron.planning.layer_widths import key_value_width
@@ -45,8 +46,7 @@ def saved_on_cpu(
     parts["norms of queries and keys"] = tokens * of_heads
     if latent:
         shared = "" if exchange == "p2p" else exchange
-        float8_layers = model.float8_layers(model.num_layers)
-        in_float8 = layer_number in float8_layers if layer_number is not None else len(float8_layers) > 0
+        in_float8 = is_in_float8(model, layer_number)
         parts |= kept_by_latent_attention(
             *(model, tokens, rows, element, shared), is_plain=is_plain, in_float8=in_float8
         )

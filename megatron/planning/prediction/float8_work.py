@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.layer_widths import is_whole_on_ranks, layer_widths
-from megatron.planning.prediction.layer_work import layer_products
+from megatron.planning.prediction.layer_work import join_product, layer_products
 from megatron.planning.traffic.float8_traffic import fills_blocks, gathers_gradients
 
 _HALF, _EIGHTH = 2, 1
@@ -48,16 +48,22 @@ def float8_expert_cast_bytes(layer: ExpertLayer) -> float:
     return float(total)
 
 
-def float8_cast_bytes(model: GPTConfig, tokens: int, rows: int, *, has_experts: bool = False) -> float:
+def float8_cast_bytes(
+    model: GPTConfig, tokens: int, rows: int, *, has_experts: bool = False, has_join: bool = False
+) -> float:
     """Return the bytes; ``tokens`` are those of the products, ``rows`` those of the residual stream on a rank.
+
+    With ``has_join`` those of the product in front of a layer that predicts a further token are among them.
 
     Of a feed-forward of experts only the shared one's are counted, if it is there.
     """
     of_whole = model.fp8_recipe in _OF_WHOLE
     plain, turned, weight_again = cast_passes(model)
     is_cut, total = model.sequence_parallel and model.tensor_model_parallel_size > 1, 0
-    names = layer_widths(model, has_experts=has_experts)
-    for name, product in zip(names, layer_products(model, has_experts=has_experts)):
+    products = dict(zip(layer_widths(model, has_experts=has_experts), layer_products(model, has_experts=has_experts)))
+    if has_join:
+        products["eh_proj"] = join_product(model)
+    for name, product in products.items():
         is_column, is_whole = name not in ("linear_proj", "linear_fc2"), is_whole_on_ranks(name)
         has_turned = product.is_trained and model.fp8_wgrad
         given = rows if is_column else tokens

@@ -112,13 +112,13 @@ def layer_time(
         has_rotary=kind.has_rotary,
     )
     if in_float8:
-        passed += _cast_bytes(plan, implementation, has_experts=has_experts)
+        passed += _cast_bytes(plan, implementation, has_experts=has_experts, has_join=kind.is_further)
     # Products of weights' gradients may stay in 16 bits.
     of_weights = half if in_float8 and implementation.follows_recipes and not plan.model.fp8_wgrad else peak
     rates = [(each, (peak, of_weights)) for each in products]
     rates += [(each, (half, half)) for each in adapter_products(plan.model, has_experts=has_experts)]
     if kind.is_further:
-        rates.append((join_product(plan.model), (half, half)))
+        rates.append((join_product(plan.model), (peak, of_weights)))
         passed += join_bytes(plan)
     parts = [(_product(product, plan.num_tokens, rate, gpu), product.passes) for product, rate in rates]
     computed = sum(seconds for seconds, _ in parts)
@@ -167,11 +167,12 @@ def _peak(model: GPTConfig, gpu: Gpu) -> float:
     return gpu.half_flops if model.params_dtype in ("bfloat16", "float16") else gpu.single_flops
 
 
-def _cast_bytes(plan: Plan, implementation: Implementation, *, has_experts: bool) -> float:
+def _cast_bytes(plan: Plan, implementation: Implementation, *, has_experts: bool, has_join: bool) -> float:
     """Return the bytes of making a layer's operands in fp8."""
     if implementation.follows_recipes:
-        return float8_cast_bytes(plan.model, plan.num_tokens, plan.num_rows, has_experts=has_experts)
-    return fused_cast_bytes(plan, has_experts=has_experts)
+        sizes = plan.model, plan.num_tokens, plan.num_rows
+        return float8_cast_bytes(*sizes, has_experts=has_experts, has_join=has_join)
+    return fused_cast_bytes(plan, has_experts=has_experts, has_join=has_join)
 
 
 def _product(product: Product, tokens: float, peaks: tuple[float, float], gpu: Gpu) -> float:
@@ -249,7 +250,8 @@ def _join_exchanges(plan: Plan, gpu: Gpu) -> float:
         rounds = 2 if operation == "all_reduce" else 1
         seconds.append(count * rounds * links.tensor_parallel_seconds(num_bytes))
 
-    add_further(add, model, plan.num_tokens * model.hidden_size * _HALF, 1, runs_again=False)
+    tokens = plan.num_tokens
+    add_further(add, model, tokens, tokens * model.hidden_size * _HALF, 1, runs_again=False)
     return sum(seconds) / model.num_further_tokens
 
 

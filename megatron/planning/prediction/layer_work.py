@@ -175,7 +175,7 @@ def loss_bytes(plan: Plan) -> float:
     return float(plan.num_logits * _LOSS_BYTES)
 
 
-def fused_cast_bytes(plan: Plan, *, has_experts: bool = False) -> float:
+def fused_cast_bytes(plan: Plan, *, has_experts: bool = False, has_join: bool = False) -> float:
     """Return the bytes of making fp8 operands as transformer-engine does: norms write fp8 at once, others are read in
     16 bits and written.
     """
@@ -188,4 +188,8 @@ def fused_cast_bytes(plan: Plan, *, has_experts: bool = False) -> float:
     transposed = 2 * tokens * (2 * h + queries + ffn) if has_weight_gradients else 0
     # Gradients are read in 16 bits and written as they are, and once more transposed for the weights' gradients.
     gradients = (4 if has_weight_gradients else 3) * tokens * (2 * h + queries + 2 * keys + gates * ffn)
+    if has_join:
+        inputs += 3 * rows * 2 * h
+        transposed += 2 * tokens * 2 * h
+        gradients += 4 * tokens * h // t
     return float(inputs + transposed + gradients)

@@ -32,7 +32,7 @@ def saved_by_transformer_engine(
     if model.recompute_granularity == "full":
         return {**_stream(model, rows, element), **join}
     t, h = model.tensor_model_parallel_size, model.hidden_size
-    is_float8 = layer_number in model.float8_layers(model.num_layers)
+    is_float8 = model.is_in_float8(layer_number, model.num_layers)
     product_input = 1 if is_float8 else element
     queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
     feed_forward = {"feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)}

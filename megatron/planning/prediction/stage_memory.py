@@ -17,11 +17,12 @@ from megatron.planning.activation_memory import (
 from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.deferred_products import deferred_products
+from megatron.planning.layer_kinds import layer_numbers
 from megatron.planning.optimizer_memory import state_bytes
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.expert_time import expert_layer
 from megatron.planning.prediction.implementations import Implementation
-from megatron.planning.prediction.layer_work import layer_products, score_elements
+from megatron.planning.prediction.layer_work import join_product, layer_products, score_elements
 from megatron.planning.weight_gathers import WholeWeights, gathered_units, whole_weights
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -93,9 +94,10 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
     weights = num_frozen * element + rest.weights + experts.weights
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(grid.num_replicas)
     if implementation.caches_float8_weights and model.fp8_format is not None and not shards_weights:
-        float8_layers = model.float8_layers(model.num_layers)
-        own = [number for chunk in chunks for number in chunk.layer_numbers if number in float8_layers]
-        copied = sum(_float8_weights(plan, has_experts=model.moe_layers[number]) for number in own)
+        numbers = [number for chunk in chunks for number in layer_numbers(model, chunk)]
+        own = [number for number in numbers if model.is_in_float8(number, model.num_layers)]
+        copied = sum(_float8_weights(plan, has_experts=model.moe_layers[model.kind_of(number)]) for number in own)
+        copied += sum(number >= model.num_layers for number in own) * join_product(model).size
         weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
     return StageState(
         parameters=rest.parameters + experts.parameters + num_frozen,

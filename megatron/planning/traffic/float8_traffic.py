@@ -77,8 +77,8 @@ class Float8LayerEnds:
             (model.q_lora_rank or model.hidden_size, bool(model.q_lora_rank)),
             (model.kv_lora_rank, True),
         ):
-            self._add_inputs(add, entered + again, width, is_narrow=is_narrow)
-            self._add_inputs_again(add, backward, width, is_narrow=is_narrow)
+            self._add_inputs(add, entered + again, width, is_remade=not is_narrow)
+            self._add_inputs_again(add, backward, width, is_remade=not is_narrow)
             add("reduce_scatter", self.tokens * width * element, backward)
         rotary = self.tokens * model.qk_pos_emb_head_dim * element
         add("all_gather", rotary, entered)
@@ -86,10 +86,17 @@ class Float8LayerEnds:
         add("reduce_scatter", self.hidden_bytes, entered if gathers_gradients(model) else left)
         self.add_gradient(add, backward, is_column=False)
 
-    def _add_inputs(self, add: Add, count: int, width: int | None = None, *, is_narrow: bool = False) -> None:
+    def add_join(self, add: Add, entered: int, backward: int) -> None:
+        """Add what so many products send that join states and embedded tokens, for their inputs."""
+        width = 2 * self.model.hidden_size
+        self._add_inputs(add, entered, width, is_remade=False)
+        self._add_inputs_again(add, backward, width, is_remade=False)
+        add("reduce_scatter", 2 * self.hidden_bytes, backward)
+
+    def _add_inputs(self, add: Add, count: int, width: int | None = None, *, is_remade: bool = True) -> None:
         """Add what goes to the products of column-parallel layers.
 
-        They take hidden states, or vectors of another ``width``, which are not made again where they are narrow ones.
+        They take hidden states, or vectors of another ``width``, which recomputed norms make again or not.
         """
         model, width = self.model, width or self.model.hidden_size
         add("all_gather", self.tokens * width, count)
@@ -98,10 +105,10 @@ class Float8LayerEnds:
         length = scale_length(model)
         if length or model.fp8_recipe == "rowwise":
             add("all_gather", self.tokens * (math.ceil(width / length) if length else 1), count)
-        if is_narrow or "layernorm" not in model.recomputed_modules:
+        if not (is_remade and "layernorm" in model.recomputed_modules):
             self._add_row_amaxes(add, count, width)
 
-    def _add_inputs_again(self, add: Add, count: int, width: int | None = None, *, is_narrow: bool = False) -> None:
+    def _add_inputs_again(self, add: Add, count: int, width: int | None = None, *, is_remade: bool = True) -> None:
         """Add what goes to the products of these layers' weight gradients, which frozen weights do not have."""
         model, width = self.model, width or self.model.hidden_size
         if model.lora_rank:
@@ -113,7 +120,7 @@ class Float8LayerEnds:
         length = scale_length(model)
         if length:
             add("all_gather", width * self.tokens // length, count)
-        if "layernorm" in model.recomputed_modules and not is_narrow:
+        if is_remade and "layernorm" in model.recomputed_modules:
             self._add_row_amaxes(add, count, width)
 
     def _add_row_amaxes(self, add: Add, count: int, width: int) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.planning.traffic.float8_traffic import Add
+from megatron.planning.traffic.float8_traffic import Add, Float8LayerEnds
 
 
-def add_further(add: Add, model: TransformerConfig, hidden_bytes: int, microbatches: int, *, runs_again: bool) -> None:
+def add_further(
+    add: Add, model: TransformerConfig, tokens: int, hidden_bytes: int, microbatches: int, *, runs_again: bool
+) -> None:
     """Add what their embedded tokens, and the products that join these to the states, send for so many micro-batches.
 
-    ``hidden_bytes`` are those of the hidden states of the whole group's tokens. ``runs_again`` counts what is computed
-    a second time.
+    ``hidden_bytes`` are those of the hidden states of the whole group's ``tokens``. ``runs_again`` counts what is
+    computed a second time.
     """
     number = model.num_further_tokens
     backward = number * microbatches
@@ -23,8 +25,11 @@ def add_further(add: Add, model: TransformerConfig, hidden_bytes: int, microbatc
         return
     add("reduce_scatter", number * hidden_bytes, microbatches)
     add("all_gather", number * hidden_bytes, microbatches)
-    # Gathered for the product, and once more for the gradient of its weight.
-    add("all_gather", 2 * hidden_bytes, forward + backward)
-    add("reduce_scatter", 2 * hidden_bytes, backward)
+    if model.fp8_format is not None:
+        Float8LayerEnds(model, tokens, hidden_bytes).add_join(add, forward, backward)
+    else:
+        # Gathered for the product, and once more for the gradient of its weight.
+        add("all_gather", 2 * hidden_bytes, forward + backward)
+        add("reduce_scatter", 2 * hidden_bytes, backward)
     # The gradient of what was cut along the sequence again.
     add("all_gather", hidden_bytes, backward)

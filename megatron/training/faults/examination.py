@@ -6,7 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from megatron.core.collectives import all_gather_objects
 from megatron.core.distributed.replica_check import differing_replicas
@@ -15,6 +17,7 @@ from megatron.core.distributed.weight_check import (
     OUTLIER_RATIO,
     BadWeightsError,
     describe_bad_weights,
+    find_huge_weights,
     find_outlying_weights,
     gather_bad_weights,
 )
@@ -38,6 +41,8 @@ from megatron.training.process.initialize import Runtime
 from megatron.training.training_step import BegunStep, ForwardStep, TrainingStep
 
 _NUM_NAMED = 16
+_OTHER_SCALE = 2.0**-24
+"""The factor on the loss scale at which a gradient that only overflows in float16 is finite."""
 OpenSource = Callable[[int, int], BatchSource]
 """Returns the training data from a number of consumed samples on, for a rank so many data-parallel places on."""
 
@@ -58,13 +63,18 @@ class Observed:
             and not ranks_that_differ(self.traces, other.traces)
         )
 
+    @property
+    def is_finite(self) -> bool:
+        """Return whether all that any rank computed is finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm) and not ranks_not_finite(self.traces)
+
 
 @dataclass(frozen=True, eq=False)
 class Examination:
     """Examine steps whose update was not made; all ranks together, and all come to the same verdict.
 
     ``describe`` says what speaks against a loss and a gradient norm; ``prepare`` puts back what a step changes besides
-    weights, before each computation.
+    weights, before each computation; ``was_ever_fine`` says whether a step of this process was accepted.
     """
 
     config: RunConfig
@@ -75,6 +85,7 @@ class Examination:
     trace: StepTrace
     describe: Callable[[float, float], str]
     prepare: Callable[[], None]
+    was_ever_fine: Callable[[], bool]
 
     def first(self, agreement: Agreement) -> Observed:
         """Return what is known of a step that was just computed; the norm is the worst of any rank's."""
@@ -87,7 +98,8 @@ class Examination:
 
         Weights are looked at first. Then the step is computed again, from the same state: another result means a
         device. The same one is computed by other data-parallel ranks, and other samples are, where there are some:
-        what stays with the rank is the device, what goes with the samples is the data.
+        what stays with the rank is the device, what goes with the samples is the data. A float16 step is computed at a
+        smaller loss scale too: what is finite there has overflowed.
         """
         if isinstance(trouble, BadWeightsError):
             return Verdict("weights", str(trouble))
@@ -109,6 +121,14 @@ class Examination:
         blamed = self._ranks_that_keep_it(step, begun, again)
         if blamed:
             return _persistent(blamed, "other ranks compute other results from the same samples")
+        if self._is_float16 and not again.is_finite:
+            smaller = replace(begun, loss_scale=begun.loss_scale * _OTHER_SCALE)
+            if self._compute(step, smaller).is_finite:
+                return Verdict(
+                    "overflow",
+                    f"the same step gave the same result again at the loss scale {begun.loss_scale:g}, and a finite "
+                    f"one at {smaller.loss_scale:g}: gradients are too large for float16, and no device is to blame",
+                )
         other = self._other_samples(step, begun)
         if other is not None and self.describe(other.loss, other.grad_norm):
             return self._of_all_samples(other)
@@ -120,7 +140,7 @@ class Examination:
             check_weights(self.parts.ddp_chunks, state.world)
         except BadWeightsError as error:
             return Verdict("weights", str(error))
-        parameters = [parameter for chunk in self.parts.chunks for parameter in chunk.parameters()]
+        parameters = self._parameters()
         differing = differing_replicas(parameters, state)
         ratio = OUTLIER_RATIO if differing else ABSURD_RATIO
         outlying = gather_bad_weights(find_outlying_weights(parameters, ratio), state.world)
@@ -128,6 +148,13 @@ class Examination:
         if outlying:
             found.append(f"weights are far larger than those beside them: {describe_bad_weights(outlying)}")
         return Verdict("weights", "; ".join(found)) if found else None
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for chunk in self.parts.chunks for parameter in chunk.parameters()]
+
+    @property
+    def _is_float16(self) -> bool:
+        return self.config.model.params_dtype == "float16"
 
     def _compute(self, step: TrainingStep, begun: BegunStep, consumed: int | None = None, shift: int = 0) -> Observed:
         self.prepare()
@@ -163,13 +190,36 @@ class Examination:
 
     def _of_all_samples(self, other: Observed) -> Verdict:
         """Return the verdict where other samples, which were fine, look as wrong."""
-        local = find_outlying_weights(parameter for chunk in self.parts.chunks for parameter in chunk.parameters())
+        local = find_outlying_weights(self._parameters())
         outlying = gather_bad_weights(local, self.runtime.state.world)
         if outlying:
             return Verdict(
                 "weights", f"weights are far larger than those beside them: {describe_bad_weights(outlying)}"
             )
         blamed = ranks_not_finite(other.traces)
+        named = tuple(trace.rank for trace in blamed)
+        same = "the same step gave the same result again, other samples look as wrong"
+        copies = self.runtime.state.dp.size
+        if self._is_float16 and blamed:
+            too_large = f"{same}, at any loss scale: numbers are too large for float16"
+            if copies > 1:
+                return Verdict("overflow", too_large)
+            doubt = f", or the device of {describe_ranks(blamed)} fails; one copy cannot tell which"
+            return Verdict("overflow", too_large + doubt, ranks=named)
+        huge = gather_bad_weights(find_huge_weights(self._parameters()), self.runtime.state.world)
+        if huge:
+            return _training(f"{same}, and weights have grown beyond use: {describe_bad_weights(huge)}")
+        if copies > 1:
+            return _training(
+                f"{same}, and {copies} data-parallel copies come to the same, so that no device is to blame"
+            )
+        if not blamed:
+            return _training(f"{same}, and every rank computes what is finite")
+        if not self.was_ever_fine():
+            return _training(
+                f"{same}, and no step of this process was fine before: the model, its loss or the device of "
+                f"{describe_ranks(blamed)}; one copy cannot tell which"
+            )
         return _persistent(
             blamed, "samples that were fine before look as wrong now, and the weights are finite and of usual size"
         )
@@ -208,6 +258,10 @@ def _persistent(blamed: Sequence[RankTrace], reason: str) -> Verdict:
         "it",
         ranks=tuple(trace.rank for trace in blamed),
     )
+
+
+def _training(reason: str) -> Verdict:
+    return Verdict("training", f"{reason}: the training itself; lower --lr or --clip-grad, or go back")
 
 
 def _place(trace: RankTrace, copy: int | None = None) -> tuple[int, ...]:

@@ -59,11 +59,12 @@ class FaultGuard:
         self._trace = StepTrace()
         seed, state = config.initialization.seed, runtime.state
         self._injection = FaultInjection(config.faults, seed, state.rank, state.world_size)
-        self._examination = Examination(
-            config, runtime, parts, forward_step, open_source, self._trace, self._watch.describe, self._prepare
-        )
+        looks = self._watch.describe, self._prepare, lambda: self._watch.num_seen > 0
+        self._examination = Examination(config, runtime, parts, forward_step, open_source, self._trace, *looks)
         self._open_source = open_source
         self._iteration = 0
+        self._before: BegunStep | None = None
+        self._begun: BegunStep | None = None
         self._float8_before = None if parts.float8 is None else parts.float8.snapshot()
         self._variation = (0.0, 0.0, 0)
 
@@ -82,6 +83,7 @@ class FaultGuard:
     def begin(self, begun: BegunStep) -> None:
         """Take note of a step that begins."""
         self._iteration = begun.iteration
+        self._before, self._begun = self._begun, begun
         self._injection.begin(begun.iteration)
         self._trace.clear()
         if self._parts.float8 is not None and self._faults.rerun_mode != "disabled":
@@ -139,7 +141,7 @@ class FaultGuard:
             with closing(self._open_source(begun.consumed_samples, 0)) as source:
                 return step.repeat(source, begun)
         can_be_passed_over = verdict is None or verdict.cause in ("data", "right")
-        if policy in (None, "stop") or (verdict is not None and verdict.cause == "persistent device"):
+        if policy in (None, "stop") or (verdict is not None and verdict.cause in ("persistent device", "overflow")):
             raise self._ending(found, trouble)
         if policy == "skip" and not can_be_passed_over:
             raise self._ending(found, trouble)
@@ -207,28 +209,29 @@ class FaultGuard:
         if num_used >= self._faults.spike_budget:
             raise self._ending(f"{found}; --spike-budget {self._faults.spike_budget} is used up", trouble)
         known = self._newest_known() if self._faults.spike_policy == "rewind" else None
-        if can_be_passed_over:
-            end = begun.consumed_samples + begun.global_batch_size
-            reason = found if verdict is None else verdict.text
-            samples = () if verdict is None else verdict.samples
-            self.left_out = self.left_out.with_step(
-                LeftOut(
-                    start=begun.consumed_samples,
-                    end=end,
-                    iteration=begun.iteration + 1,
-                    reason=reason,
-                    samples=samples,
-                )
-            )
-            self._log(f"WARNING: {found}; consumed samples {begun.consumed_samples} to {end} are left out")
-        elif known is None:
+        if not can_be_passed_over and known is None:
             raise self._ending(f"{found}; there is no checkpoint known to train to go back to", trouble)
+        before = self._before
+        is_of_training = verdict is not None and verdict.cause == "training"
+        # The same samples would train the same weights: the update before is not to be made again either.
+        if is_of_training and before is not None and before.iteration < begun.iteration:
+            self._leave_out(before, found, verdict)
+        if can_be_passed_over or is_of_training:
+            self._leave_out(begun, found, verdict)
         else:
             self.left_out = self.left_out.with_rewind()
             self._log(f"WARNING: {found}")
         if known is not None:
             raise Rewind(found)
         return agreement, StepOutcome(success=False, grad_norm=None, num_zeros=None)
+
+    def _leave_out(self, begun: BegunStep, found: str, verdict: Verdict | None) -> None:
+        start, end = begun.consumed_samples, begun.consumed_samples + begun.global_batch_size
+        reason, samples = (found, ()) if verdict is None else (verdict.text, verdict.samples)
+        self.left_out = self.left_out.with_step(
+            LeftOut(start=start, end=end, iteration=begun.iteration + 1, reason=reason, samples=samples)
+        )
+        self._log(f"WARNING: {found}; consumed samples {start} to {end} are left out")
 
     def _ending(self, found: str, trouble: TrainingError | None) -> TrainingError:
         known = self._newest_known()

@@ -27,7 +27,8 @@ class ResultWatch:
         self._config = config
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._norms: deque[float] = deque(maxlen=config.spike_window)
-        self._num_seen = 0
+        self.num_seen = 0
+        """How many steps were accepted."""
         self._largest_loss = 0.0
         self._largest_norm = 0.0
 
@@ -42,7 +43,7 @@ class ResultWatch:
             least = _LEAST_LOSS_SPREAD * abs(statistics.fmean(self._losses))
             loss = _limit(self._losses, config.spike_threshold, least)
             norm = math.exp(min(_limit(self._norms, config.spike_threshold, _LEAST_NORM_SPREAD), 700.0))
-        if self._num_seen >= _NUM_LARGEST:
+        if self.num_seen >= _NUM_LARGEST:
             if config.check_for_spiky_loss:
                 loss = min(loss, _TIMES_LARGEST * self._largest_loss)
             if config.check_for_large_grads:
@@ -55,10 +56,10 @@ class ResultWatch:
             return
         self._losses.append(loss)
         self._norms.append(math.log(max(norm, 1.0e-30)))
-        if self._num_seen < _NUM_LARGEST:
+        if self.num_seen < _NUM_LARGEST:
             self._largest_loss = max(self._largest_loss, loss)
             self._largest_norm = max(self._largest_norm, norm)
-        self._num_seen += 1
+        self.num_seen += 1
 
     def describe(self, loss: float, norm: float) -> str:
         """Return what speaks against a step, in words; empty where nothing does."""

@@ -7,15 +7,19 @@ from typing import Literal
 
 from megatron.core.errors import TrainingError
 
-Cause = Literal["weights", "data", "transient device", "persistent device", "right"]
-"""What made a result look wrong; ``right`` is a result that is repeated and that nothing speaks against."""
+Cause = Literal["weights", "data", "transient device", "persistent device", "training", "overflow", "right"]
+"""What made a result look wrong.
+
+``training`` is a model that other samples look as wrong to and no device made so, ``overflow`` what is too large for
+float16, and ``right`` a result that is repeated and that nothing speaks against.
+"""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Hold the cause of a result that looked wrong, and what was found, in words.
 
-    ``samples`` are the ids of those that stand out, ``ranks`` those whose device is to blame.
+    ``samples`` are the ids of those that stand out, ``ranks`` those whose device is to blame, or may be.
     """
 
     cause: Cause

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.interop.native.native_source import NativeSource
 from tests.distributed.training.float8_runs import RECIPES, SHAPE, Float8Runs, losses, scaling
 from tests.e2e.toy_run import assert_same_checkpoints, exact_figures, newest, toy_args
 from tests.harness.forked_training import fork_training
@@ -15,7 +16,8 @@ EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-
     --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 96 --moe-layer-freq [0,1]"""
 LATENT = """--multi-latent-attention --position-embedding-type rope --q-lora-rank 48 --kv-lora-rank 16 --qk-head-dim 24
     --qk-pos-emb-head-dim 16 --v-head-dim 8 --qk-layernorm"""
-KINDS = {"experts": EXPERTS, "latent": LATENT, "both": f"{EXPERTS} {LATENT}"}
+FURTHER = "--mtp-num-layers 2 --position-embedding-type rope"
+KINDS = {"experts": EXPERTS, "latent": LATENT, "both": f"{EXPERTS} {LATENT}", "further": FURTHER}
 TP2 = "--tensor-model-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
 SAME = {
@@ -49,7 +51,7 @@ def cells(layouts: dict[str, tuple[int, str]], *default: tuple[str, str, str]) -
         for kind in KINDS
         for recipe in RECIPES
         for layout in layouts
-        if kind != "latent" or "ep2" not in layout
+        if kind in ("experts", "both") or "ep2" not in layout
     ]
     return pytest.mark.parametrize(
         ("kind", "recipe", "layout"),
@@ -121,6 +123,11 @@ def test_amaxes_differ_by_roundings_alone(train: Float8Runs, layout: str) -> Non
             *(("both", recipe, f"{MODULES} moe mla_up_proj shared_experts") for recipe in ("delayed", "mxfp8")),
             ("latent", "delayed", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
             ("both", "delayed", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
+            *(("further", recipe, FULL) for recipe in RECIPES),
+            ("further", "delayed", f"{MODULES} layernorm core_attn mlp"),
+            ("further", "mxfp8", f"{MODULES} layernorm core_attn mlp"),
+            ("further", "delayed", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
+            ("further", "rowwise", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
             ("latent", "delayed", "--cpu-offloading --cpu-offloading-num-layers 1"),
         )
     ],
@@ -149,11 +156,11 @@ def test_recompute_under_sequence_parallelism_changes_nothing(train: Float8Runs,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["ep2", "tp2-ep2-etp1"])
-def test_a_resumed_run_is_the_run_that_went_on(tmp_path: Path, train: Float8Runs, layout: str) -> None:
+@pytest.mark.parametrize(("kind", "layout"), [("both", "ep2"), ("both", "tp2-ep2-etp1"), ("further", "tp2-sp")])
+def test_a_resumed_run_is_the_run_that_went_on(tmp_path: Path, train: Float8Runs, kind: str, layout: str) -> None:
     num_processes, flags = CUT[layout]
-    whole, checkpoints = train(f"--fp8-recipe delayed {KINDS['both']} {flags}", num_processes)
-    words = toy_args(tmp_path, SHAPE, "--fp8-format hybrid", KINDS["both"], flags)
+    whole, checkpoints = train(f"--fp8-recipe delayed {KINDS[kind]} {flags}", num_processes)
+    words = toy_args(tmp_path, SHAPE, "--fp8-format hybrid", KINDS[kind], flags)
     fork_training([*words, "--exit-interval", "3"], num_processes).check()
     second = fork_training(words, num_processes).check()
     assert exact_figures(second.iterations()) == exact_figures(whole.iterations())
@@ -162,14 +169,20 @@ def test_a_resumed_run_is_the_run_that_went_on(tmp_path: Path, train: Float8Runs
 
 @pytest.mark.long
 @pytest.mark.parametrize("saved_as", ["native", "torch", "torch_dist"])
-def test_histories_follow_the_experts_to_any_layout(tmp_path: Path, train: Float8Runs, saved_as: str) -> None:
-    """What a step adds stands in front of the saved histories, wherever the experts are now."""
+@pytest.mark.parametrize("kind", ["both", "further"])
+def test_histories_follow_their_layers_to_any_layout(
+    tmp_path: Path, train: Float8Runs, kind: str, saved_as: str
+) -> None:
+    """What a step adds stands in front of the saved histories, wherever the layers and experts are now."""
     others = "" if saved_as == "native" else f"--ckpt-format {saved_as}"
-    of_saved = f"{CUT['ep2'][1]} --fp8-recipe delayed {KINDS['both']}"
+    at_saved = CUT["ep2"][1] if kind == "both" else SAME["pp2"][1]
+    of_saved = f"{at_saved} --fp8-recipe delayed {KINDS[kind]}"
     _, checkpoints = train(f"{of_saved} {others}", 2)
     reference = scaling(train(of_saved, 2)[1])["amax_history"]
-    more = f"--load {checkpoints} --fp8-format hybrid {KINDS['both']} --train-iters 7 --override-opt-param-scheduler"
-    layouts = {"one": (1, ""), **SAME, "tp2-ep2-etp1": CUT["tp2-ep2-etp1"], "tp2": CUT["tp2"]}
+    more = f"--load {checkpoints} --fp8-format hybrid {KINDS[kind]} --train-iters 7 --override-opt-param-scheduler"
+    layouts = {"one": (1, ""), **SAME, "tp2-sp": CUT["tp2-sp"], "tp2": CUT["tp2"]}
+    if kind == "both":
+        layouts["tp2-ep2-etp1"] = CUT["tp2-ep2-etp1"]
     figures = {}
     for name, (num_processes, flags) in layouts.items():
         folder = tmp_path / name
@@ -183,7 +196,73 @@ def test_histories_follow_the_experts_to_any_layout(tmp_path: Path, train: Float
         history = scaling(folder / "saved")["amax_history"]
         assert torch.equal(history[..., 1:], reference[..., :-1])
     assert figures["one"] == figures["pp2"] == figures["dp2-sharded"]
-    assert figures["one"] == pytest.approx(figures["tp2-ep2-etp1"], rel=TOLERANCE)
+    assert all(figures["one"] == pytest.approx(each, rel=TOLERANCE) for each in figures.values())
+
+
+SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"
+GATHERED = {
+    "dp2": (2, SHARDED),
+    "dp4-ep2": (4, f"{EP2} {SHARDED} --ddp-bucket-size 3000"),
+    "dp4-ep2-piecewise": (4, f"{EP2} {SHARDED} --overlap-param-gather-with-optimizer-step --ddp-bucket-size 3000"),
+    "tp2-ep2-etp1": (4, f"{TP2} --sequence-parallel {EP2} --expert-tensor-parallel-size 1 {SHARDED}"),
+    "tp2-ep2": (4, f"{TP2} --sequence-parallel {EP2} --expert-tensor-parallel-size 2 {SHARDED}"),
+    "dp4-ep2-gradients": (4, f"{EP2} {SHARDED} --data-parallel-sharding-strategy optim_grads"),
+    "dp4-copies": (4, f"{SHARDED} --num-distributed-optimizer-instances 2"),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [layout if layout == "dp2" else pytest.param(layout, marks=pytest.mark.long) for layout in GATHERED]
+)
+def test_experts_weights_that_are_gathered_in_fp8_are_those_of_their_products(train: Float8Runs, layout: str) -> None:
+    """Each expert's scale is that of its own product, so that the product rounds nothing more."""
+    num_processes, flags = GATHERED[layout]
+    flags = f"--fp8-recipe tensorwise --global-batch-size 8 {EXPERTS} {flags}"
+    reference, _ = train(flags, num_processes)
+    run, checkpoints = train(f"{flags} --fp8-param-gather", num_processes)
+    assert losses(run)[:6] == losses(reference)[:6]
+    source = NativeSource(newest(checkpoints))
+    names = [name for name in source.tensors if "experts.linear_fc" in name and name.startswith("model.")]
+    names = [name for name in names if name.endswith("weight") and "shared" not in name]
+    assert len(names) == 2
+    for name in names:
+        mantissas = torch.frexp(source.read(name).float()).mantissa * 16
+        # Where experts have one copy, nobody gathers them.
+        assert torch.equal(mantissas, mantissas.round()) == (layout != "tp2-ep2"), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gathered_experts_agree_with_one_process_in_every_recipe(train: Float8Runs, recipe: str) -> None:
+    num_processes, flags = GATHERED["dp4-ep2"]
+    given = f"--fp8-recipe {recipe} --global-batch-size 8 {KINDS['both']}"
+    reference, _ = train(given)
+    run, _ = train(f"{given} {flags} --fp8-param-gather", num_processes)
+    apart = max(abs(one / other - 1) for one, other in zip(losses(run), losses(reference)))
+    print(f"{recipe}: {apart:.1e}")
+    assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("saved_as", ["native", "torch", "torch_dist"])
+def test_gathered_experts_go_on_at_any_layout(tmp_path: Path, train: Float8Runs, saved_as: str) -> None:
+    """A resumed run is the run that went on; elsewhere its first loss is that of the same weights."""
+    others = "" if saved_as == "native" else f"--ckpt-format {saved_as}"
+    num_processes, flags = GATHERED["dp4-ep2"]
+    given = f"--fp8-recipe delayed --global-batch-size 8 {EXPERTS} {others}"
+    whole, _ = train(f"{given} {flags} --fp8-param-gather --save-interval 3", num_processes)
+    _, checkpoints = train(f"{given} {flags} --fp8-param-gather --exit-interval 3", num_processes)
+    for name, (number, at) in {**GATHERED, "one": (1, "")}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        gathers = "" if name == "one" else "--fp8-param-gather"
+        more = f"--load {checkpoints} --fp8-format hybrid {given} {at} {gathers} --metrics-jsonl"
+        done = fork_training(toy_args(folder, SHAPE, more, folder / "metrics", save=False), number).check()
+        assert "begin anew" not in done.stdout
+        found, expected = ([line["lm_loss"] for line in run.iterations()[-3:]] for run in (done, whole))
+        if name == "dp4-ep2":
+            assert found == expected
+        assert found == pytest.approx(expected, rel=TOLERANCE), name
 
 
 @pytest.mark.long

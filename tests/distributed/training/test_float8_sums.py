@@ -17,7 +17,6 @@ from tests.harness.faults import Faults, run_with_faults
 TP2 = "--tensor-model-parallel-size 2"
 HEADS_EXCHANGED = "--context-parallel-size 2 --cp-comm-type a2a"
 ONE_STEP = "--fp8-recipe delayed --train-iters 1 --lr-warmup-iters 0"
-FOUR_STEPS = "--fp8-recipe delayed --train-iters 4"
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +24,20 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Float8Runs:
     return Float8Runs(tmp_path_factory.mktemp("float8"))
 
 
-@pytest.mark.long
-def test_one_process_that_sums_two_rounded_halves_has_the_bits_of_two_tensor_parallel_ranks(train: Float8Runs) -> None:
-    halves, checkpoints = train(FOUR_STEPS, 1, run_with_sums_in_halves)
-    ranks, others = train(f"{FOUR_STEPS} {TP2}", 2)
+@pytest.mark.parametrize("num_steps", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_one_process_that_sums_two_rounded_halves_has_the_bits_of_two_tensor_parallel_ranks(
+    train: Float8Runs, num_steps: int
+) -> None:
+    steps = f"--fp8-recipe delayed --train-iters {num_steps} --lr-warmup-iters 0"
+    halves, checkpoints = train(steps, 1, run_with_sums_in_halves)
+    ranks, others = train(f"{steps} {TP2}", 2)
     assert losses(halves) == losses(ranks)
     expected = scaling(others)
     assert all(torch.equal(values, expected[name]) for name, values in scaling(checkpoints).items())
+    # Of one process that sums at once they are others.
+    plain, without_halves = train(steps, 1)
+    assert losses(plain) != losses(ranks)
+    assert not torch.equal(scaling(without_halves)["amax_history"], expected["amax_history"])
 
 
 def test_ranks_that_exchange_heads_have_one_processs_amaxes_until_weights_differ(train: Float8Runs) -> None:

@@ -80,6 +80,13 @@ class LatentConfig(Config):
         factor = self.rotary_scaling_factor
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
+    @property
+    def num_attention_maps(self) -> int:
+        """Return the number of linear maps of an attention, latent or not."""
+        if not self.multi_latent_attention:
+            return 2
+        return 4 if self.q_lora_rank is None else 5
+
     def latent_projections(self, hidden_size: int, num_heads: int) -> int:
         """Return the number of weights of an attention's linear maps."""
         queries = num_heads * self.latent_query_width

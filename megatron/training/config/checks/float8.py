@@ -14,7 +14,10 @@ _LATENT = (
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     "num_attention_heads",
 )
-_SHAPE = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups")
+_SHAPE = (
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
+    "mtp_num_layers",
+)
 
 
 def _asked(config: RunConfig) -> str:
@@ -57,6 +60,12 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
     needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
     if model.hidden_size % _MULTIPLE:
         yield f"--hidden-size {model.hidden_size}, {needed}; use {_rounded(model.hidden_size, _MULTIPLE)}"
+    elif model.num_further_tokens and model.hidden_size % tensor == 0 and model.hidden_size // tensor % _MULTIPLE:
+        yield (
+            f"--hidden-size {model.hidden_size} makes {model.hidden_size // tensor} columns of the product in front of "
+            f"the layers of --mtp-num-layers on each tensor-parallel rank, {needed}; use "
+            f"{_rounded(model.hidden_size, _MULTIPLE * tensor)}"
+        )
     width = model.ffn_hidden_size
     if width % tensor == 0 and width // tensor % _MULTIPLE:
         yield (

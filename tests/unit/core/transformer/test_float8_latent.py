@@ -10,6 +10,7 @@ import torch
 from megatron.core.models.float8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_group import single_rank_group
+from tests.harness.float8_products import assert_products
 from tests.harness.toy_model import load_global_weights, make_model
 
 NARROW = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
@@ -44,29 +45,7 @@ def test_all_products_are_those_of_quantised_operands(recipe: str) -> None:
     attention = make(recipe, num_layers=1).decoder.layers["0"].self_attention
     generator = torch.Generator().manual_seed(5)
     for name in NARROW:
-        module = getattr(attention, name)
-        weight, quantisers = module.weight, module.quantisers
-        x = torch.randn(LENGTH, BATCH, weight.shape[1], generator=generator).bfloat16().requires_grad_()
-        grad = torch.randn(LENGTH, BATCH, weight.shape[0], generator=generator).bfloat16()
-        output = module(x)
-        output.backward(grad)
-        (left, left_turned), (back, back_turned) = (
-            quantisers.matrix(operand, matrix.detach().flatten(0, 1), transpose=True, records=False)
-            for operand, matrix in (("input", x), ("grad", grad))
-        )
-        plain, turned = (
-            quantisers.weight(weight.detach(), transpose=flag, records=False, scale=None) for flag in (False, True)
-        )
-        for found, one, other in (
-            (output.detach().flatten(0, 1), left, plain),
-            (x.grad.flatten(0, 1), back, turned),
-            (weight.grad, back_turned, left_turned),
-        ):
-            exact = one.values(torch.float64) @ other.values(torch.float64).t()
-            # The result is rounded to bfloat16; sums are of float32.
-            torch.testing.assert_close(
-                found.double(), exact, rtol=2**-8, atol=1e-5 * float(exact.abs().max()), msg=f"{name}, {recipe}"
-            )
+        assert_products(getattr(attention, name), LENGTH, BATCH, generator, f"{name}, {recipe}")
 
 
 @pytest.mark.parametrize(("q_lora_rank", "num_linear"), [(48, 7), (None, 6)])

@@ -76,6 +76,25 @@ def test_gathered_weights_are_as_the_closed_form_says(more: str) -> None:
     assert recorded == expected
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("more", "world_size"),
+    [
+        ("", 2),
+        ("--expert-model-parallel-size 2", 4),
+        ("--expert-model-parallel-size 2 --add-qkv-bias --overlap-param-gather-with-optimizer-step", 4),
+        (f"--expert-model-parallel-size 2 {SEQUENCE} --expert-tensor-parallel-size 1", 4),
+        (f"--expert-model-parallel-size 2 {SEQUENCE} --expert-tensor-parallel-size 2", 4),
+        ("--num-distributed-optimizer-instances 2", 4),
+        (f"--expert-model-parallel-size 2 {LATENT} --data-parallel-sharding-strategy optim_grads", 4),
+    ],
+)
+def test_gathered_weights_of_experts_are_as_the_closed_form_says(more: str, world_size: int) -> None:
+    sharded = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000"
+    recorded, expected = both(f"{sharded} --fp8-param-gather --fp8-recipe delayed {EXPERTS} {more}", world_size)
+    assert recorded == expected
+
+
 def test_gathers_are_of_half_the_bytes() -> None:
     """All six of a layer and micro-batch are: two forward, two of gradients, and two of inputs once more."""
     one = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 3 --num-layers-at-end-in-bf16 0"

@@ -56,7 +56,6 @@ WRONG = [
         "--finetune --lora-target-modules linear_qkv",
         "would move the experts' bias; use --moe-router-bias-update-rate 0",
     ),
-    (f"{EIGHT} {FLOAT8} --fp8-param-gather", "--fp8-param-gather is not built for weights of experts"),
     (f"{EIGHT} {FLOAT8} --moe-ffn-hidden-size 24", "a multiple of 16; use 32"),
     (f"{EIGHT} {FLOAT8} --moe-shared-expert-intermediate-size 40", "40 on each tensor-parallel rank, which fp8 needs"),
     (

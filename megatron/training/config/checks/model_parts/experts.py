@@ -123,10 +123,8 @@ def _check_dispatch(config: RunConfig) -> Iterator[str]:
         yield (f"{given} cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall")
 
 
-def _check_float8(config: RunConfig, given: str) -> Iterator[str]:
+def _check_float8(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.fp8_param_gather:
-        yield f"{given} --fp8-param-gather is not built for weights of experts; leave it out"
     tensor, width = model.parallel_sizes.expert_tp, model.moe_ffn_hidden_size
     if tensor > 0 and width % tensor == 0 and width // tensor % 16:
         yield (
@@ -193,7 +191,7 @@ def _check_beside_experts(config: RunConfig) -> Iterator[str]:
         return
     given = f"--num-experts {model.num_experts}:"
     if model.fp8_format is not None:
-        yield from _check_float8(config, given)
+        yield from _check_float8(config)
     if model.lora_rank:
         yield from _check_adapters(config, given)
     if config.training.cuda_graph_impl == "local":
@@ -229,7 +227,6 @@ CHECKS = (
         (
             "num_experts",
             "fp8_format",
-            "fp8_param_gather",
             "lora_rank",
             "lora_target_modules",
             "lora_dropout",

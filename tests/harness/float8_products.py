@@ -1,0 +1,36 @@
+"""A linear layer in fp8 against float64 products of the same quantised operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def assert_products(module: Any, length: int, batch: int, generator: torch.Generator, name: str) -> None:
+    """Assert that a layer's product, its input's gradient and its weight's are those of the quantised operands.
+
+    Shapes: the layer is given ``[length, batch, in]``.
+    """
+    weight, quantisers = module.weight, module.quantisers
+    x = torch.randn(length, batch, weight.shape[1], generator=generator).bfloat16().requires_grad_()
+    grad = torch.randn(length, batch, weight.shape[0], generator=generator).bfloat16()
+    output = module(x)
+    output.backward(grad)
+    (left, left_turned), (back, back_turned) = (
+        quantisers.matrix(operand, matrix.detach().flatten(0, 1), transpose=True, records=False)
+        for operand, matrix in (("input", x), ("grad", grad))
+    )
+    plain, turned = (
+        quantisers.weight(weight.detach(), transpose=flag, records=False, scale=None) for flag in (False, True)
+    )
+    assert x.grad is not None
+    for found, one, other in (
+        (output.detach().flatten(0, 1), left, plain),
+        (x.grad.flatten(0, 1), back, turned),
+        (weight.grad, back_turned, left_turned),
+    ):
+        exact = one.values(torch.float64) @ other.values(torch.float64).t()
+        # The result is rounded to bfloat16; sums are of float32.
+        largest = float(exact.abs().max())
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5 * largest, msg=name)

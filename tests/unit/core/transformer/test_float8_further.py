@@ -1,0 +1,62 @@
+"""Layers that predict further tokens in fp8, against float64 products of the same quantised operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.models.float8_layers import compute_in_float8, describe_float8
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_group import single_rank_group
+from tests.harness.float8_products import assert_products
+from tests.harness.toy_model import load_global_weights, make_model
+
+SHAPE: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "mtp_num_layers": 2,
+    "num_layers": 3,
+    "hidden_size": 144,
+    "ffn_hidden_size": 32,
+    "bf16": True,
+    "fp8_format": "hybrid",
+    "add_bias_linear": False,
+}
+LENGTH, BATCH = 24, 2
+
+
+def make(recipe: str, **config: Any) -> GPTModel:
+    model = make_model(single_rank_group(), **{**SHAPE, "fp8_recipe": recipe, **config})
+    load_global_weights(model)
+    compute_in_float8([model], model.config, "cpu")
+    return model
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_all_products_are_those_of_quantised_operands(recipe: str) -> None:
+    further = make(recipe).mtp.layers["1"]
+    layer, generator = further.transformer_layer, torch.Generator().manual_seed(5)
+    attention, mlp = layer.self_attention, layer.mlp
+    modules = further.eh_proj, attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
+    for number, module in enumerate(modules):
+        assert_products(module, LENGTH, BATCH, generator, f"{number}, {recipe}")
+
+
+def test_each_product_has_a_place_of_its_own_behind_the_layers() -> None:
+    model = make("delayed")
+    places = model.config.float8_places
+    assert (places.num_layers, places.num_places, places.join) == (5, 5, 4)
+    found = [module.quantisers._place for module in model.modules() if getattr(module, "quantisers", None)]
+    expected = [(layer, place) for layer in range(5) for place in range(4)] + [(3, 4), (4, 4)]
+    assert sorted(found) == sorted(expected)
+
+
+def test_they_are_in_fp8_where_the_last_layers_are_not() -> None:
+    """As in Megatron, which applies --first-last-layers-bf16 to the model's own layers alone."""
+    model = make("delayed", first_last_layers_bf16=True)
+    found = {module.quantisers._place[0] for module in model.modules() if getattr(module, "quantisers", None)}
+    assert found == {1, 3, 4}
+    line = describe_float8(model.config, "cpu")
+    assert line is not None
+    assert "layers 2 to 2 of 3, and those of further tokens" in line
