@@ -22,7 +22,11 @@ _FIGURES = (
     ("tflops_per_device", "Throughput of each device", "TFLOP/s"),
     ("mfu", "Model FLOPs utilization", "part of the peak"),
     ("step_time_s", "Time of an iteration", "seconds"),
-    ("memory_mib.max_allocated", "Memory of the first rank, largest so far", "MiB"),
+    (
+        "memory_mib.max_allocated",
+        "Peak memory of the first rank since its process began",
+        "MiB, on a CPU of the process",
+    ),
     ("loss_scale", "Loss scale", "factor"),
     ("global_batch_size", "Global batch size", "samples"),
     ("params_norm", "Norm of the parameters", "L2 norm"),

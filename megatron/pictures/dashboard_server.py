@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from megatron.core.errors import DataError
+from megatron.pictures.checkpoint_health import HealthChecks
 from megatron.pictures.metrics_record import MetricsRecord, read_metrics
 from megatron.pictures.run_folder import RunFolder, find_runs
 from megatron.pictures.run_page import page, to_body
@@ -48,6 +49,7 @@ class DashboardServer(http.server.ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
         self.folder = folder
         self.token = token
+        self.checks = HealthChecks()
         self._records: dict[Path, tuple[tuple[int, int], MetricsRecord]] = {}
 
     def record(self, name: str, run: Path) -> MetricsRecord:
@@ -119,7 +121,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not records and not problems:
             return f"<p>No run in {escape(str(self.server.folder))} has written a metrics.jsonl yet.</p>"
         drawn = [to_body(records)] if records else []
-        parts = (part for name in chosen for part in RunFolder(name, runs[name]).parts())
+        parts = (part for name in chosen for part in RunFolder(name, runs[name], self.server.checks).parts())
         return "\n".join([*problems, *drawn, *parts])
 
     def _answer(self, status: int, text: str) -> None:

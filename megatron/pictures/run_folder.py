@@ -13,11 +13,14 @@ from megatron.advice.pipeline_chart import draw_svg
 from megatron.core.errors import DataError
 from megatron.core.pipeline_parallel.simulator import ScheduleError
 from megatron.core.pipeline_parallel.timeline import read_timeline
+from megatron.pictures.checkpoint_health import HealthChecks
 from megatron.pictures.metrics_record import METRICS_FILE
 from megatron.pictures.planned_schedule import planned_timeline
+from megatron.training.process.hang.hang_report import HangReportError, read_hang_report
 
 _DEEPEST, _MOST_RUNS, _MOST_SHOWN = 4, 200, 8
 _LARGEST_SCHEDULE = 1 << 22
+_LARGEST_REPORT, _HANG_LINES = 1 << 25, 8
 _CHART_WIDTH = 1080
 
 
@@ -49,6 +52,7 @@ class RunFolder:
 
     name: str
     path: Path
+    checks: HealthChecks
 
     def parts(self) -> Iterator[str]:
         """Yield the parts: checkpoints, hangs and recorded schedules; nothing for what there is none of."""
@@ -56,13 +60,16 @@ class RunFolder:
         if rows:
             yield (
                 f"<h2>Checkpoints of {escape(self.name)}</h2><table><tr><th>checkpoint</th><th>MiB</th>"
-                f"<th>state</th></tr>{''.join(rows)}</table>"
+                f"<th class='text'>state</th><th class='text'>health</th></tr>{''.join(rows)}</table><p>Names and sizes of files are compared; "
+                "<code>megatron inspect DIR --verify</code> reads every byte.</p>"
             )
-        for path in sorted(self.path.glob("hang-*.json"), reverse=True)[:_MOST_SHOWN]:
+        for number, path in enumerate(sorted(self.path.glob("hang-*.json"), reverse=True)[:_MOST_SHOWN]):
             yield (
                 f'<p class="bad">A hang was reported: <code>{escape(str(path))}</code>; '
                 f"<code>python tools/read_flight.py</code> explains it.</p>"
             )
+            if number == 0:
+                yield from _hang(path)
         for path in sorted(self.path.glob("*schedule*.json"))[:_MOST_SHOWN]:
             yield from self._schedule(path)
 
@@ -72,7 +79,9 @@ class RunFolder:
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             notes = ["the one that is loaded"] if folder.name == newest else []
             notes += ["known to train"] if (folder / "known_to_train.json").is_file() else []
+            health = self.checks.of(folder)
             cells = f'<td>{size / 2**20:.1f}</td><td class="text">{", ".join(notes)}</td>'
+            cells += f'<td class="text{"" if health.is_whole else " bad"}">{escape(health.words)}</td>'
             yield f"<tr><td>{escape(folder.name)}</td>{cells}</tr>"
 
     def _newest(self) -> str:
@@ -97,3 +106,18 @@ class RunFolder:
                 f"each, and none that waits for more than it needs: {planned.makespan:.4g} s in place of "
                 f'{recorded.makespan:.4g} s.</p><div class="wide">{draw_svg(planned, _CHART_WIDTH)}</div>'
             )
+
+
+def _hang(path: Path) -> Iterator[str]:
+    """Yield the first lines of a report of a hang, and who holds up whom."""
+    try:
+        if path.stat().st_size > _LARGEST_REPORT:
+            raise HangReportError(f"it is larger than {_LARGEST_REPORT} bytes")
+        report = read_hang_report(path)
+    except (OSError, HangReportError) as error:
+        yield f"<p>{escape(str(error))}</p>"
+        return
+    headline = report.to_text().splitlines()[0]
+    first = "\n".join([report.time, headline, *report.table()[:_HANG_LINES]])
+    yield f'<pre class="wide">{escape(first)}</pre>'
+    yield from (f'<p class="sample">{escape(line)}</p>' for line in report.culprit_lines()[:_HANG_LINES])

@@ -17,7 +17,7 @@ h2 { margin-top: 1.2em; } .charts { margin-top: 14px; }
 svg.chart { width: 100%; height: auto; border: 1px solid #ddd; border-radius: 4px; }
 circle:hover { fill-opacity: 1; } table { border-collapse: collapse; }
 td, th { padding: 3px 12px; text-align: right; border-bottom: 1px solid #ddd; } td:first-child, th:first-child,
-td.text { text-align: left; overflow-wrap: anywhere; } .wide { overflow-x: auto; }
+td.text, th.text { text-align: left; overflow-wrap: anywhere; } .wide { overflow-x: auto; }
 .key { display: inline-block; width: 12px; height: 12px; margin-right: 6px; }
 .bad { color: #a00; } form { margin: 6px 0; }
 .sample { white-space: pre-wrap; overflow-wrap: anywhere; } .sample b { color: #555; font-weight: normal; }

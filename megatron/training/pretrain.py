@@ -243,7 +243,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
     with timers("load-checkpoint"):
         train_state = checkpoints.resume() if continuation is None else continuation.resume(checkpoints)
     runtime.flight.iteration = train_state.iteration
-    if runtime.is_reporter and config.checkpoint.local_save is not None:
+    if runtime.is_reporter and config.checkpoint.save is not None:
         kept_open.callback(RunRecord(config, application.launch, train_state.iteration, log).close)
     log(timers.report(runtime.state.world, ["load-checkpoint"]))
     log(format_datetime("after model, optimizer, and learning rate scheduler are built"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands.checkpoint import diff, inspect
+from megatron.commands.training.continued_run import ContinuedRun
 from megatron.core.dist_checkpointing.index import read_index
 from tests.e2e.toy_run import DATA, exact_figures, toy_args
 from tests.harness.distributed import RankFailure
@@ -59,12 +61,25 @@ def test_the_index_of_the_data_is_in_the_store_too(folder: Path) -> None:
 
 def test_a_store_holds_what_the_indices_name_and_nothing_else(folder: Path) -> None:
     store = folder / "store" / "run"
-    assert sorted(path.name for path in store.iterdir()) == ["iter_0000004", "iter_0000006", store_tracker(store).name]
+    names = ["iter_0000004", "iter_0000006", store_tracker(store).name, "run_record"]
+    assert sorted(path.name for path in store.iterdir()) == names
     assert store_tracker(store).read_text() == "6"
     for iteration in store.glob("iter_*"):
         shards = {path.name for path in iteration.glob("shard_*")}
         assert shards == set(read_index(iteration).files)
         assert len(shards) == 2
+
+
+def test_a_run_in_a_store_goes_on_by_its_record(folder: Path) -> None:
+    url = f"file://{folder}/store/run"
+    starts = (folder / "store" / "run" / "run_record" / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in starts] == [0, 4]
+    run = ContinuedRun.read(url)
+    assert run.nproc * run.nnodes == 2
+    words = [*run.words, "--train-iters", "8", "--metrics-jsonl", str(folder / "more"), "--save-interval", "8"]
+    resumed = fork_training(words, nproc=2, program=run_at_home).check()
+    assert f"loading checkpoint from {url} at iteration 6" in resumed.stdout
+    assert [line["iteration"] for line in resumed.iterations()] == [7, 8]
 
 
 def store_tracker(store: Path) -> Path:

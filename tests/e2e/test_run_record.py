@@ -14,12 +14,14 @@ import torch
 from megatron.commands.training import train
 from megatron.commands.training.continued_run import ContinuedRun
 from megatron.core.errors import ConfigurationError
+from megatron.core.files.object_path import as_path
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.sources.printed_config import format_config
 from megatron.training.process.initialize import LaunchEnvironment
 from megatron.training.reporting.run_record import RunRecord
 from tests.e2e.toy_run import DATA, assert_same_checkpoints, exact_figures, newest, toy_args
 from tests.harness.forked_training import fork_training
+from tests.harness.object_faults import empty_memory_store
 
 FLAGS = "--swiglu --hidden-dropout 0.1 --bf16 --train-iters 6 --save-interval 3"
 
@@ -127,9 +129,54 @@ def test_words_beside_a_run_that_goes_on_are_said_to_be_seen_from_its_folder(
     assert f"{tmp_path / 'gone'} is gone" in capsys.readouterr().err
 
 
-def test_a_run_in_an_object_store_has_no_record(capsys) -> None:
-    assert train.main(["--continue", "s3://bucket/run"]) == 2
-    assert capsys.readouterr().err == (
-        "error: --continue s3://bucket/run: a run that saves into an object store keeps no record; give its flags with "
-        "--load s3://bucket/run\n"
-    )
+def test_a_run_in_an_object_store_has_its_record_there(tmp_path: Path) -> None:
+    flags = ["--save", "memory://bucket/run", "--data-path", "memory://bucket/data", "--metrics-jsonl", "metrics.jsonl"]
+    with empty_memory_store():
+        for suffix in (".idx", ".bin"):
+            as_path(f"memory://bucket/data{suffix}").write_bytes(DATA.with_name(DATA.name + suffix).read_bytes())
+        config = resolve_arguments([*toy_args(tmp_path, "--train-iters 6", save=False, data=False), *flags], 1).config
+        for iteration in (0, 3):
+            RunRecord(config, LaunchEnvironment(), iteration, print).close()
+        record = as_path("memory://bucket/run/run_record")
+        assert sorted(path.name for path in record.iterdir()) == [
+            *("config.toml", "continue.toml", "data.json", "environment.json", "starts.jsonl"),
+        ]
+        starts = [json.loads(line)["iteration"] for line in (record / "starts.jsonl").read_text().splitlines()]
+        assert starts == [0, 3]
+        content = DATA.with_name(DATA.name + ".bin").read_bytes()
+        files = json.loads((record / "data.json").read_text())
+        assert files.keys() == {"memory://bucket/data.idx", "memory://bucket/data.bin"}
+        assert files["memory://bucket/data.bin"]["sha256_of_blocks"] == digest_of_blocks(content)
+
+        begun = ContinuedRun.read("memory://bucket/run")
+        assert begun.words == ("--config", f"{record}/config.toml", "--save", "memory://bucket/run")
+        as_path("memory://bucket/run/latest_checkpointed_iteration.txt").write_bytes(b"3")
+        saved = ContinuedRun.read("memory://bucket/run")
+        assert saved.words[-2:] == ("--load", "memory://bucket/run")
+        resumed = resolve_arguments(list(saved.words), 1).config
+        assert resumed.data.data_path == ("memory://bucket/data",)
+        assert resumed.checkpoint == dataclasses.replace(config.checkpoint.resumed(), load="memory://bucket/run")
+
+
+def digest_of_blocks(content: bytes) -> str:
+    """Return the checksum of a file's size and of 16 blocks of 64 KiB, spread evenly."""
+    size, length = len(content), 2**16
+    step = max(length, (size - length) // 15)
+    blocks = b"".join(content[start : start + length] for start in range(0, size, step))
+    return hashlib.sha256(str(size).encode() + blocks).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("memory://bucket/run", "--continue memory://bucket/run: memory://bucket/run/run_record/environment.json "),
+        ("s3://id:hunter2@bucket/run", "--continue: s3://*** holds a credential or a port"),
+        ("https://host/run", "--continue: https:// is not a store that can be used"),
+    ],
+)
+def test_a_url_without_a_record_is_refused(url: str, said: str, capsys) -> None:
+    with empty_memory_store():
+        assert train.main(["--continue", url]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}")
+    assert "hunter2" not in line

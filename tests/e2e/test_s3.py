@@ -138,6 +138,7 @@ def test_a_run_goes_on_bitwise_and_its_checkpoints_are_whole(outputs: str, store
         "iter_0000004",
         "iter_0000006",
         "latest_checkpointed_iteration.txt",
+        "run_record",
     ]
 
 
@@ -251,7 +252,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_a_whole_checkpoint(sto
     kept = saved_iterations(tmp_path / "checkpoints")
     assert store.run(WHOLE).splitlines()[-1].split() == ["whole:", *map(str, kept)]
     names = store.run("import s3fs; print(*s3fs.S3FileSystem().ls('bucket/killed'))").split()
-    expected = [*(f"iter_{number:07d}" for number in kept), "latest_checkpointed_iteration.txt"]
+    expected = [*(f"iter_{number:07d}" for number in kept), "latest_checkpointed_iteration.txt", "run_record"]
     assert sorted(name.rpartition("/")[2] for name in names) == expected
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.errors import ConfigurationError
-from megatron.core.files.object_path import is_url
+from megatron.core.errors import ConfigurationError, StorageError
+from megatron.core.files.object_path import as_path
 from megatron.core.files.plain_file import parse_json, read_plain_text
 from megatron.interop.new_iteration import TRACKER_FILE
 from megatron.training.reporting.run_record import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE, RECORD_FOLDER
@@ -31,14 +31,12 @@ class ContinuedRun:
         A run without a checkpoint begins again as it began.
 
         Raises:
-            ConfigurationError: there is no record that can be read; an object store has none.
+            ConfigurationError: there is no record that can be read.
         """
-        if is_url(directory):
-            raise ConfigurationError(
-                f"--continue {directory}: a run that saves into an object store keeps no record; give its flags with "
-                f"--load {directory}"
-            )
-        folder = Path(directory).resolve()
+        try:
+            folder = as_path(directory).resolve()
+        except StorageError as error:
+            raise ConfigurationError(f"--continue: {error}") from error
         record = folder / RECORD_FOLDER
         try:
             environment = parse_json(read_plain_text(record / ENVIRONMENT_FILE))

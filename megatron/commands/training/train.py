@@ -62,7 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--node-rank", metavar="R", help="number of this machine, from 0 on")
     group.add_argument("--master-addr", metavar="HOST", help="the machine with --node-rank 0")
     group.add_argument("--master-port", metavar="PORT", help=f"a port of it that is free ({_DEFAULT_PORT})")
-    group.add_argument("--continue", metavar="DIR", help="go on with the run that saves there; needs nothing else")
+    group.add_argument(
+        "--continue", metavar="DIR", help="go on with the run that saves there (or to a URL); needs nothing else"
+    )
     group.add_argument("--script", metavar="FILE", help="a script of yours in place of pretrain_gpt.py")
     return parser
 

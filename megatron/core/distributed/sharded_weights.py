@@ -171,6 +171,14 @@ class ShardedWeights(LayersInUse):
                 (label,) = {labels[id(parameter)] for parameter in buffer.parameters_of(bucket)}
                 named[label].buckets.append((buffer.weights, index))
         self._all = tuple(named.values())
+        self._hook(chunk, first)
+
+    def follow_chunk(self, chunk: nn.Module, layers: Sequence[nn.Module], first: nn.Module | None) -> None:
+        """Have the whole weights for the passes of another chunk too, which holds the same parameters."""
+        self.follow(layers)
+        self._hook(chunk, first)
+
+    def _hook(self, chunk: nn.Module, first: nn.Module | None) -> None:
         chunk.register_forward_pre_hook(self._begin_forward)
         chunk.register_forward_hook(self._end_forward)
         if first is not None:

@@ -31,7 +31,12 @@ class LayersInUse:
     def __init__(self, layers: Sequence[nn.Module], weights: Sequence[ComingWeights]) -> None:
         self.is_away = False
         self._weights = tuple(weights)
-        self._index_of = {id(layer): index for index, layer in enumerate(layers)}
+        self._index_of: dict[int, int] = {}
+        self.follow(layers)
+
+    def follow(self, layers: Sequence[nn.Module]) -> None:
+        """Take other layers that hold the same weights, in the same order, for these."""
+        self._index_of |= {id(layer): index for index, layer in enumerate(layers)}
 
     def enter(self, modules: Sequence[nn.Module]) -> None:
         """Have the weights of layers that run next, and begin to bring those of the layer behind them."""

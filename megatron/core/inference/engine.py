@@ -24,6 +24,7 @@ from megatron.core.inference.staged_model import StagedModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks
+from megatron.core.process_group import Group
 
 TokenCallback = Callable[[int, int], None]
 """(number of the prompt, token): called for each token as soon as it is known."""
@@ -61,7 +62,8 @@ def generate(
 class InferenceEngine:
     """Continue prompts with one model, or with this rank's stage of it.
 
-    ``links``, those of `create_pipeline_links`, are needed where there is a pipeline.
+    ``links``, those of `create_pipeline_links`, are needed where there is a pipeline. ``further_chunks`` and ``twins``
+    are those of `StagedModel`.
 
     Raises:
         ConfigurationError: the model was built for training over several processes, or the links are missing.
@@ -73,11 +75,14 @@ class InferenceEngine:
         state: ParallelState,
         links: PipelineLinks | None = None,
         max_batch_size: int = MAX_BATCH_SIZE,
+        *,
+        further_chunks: Sequence[GPTModel] = (),
+        twins: Group | None = None,
     ) -> None:
         self.model = model
         self.state = state
         self.max_batch_size = max_batch_size
-        self.staged = StagedModel(model, state, links)
+        self.staged = StagedModel(model, state, links, further_chunks, twins)
 
     def generate(
         self,
@@ -139,13 +144,15 @@ class InferenceEngine:
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Let the model neither drop anything nor keep anything for a backward pass."""
-        was_training = self.model.training
-        self.model.eval()
+        trained = [chunk for chunk in self.staged.chunks if chunk.training]
+        for chunk in trained:
+            chunk.eval()
         try:
             with torch.inference_mode():
                 yield
         finally:
-            self.model.train(was_training)
+            for chunk in trained:
+                chunk.train()
 
     def _run_sampled(
         self,

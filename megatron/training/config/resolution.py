@@ -352,10 +352,8 @@ def _checkpoint_notes(config: RunConfig) -> list[str]:
     """Return a line for each flag that asks something of a save or a load that there will not be."""
     checkpoint = config.checkpoint
     notes = []
-    if checkpoint.save is not None and checkpoint.local_save is None:
-        notes = [f"--save {checkpoint.save} takes no record of the run, which megatron train --continue would need"]
-        if config.logging.metrics_jsonl is None:
-            notes.append(f"--save {checkpoint.save} takes no metrics.jsonl; give --metrics-jsonl FILE to have one")
+    if checkpoint.save is not None and checkpoint.local_save is None and config.logging.metrics_jsonl is None:
+        notes.append(f"--save {checkpoint.save} takes no metrics.jsonl; give --metrics-jsonl FILE to have one")
     folders = {"--save DIR": checkpoint.save, "--load DIR": checkpoint.load, "--keep-last N": checkpoint.keep_last}
     return notes + [
         f"{spec.typed(value)} has no effect without {needed}"

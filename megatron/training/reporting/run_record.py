@@ -1,6 +1,6 @@
 """The record of a run beside its checkpoints: configuration, software, state of the code, and data.
 
-``DIR/run_record`` of ``--save DIR`` holds
+``DIR/run_record`` of ``--save DIR``, which may be in an object store, holds
 
 - ``config.toml``, the configuration as it was resolved; ``continue.toml``, the one that goes on from the checkpoints,
 - ``environment.json``: command line, machine, processes, versions, the commit of the code and what differs from it,
@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -24,6 +25,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megatron.core.errors import StorageError
+from megatron.core.files.object_path import ObjectPath, as_path
+from megatron.core.files.ranged_file import open_ranged, read_range
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.sources.printed_config import format_config
 from megatron.training.process.initialize import LaunchEnvironment
@@ -57,14 +61,14 @@ class RunRecord:
         self, config: RunConfig, launch: LaunchEnvironment, iteration: int, log: Callable[[str], None]
     ) -> None:
         assert config.checkpoint.save is not None, "there is no record without --save"
-        self._folder = Path(config.checkpoint.save) / RECORD_FOLDER
+        self._folder = as_path(config.checkpoint.save) / RECORD_FOLDER
         self._config, self._launch, self._iteration, self._log = config, launch, iteration, log
         try:
             self._folder.mkdir(exist_ok=True)
             self._write(CONFIG_FILE, _described(config, launch))
             continuing = dataclasses.replace(config, checkpoint=config.checkpoint.resumed())
             self._write(CONTINUE_FILE, _described(continuing, launch))
-        except OSError as error:
+        except (OSError, StorageError) as error:
             self._cannot_write(error)
             return
         self._thread = threading.Thread(target=self._write_rest, name="run record", daemon=True)
@@ -93,19 +97,30 @@ class RunRecord:
         }
         try:
             self._write(ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
-            with (self._folder / "starts.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(start) + "\n")
+            self._append("starts.jsonl", json.dumps(start) + "\n")
             files = {str(path): _checksum(path) for path in _data_files(self._config)}
             self._write("data.json", json.dumps(files, indent=1) + "\n")
-        except OSError as error:
+        except (OSError, StorageError) as error:
             self._cannot_write(error)
 
     def _write(self, name: str, text: str) -> None:
+        if isinstance(self._folder, ObjectPath):
+            (self._folder / name).write_bytes(text.encode())  # whole or not at all
+            return
         hidden = self._folder / f".{name}.{os.getpid()}"
         hidden.write_text(text, encoding="utf-8")
         hidden.replace(self._folder / name)
 
-    def _cannot_write(self, error: OSError) -> None:
+    def _append(self, name: str, line: str) -> None:
+        path = self._folder / name
+        if isinstance(path, ObjectPath):
+            # One run owns the folder: nobody else writes here.
+            path.write_bytes((path.read_bytes() if path.is_file() else b"") + line.encode())
+            return
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def _cannot_write(self, error: OSError | StorageError) -> None:
         self._log(f"WARNING: --save {self._folder.parent}: the run's record cannot be written: {error}")
 
 
@@ -145,19 +160,18 @@ def _data_files(config: RunConfig) -> Iterator[Path]:
     data = config.data
     words = (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
     for word in dict.fromkeys((*words, *config.validation.extra_valid_datalist)):
-        for path in (Path(word), Path(f"{word}.idx"), Path(f"{word}.bin")):
+        for path in (as_path(word), as_path(f"{word}.idx"), as_path(f"{word}.bin")):
             if path.is_file():
                 yield path
 
 
 def _checksum(path: Path) -> dict[str, Any]:
     """Return a file's size and the SHA-256 of blocks spread evenly over it, which are all of a file up to 1 MiB."""
-    size = path.stat().st_size
-    step = max(_BLOCK_BYTES, (size - _BLOCK_BYTES) // (_BLOCKS - 1))
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
+    with contextlib.closing(open_ranged(path)) as file:
+        size = file.num_bytes
+        step = max(_BLOCK_BYTES, (size - _BLOCK_BYTES) // (_BLOCKS - 1))
+        digest = hashlib.sha256(str(size).encode())
         for place in range(0, size, step):
-            file.seek(place)
-            digest.update(file.read(_BLOCK_BYTES))
+            digest.update(read_range(file, place, _BLOCK_BYTES))
     whole = size <= _BLOCKS * _BLOCK_BYTES
     return {"bytes": size, "sha256_of_blocks": digest.hexdigest(), "covers": "all" if whole else f"{_BLOCKS} blocks"}

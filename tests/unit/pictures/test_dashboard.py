@@ -7,16 +7,23 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
 from megatron.commands.pictures.dashboard import main
+from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, write_index
+from megatron.core.flight.communication import Communication
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.timeline import write_timeline
 from megatron.pictures.dashboard_server import DashboardServer, address
+from megatron.training.process.hang.diagnosis import Culprit, Diagnosis
+from megatron.training.process.hang.hang_report import HangReport
+from megatron.training.process.hang.processes import ProcessName
+from megatron.training.process.hang.rank_state import RankState
 from tests.unit.pictures.test_plot import titles, write_run
 
 TOKEN = "a-token-of-tests"
@@ -94,10 +101,79 @@ def test_checkpoints_hangs_and_recorded_schedules_are_shown(server: DashboardSer
     write_timeline(run / "schedule.json", simulate(build_schedule("1f1b", 2, 4), 1))
     (run / "old-schedule.json").write_text(json.dumps({"events": []}))
     text = get(server, "body")[1]
-    assert '<td>iter_0000010</td><td>0.0</td><td class="text">the one that is loaded</td>' in text
-    assert '<td>iter_0000005</td><td>0.0</td><td class="text">known to train</td>' in text
+    assert '<td>iter_0000010</td><td>0.0</td><td class="text">the one that is loaded</td><td' in text
+    assert '<td>iter_0000005</td><td>0.0</td><td class="text">known to train</td><td' in text
     assert "hang-20261122-140005.json" in text
+    assert "is no hang report; name a hang-*.json" in text
     assert text.count("Recorded schedule of first") == text.count("Planned schedule of first") == 1
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Write an index of two shards, and the shards."""
+    folder.mkdir()
+    sizes = {"shard_00000.safetensors": 30, "shard_00001.safetensors": 20}
+    for name, size in sizes.items():
+        (folder / name).write_bytes(bytes(size))
+    files = {name: StoredFile(size, 8, "00000000") for name, size in sizes.items()}
+    write_index(folder, CheckpointIndex({}, files, {"progress": {}}))
+
+
+WHOLE = '<td class="text">whole: the index has its checksum, 2 shards have their sizes</td>'
+
+
+def test_each_checkpoint_has_its_health(server: DashboardServer) -> None:
+    run = server.folder / "first"
+    for iteration in range(1, 7):
+        write_checkpoint(run / f"iter_{iteration:07d}")
+    (run / "iter_0000002" / "shard_00000.safetensors").write_bytes(bytes(29))
+    (run / "iter_0000003" / "shard_00001.safetensors").unlink()
+    (run / "iter_0000004" / "index.json").unlink()
+    index = run / "iter_0000005" / "index.json"
+    index.write_text(index.read_text().replace("shard_00001", "shard_00007"))
+    (run / "iter_0000006" / "index.json").write_text("{")
+    (run / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
+    text = get(server, "body")[1]
+    assert f'<td>iter_0000001</td><td>0.0</td><td class="text"></td>{WHOLE}' in text
+    assert text.count(WHOLE) == 1
+    for words in (
+        "shard_00000.safetensors has 29 of 30 bytes",
+        "shard_00001.safetensors is missing",
+        "no index.json: not finished, or damaged",
+        "index.json was changed after it was written",
+        f"{run / 'iter_0000006' / 'index.json'}: not readable as JSON",
+    ):
+        assert f'<td class="text bad">{words}' in text
+    assert '<td class="text">Megatron&#x27;s torch format, which has no checksums: not checked</td>' in text
+    # What was damaged is looked at again.
+    write_checkpoint(run / "iter_0000008")
+    (run / "iter_0000002" / "shard_00000.safetensors").write_bytes(bytes(30))
+    assert get(server, "body")[1].count(WHOLE) == 3
+
+
+def test_the_last_report_of_a_hang_is_told(server: DashboardServer) -> None:
+    run = server.folder / "first"
+    blocked = Communication("tp ranks 0,1", 7, "all_reduce", 64, (4, 4), "a/<b>.py:12", 30.0, None)
+    process = ProcessName("node", "machine", 41, 5)
+    states = {
+        0: RankState(0, process, phase="forward", iteration=3, blocked=blocked, entered={blocked.channel: 7}),
+        1: RankState(1, process, phase="forward", iteration=3, entered={blocked.channel: 6}),
+    }
+    diagnosis = Diagnosis({0: (1,)}, (Culprit(1, blocked, (0,), False),))
+    report = HangReport(
+        20.0, states, {0: 30.0, 1: 30.0}, {0: "alive", 1: "stopped"}, {}, diagnosis, "2026-11-22 14:00:05"
+    )
+    (run / "hang-20261121-000000.json").write_text("{}")
+    written = report.write(run)
+    assert written is not None
+    text = get(server, "body")[1]
+    told = text.partition('<pre class="wide">')[2].partition("</pre>")[0].splitlines()
+    assert told[:2] == ["2026-11-22 14:00:05", "HANG: nothing has got done for 30.0 s; 3 iterations are done"]
+    assert len(told) == 5
+    (culprit,) = report.culprit_lines()
+    assert "has not entered all_reduce #7 of tp ranks 0,1, 64 bytes (a/<b>.py:12)" in culprit
+    assert f'<p class="sample">{escape(culprit)}</p>' in text
+    assert text.count('<pre class="wide">') == 1
+    assert text.count("A hang was reported") == 2
 
 
 def test_a_step_of_no_run_is_not_looked_for(server: DashboardServer) -> None:

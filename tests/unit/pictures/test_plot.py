@@ -44,7 +44,7 @@ def test_a_page_has_a_chart_for_each_figure_and_needs_no_network(tmp_path: Path,
     page = (folder / "plot.html").read_text()
     assert titles(page) == [
         *("Training loss", "Validation loss", "Gradient norm, before clipping", "Learning rate", "Throughput"),
-        *("Memory of the first rank, largest so far", "balance loss"),
+        *("Peak memory of the first rank since its process began", "balance loss"),
     ]
     assert not re.search(r'(src|href)="', page)
     assert ">code<" in page

@@ -13,7 +13,7 @@ from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 
 _FOLDERS = ("save", "load", "pretrained_checkpoint", "data_cache_path")
-_DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_OPENED = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "config")
 _TEXTS = ("TEXT", "TOKEN")
 
 
@@ -71,7 +71,7 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
 
 def _check_urls(config: RunConfig) -> Iterator[str]:
     for spec, value in config.flags():
-        if spec.options.metavar in _TEXTS or spec.name in _DATA:  # data are opened, which says what is wrong
+        if spec.options.metavar in _TEXTS or spec.name in _OPENED:  # opening says what is wrong
             continue
         for text in value if isinstance(value, tuple) else (value,):
             if not isinstance(text, str):

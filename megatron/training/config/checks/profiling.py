@@ -37,32 +37,15 @@ def _check_folder(config: RunConfig) -> Iterator[str]:
 
 def _check_looks(config: RunConfig) -> Iterator[str]:
     interval, tasks = config.logging.sample_interval, config.validation.eval_tasks
-    if interval is not None:
-        if not config.logging.sample_prompts:
-            yield f"--sample-interval {interval} has nothing to continue; add --sample-prompts TEXT"
-        yield from _check_layout(config, f"--sample-interval {interval}")
-    if tasks:
-        if not config.validation.eval_interval and config.validation.eval_tasks_interval is None:
-            yield "--eval-tasks with --eval-interval 0 would ask nothing; add --eval-tasks-interval N"
-        yield from _check_layout(config, f"--eval-tasks {' '.join(tasks)}")
-
-
-def _check_layout(config: RunConfig, flag: str) -> Iterator[str]:
-    model = config.model
-    for words, is_given in (
-        (f"--context-parallel-size {model.context_parallel_size}", model.context_parallel_size > 1),
-        ("--sequence-parallel", model.sequence_parallel),
-        ("several model chunks on a pipeline rank", config.stage_layout.num_chunks > 1),
-        (f"--fp8-format {model.fp8_format}", model.fp8_format is not None),
-        (f"--cuda-graph-impl {config.training.cuda_graph_impl}", config.training.cuda_graph_impl != "none"),
-    ):
-        if is_given:
-            yield f"{flag} does not go with {words}: single tokens are generated; leave one out"
+    if interval is not None and not config.logging.sample_prompts:
+        yield f"--sample-interval {interval} has nothing to continue; add --sample-prompts TEXT"
+    if tasks and not config.validation.eval_interval and config.validation.eval_tasks_interval is None:
+        yield "--eval-tasks with --eval-interval 0 would ask nothing; add --eval-tasks-interval N"
 
 
 CHECKS = (
     Check(("profile_step_start", "profile_step_end"), _check_steps),
     Check(("profile_ranks",), _check_ranks),
     Check(("tensorboard_dir", "save"), _check_folder),
-    Check(("num_layers", "pipeline_model_parallel_layout"), _check_looks),
+    Check(("sample_interval", "eval_tasks"), _check_looks),
 )

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.errors import ConfigurationError
+from megatron.core.errors import ConfigurationError, StorageError
+from megatron.core.files.object_path import as_path
 from megatron.core.files.plain_file import read_plain_text
 
 _TOML, _YAML = (".toml",), (".yaml", ".yml")
@@ -43,10 +44,12 @@ def _parse(path: str) -> Any:
     if suffix not in (*_TOML, *_YAML):
         raise ConfigurationError(f"--config {path} is neither .toml nor .yaml; give a file of one of these kinds")
     try:
-        text = read_plain_text(path)
+        text = read_plain_text(as_path(path))
         return _from_toml(path, text) if suffix in _TOML else _from_yaml(path, text)
     except OSError as error:
         raise ConfigurationError(f"--config {path} cannot be read: {error.strerror or error}; name a file") from error
+    except StorageError as error:
+        raise ConfigurationError(f"--config: {error}") from error
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"--config {path} is no {suffix[1:].upper()}: {reason}") from error

@@ -14,5 +14,5 @@ class SourceConfig(Config, role="output"):
     model_preset: str | None = flag(None, metavar="NAME")
     """Model whose shape is taken from a file of this project; --config and flags win over it."""
     config: tuple[str, ...] = flag((), append=True, metavar="FILE")
-    """TOML or YAML file of flags and their values, as --print-config writes it; may be repeated: later files win over
-    earlier ones, and the command line over all."""
+    """TOML or YAML file of flags and their values, or its URL, as --print-config writes it; may be repeated: later
+    files win over earlier ones, and the command line over all."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.inference.engine import InferenceEngine
+from megatron.core.inference.shared_model import share_model
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.process_group import single_rank_group
@@ -50,15 +51,23 @@ def open_looks(
     sampling, tasks = config.logging.sample_interval, config.validation.eval_tasks
     if sampling is None and not tasks:
         return ModelLooks()
-    model, state = parts.chunks[0], runtime.state
-    if not isinstance(model, GPTModel):
+    state = runtime.state
+    models = [chunk for chunk in parts.chunks if isinstance(chunk, GPTModel)]
+    if len(models) < len(parts.chunks):
         flag = "--eval-tasks" if sampling is None else "--sample-interval"
         raise ConfigurationError(f"{flag}: this model generates no text; leave it out")
-    # Copies of the model and the ranks of none other take part in nothing.
-    alone = replace(state, dp=single_rank_group(("dp",), state.rank), cp=single_rank_group(("cp",), state.rank))
-    device = runtime.device.torch_device
-    links = create_pipeline_links(state.pp, device=device) if state.pp.size > 1 else None
-    engine = InferenceEngine(model, alone, links)
+    shared = [share_model(model, wrapped, state) for model, wrapped in zip(models, parts.ddp_chunks, strict=True)]
+    # Each copy of the model runs by itself, and so does each context-parallel rank.
+    no_dp, no_cp = (single_rank_group((axis,), state.rank) for axis in ("dp", "cp"))
+    links = None
+    if state.pp.size > 1:
+        device = runtime.device.torch_device
+        links = create_pipeline_links(state.pp, wraps_around=len(shared) > 1, device=device)
+    # Where copies share experts or shards of weights, all of them run every pass.
+    runs_together = config.parallel_sizes.has_expert_grid or config.ddp.shards_weights
+    copies, twins = (no_dp, state.dp_cp) if runs_together else (state.dp, state.cp)
+    alone = replace(state, dp=no_dp, cp=no_cp)
+    engine = InferenceEngine(shared[0], alone, links, further_chunks=shared[1:], twins=twins)
     if sampling is not None:
         from megatron.training.reporting.looks.sample_texts import SampleTexts
 
@@ -67,10 +76,9 @@ def open_looks(
         from megatron.training.reporting.looks.task_scores import TaskScores
 
         interval = config.validation.eval_tasks_interval or config.validation.eval_interval
-        looks.append(
-            (
-                interval,
-                TaskScores(config, runtime, parts, tokenizer, engine, lambda what, done, total: live.show(done, total)),
-            )
-        )
+
+        def show(what: str, done: int, total: int) -> None:
+            live.show(done, total)
+
+        looks.append((interval, TaskScores(config, runtime, parts, tokenizer, engine, copies, show)))
     return ModelLooks(tuple(looks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.errors import InputError
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.process_group import single_rank_group
+from megatron.core.process_group import Group
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.evaluation.harness_tasks import HarnessTasks, TaskChoice, figures_of
 from megatron.evaluation.model_ranks import ModelRanks, Show
@@ -20,7 +20,7 @@ from megatron.training.reporting.metrics import MetricsWriter
 class TaskScores:
     """Ask the model the questions of ``--eval-tasks``; all ranks make one together, and the reporter loads the tasks.
 
-    Copies of the model share the questions out, but for those whose experts are spread over them.
+    ``copies`` of the model share the questions out.
 
     Raises:
         InputError: the package is missing, or a task cannot be loaded.
@@ -33,6 +33,7 @@ class TaskScores:
         parts: TrainingParts,
         tokenizer: Tokenizer,
         engine: InferenceEngine,
+        copies: Group,
         show: Show,
     ) -> None:
         options, state = config.validation, runtime.state
@@ -54,9 +55,6 @@ class TaskScores:
             except InputError as failure:
                 error = failure
         raise_on_all_ranks(error, state.world)
-        # Where copies share experts or shards of weights, all of them run every pass.
-        is_spread = config.parallel_sizes.has_expert_grid or config.ddp.shards_weights
-        copies = single_rank_group(("dp",), state.rank) if is_spread else state.dp
         size = config.training.micro_batch_size
         self._ranks = ModelRanks(engine, self._encoding, state.world, copies, size, runtime.flight.tick, show)
 
