@@ -25,10 +25,17 @@ class Graph(Protocol):
 
 
 class GraphBackend(Protocol):
-    """Record work as graphs, which are replayed one after the other."""
+    """Record work as graphs, which are replayed one after the other, and always in the order of their recording.
+
+    Temporary memory of a graph may be what a later one keeps: to replay the first while that is needed destroys it.
+    """
 
     def capture(self, work: Work) -> Graph:
         """Return the work as a graph. Its results are there after the first replay, and not before."""
+        ...
+
+    def apart(self) -> GraphBackend:
+        """Return a backend with memory of its own, whose graphs may be replayed at any time between this one's."""
         ...
 
 
@@ -45,15 +52,19 @@ class CudaGraph:
 
 
 class CudaGraphBackend:
-    """Record work on the current CUDA device. All graphs share one pool, where one's temporary memory is another's.
+    """Record work on the current CUDA device. Its graphs share one pool, where one's temporary memory is another's.
 
     What has to live from one replay to the next must be referred to, from its capture on, by whoever captures.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         # One stream for all: autograd runs a backward pass on the stream of the forward pass.
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream() if stream is None else stream  # type: ignore[no-untyped-call]
+
+    def apart(self) -> CudaGraphBackend:
+        """Return a backend with a pool of its own, which records on the same stream."""
+        return CudaGraphBackend(self._stream)
 
     def capture(self, work: Work) -> CudaGraph:
         """Return the work as a graph; nothing is computed yet."""

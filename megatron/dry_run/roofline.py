@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from megatron.dry_run.step_record import Communication, Operation, Transfer
 from megatron.planning.gpu import Gpu
 
-_SCALED_PRODUCT = "_scaled_mm"
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "dot", _SCALED_PRODUCT)
+_SCALED_PRODUCTS = ("_scaled_mm", "_scaled_mm_v2")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "dot", *_SCALED_PRODUCTS)
 _BANDWIDTH_SHARE = 0.85
 """Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
 _KERNEL_S = 2.5e-6
@@ -64,7 +64,7 @@ def _product_seconds(operation: Operation, gpu: Gpu) -> float:
     """Return the time of a product at the best choice of tiles, waves and parts of the inner dimension."""
     matrices = [shape for shape in operation.shapes if len(shape) >= 2]
     # The operands of a scaled product stand before their scales, those of others behind what they are added to.
-    left, right = matrices[:2] if operation.name == _SCALED_PRODUCT else matrices[-2:]
+    left, right = matrices[:2] if operation.name in _SCALED_PRODUCTS else matrices[-2:]
     batch = math.prod(left[:-2])
     rows, inner, columns = left[-2], left[-1], right[-1]
     peak = {1: gpu.float8_flops, 2: gpu.half_flops}.get(operation.itemsize, gpu.single_flops)

@@ -168,10 +168,12 @@ def describe_missing_flash(
         reason = "it needs --bf16 or --fp16"
     elif has_sinks:
         reason = "it has no attention sinks"
-    elif not has_flash_package(device):
-        reason = "the package cannot be imported"
-    else:
+    elif has_flash_package(device):
         return None
+    elif torch.are_deterministic_algorithms_enabled():
+        reason = "--deterministic-mode needs flash-attn 2.4.1 or newer, of version 2"
+    else:
+        reason = "the package cannot be imported"
     return f"flash-attn is not used, since {reason}: torch's own attention takes its place"
 
 
@@ -203,13 +205,14 @@ def _packages(device: torch.device, softcap: float | None) -> list[AttentionKern
         return call.is_half and call.is_dense and call.head_dim <= 256
 
     capability = compute_capability(device)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     is_hopper = capability is None or capability[0] == _HOPPER
     kernels = []
-    if is_hopper and (version_3 := load_flash_attention_3()) is not None:
+    if is_hopper and not is_deterministic and (version_3 := load_flash_attention_3()) is not None:
         can = _without_dropout(fits)
         kernels.append(AttentionKernel("flash-attn 3", can, _by_package(version_3, softcap=softcap)))
     is_ampere = capability is None or capability >= _FIRST_WITH_FLASH
-    if is_ampere and (version_2 := load_flash_attention()) is not None:
+    if is_ampere and (version_2 := load_flash_attention(is_deterministic=is_deterministic)) is not None:
         can = fits if softcap is None else _without_dropout(fits)
         kernels.append(AttentionKernel("flash-attn 2", can, _by_package(version_2, softcap=softcap)))
     return kernels

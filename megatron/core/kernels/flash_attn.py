@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -37,25 +38,28 @@ class FlashAttention(Protocol):
 
 
 @functools.cache
-def load_flash_attention() -> FlashAttention | None:
+def load_flash_attention(*, is_deterministic: bool = False) -> FlashAttention | None:
     """Return attention over flash-attn 2, or None where the package is not to be had.
 
+    ``is_deterministic`` asks for the same bits again: by default its backward pass adds to the gradient of the queries
+    in whatever order its blocks come. Before 2.4.1 it has nothing else, and None is returned.
     A package that is installed but cannot be imported (a broken shared object, a missing package that it needs) is
     named in one warning, however many layers ask.
     """
-    return _load("flash_attn", "flash-attn", takes_dropout=True)
+    return _load("flash_attn", "flash-attn", takes_dropout=True, is_deterministic=is_deterministic)
 
 
 @functools.cache
 def load_flash_attention_3() -> FlashAttention | None:
     """Return attention over flash-attn 3, which has no dropout, or None where the package is not to be had.
 
+    Its backward pass does not give the same bits again, asked to or not (Dao-AILab/flash-attention #2244).
     A broken package is named in one warning.
     """
-    return _load("flash_attn_interface", "flash-attn 3", takes_dropout=False)
+    return _load("flash_attn_interface", "flash-attn 3", takes_dropout=False, is_deterministic=False)
 
 
-def _load(module_name: str, package: str, *, takes_dropout: bool) -> FlashAttention | None:
+def _load(module_name: str, package: str, *, takes_dropout: bool, is_deterministic: bool) -> FlashAttention | None:
     try:
         module: ModuleType = importlib.import_module(module_name)
         flash_attn_func: Callable[..., Any] = module.flash_attn_func
@@ -65,6 +69,8 @@ def _load(module_name: str, package: str, *, takes_dropout: bool) -> FlashAttent
             warnings.warn(
                 f"{package} is installed but cannot be used, torch's attention is taken: {error}", stacklevel=3
             )
+        return None
+    if is_deterministic and "deterministic" not in inspect.signature(flash_attn_func).parameters:
         return None
 
     def flash_attention(
@@ -80,6 +86,8 @@ def _load(module_name: str, package: str, *, takes_dropout: bool) -> FlashAttent
         options: dict[str, Any] = {"causal": is_causal}
         if takes_dropout:
             options["dropout_p"] = dropout
+        if is_deterministic:
+            options["deterministic"] = True
         if window is not None:
             options["window_size"] = (window - 1, 0 if is_causal else -1)
         if softcap is not None:

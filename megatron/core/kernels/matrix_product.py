@@ -5,8 +5,9 @@ other memory layouts. Which is quicker depends on the processor. One core, 2048 
 on a Zen 5 MKL has 94 GFLOP/s and oneDNN 160 to 210; on a Xeon with AMX 150 and 140, and 145 and 80 for weight
 gradients. There, bfloat16 weight gradients have 450 by ``torch.mm`` and 670 by the operator.
 
-Groups of rows, each with a matrix of its own, are one launch of ``torch._grouped_mm`` on CUDA in bfloat16, where this
-torch has it, and elsewhere one product a group: on a CPU nothing is gained by more, once a group has some dozen rows.
+Groups of rows, each with a matrix of its own, are one launch of ``torch._grouped_mm`` in bfloat16 on Hopper and the
+first Blackwells, and elsewhere one product a group. On other GPUs torch would read the groups' ends from the device and
+do the same; on a CPU nothing is gained by more, once a group has some dozen rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from megatron.core.device import compute_capability
 from megatron.core.host_memory.reused_memory import ReusedMemory
 
 _HAS_ONEDNN: bool = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -23,6 +25,8 @@ _MIN_ROWS = 32
 """With fewer rows oneDNN takes longer to rearrange the weight than to multiply by it."""
 _ALIGNMENT = 8
 """What the sizes of matrices that are multiplied in one launch are multiples of."""
+_MULTIPLIES_GROUPS = (9, 10)
+"""Compute capabilities, by their first number, for which torch has a kernel of grouped products."""
 
 
 def linear(
@@ -144,8 +148,12 @@ def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int],
 
 
 def _is_one_launch(left: torch.Tensor, right: torch.Tensor) -> bool:
-    is_aligned = all(size % _ALIGNMENT == 0 for size in (left.shape[-1], *right.shape[-2:]))
-    return left.is_cuda and left.dtype is torch.bfloat16 and is_aligned and hasattr(torch, "_grouped_mm")
+    if not left.is_cuda or left.dtype is not torch.bfloat16 or not len(left):
+        return False
+    capability = compute_capability(left.device)
+    # Numbers of rows need not be: where these are summed over, they are not what lies together.
+    is_aligned = all(size % _ALIGNMENT == 0 for size in (left.shape[1], *right.shape[1:]))
+    return is_aligned and (capability is None or capability[0] in _MULTIPLIES_GROUPS)
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -141,6 +141,11 @@ class _Moved:
             _fetch(self.layer.before)
         return self._device
 
+    def __del__(self) -> None:
+        """Let nobody be given the device's memory while a copy that was not asked for still fills it."""
+        if self._back is not None and self._device is None:
+            self._copies.wait(self._back)
+
 
 @dataclass(frozen=True)
 class _Saved:

@@ -64,7 +64,8 @@ class GraphedLayers:
         """
         assert x.requires_grad, "captured layers stand behind what is trained"
         if not self._free:
-            self._free.append(_Slot(self._backend, make_units(), x, dropout))
+            # Slots are not used in the order in which they were recorded.
+            self._free.append(_Slot(self._backend.apart(), make_units(), x, dropout))
             self.num_slots += 1
         output: torch.Tensor = _Replay.apply(x, self._free.pop(), dropout, self._free.append)  # type: ignore[no-untyped-call]
         return output

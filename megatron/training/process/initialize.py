@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from megatron.core.process_group import Observer
     from megatron.core.tensor_parallel.random import RngStreams
 
+_OUTLIVES_ERRORS = ("0", "2")
+"""Values of TORCH_NCCL_ASYNC_ERROR_HANDLING with which an error of NCCL does not end the process."""
 _FAILURE_TIMEOUT = timedelta(seconds=2)
 _STORE_TIMEOUT = timedelta(seconds=30)
 
@@ -195,6 +197,16 @@ def _count_failures(increment: int) -> int:
     return answers[0] if answers else 0
 
 
+def outlive_errors_of_nccl() -> None:
+    """Let a process go on that has lost a peer: torch's own watchdog would end it; to be called before groups are made.
+
+    torchrun asks for that end in the environment of every process that it starts.
+    """
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") not in _OUTLIVES_ERRORS:
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+
+
 def initialize_device(launch: LaunchEnvironment) -> Device:
     """Choose and occupy this process's device."""
     from megatron.core.device import select_device
@@ -239,6 +251,8 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any 
     if launch.local_rank is None:
         launch = replace(launch, local_rank=config.initialization.local_rank)
     device = initialize_device(launch)
+    if config.restart.inprocess_restart:
+        outlive_errors_of_nccl()
     warning = initialize_distributed(
         launch,
         device,

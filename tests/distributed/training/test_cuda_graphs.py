@@ -39,19 +39,27 @@ class Trained:
 
 
 class WatchedBackend(RerunBackend):
-    """Note whether work is being recorded or run again."""
+    """Note whether work is being recorded or run again, here or apart from here."""
 
     is_inside = False
+    whole: WatchedBackend | None = None
 
     def capture(self, work: Callable[[], Any]) -> Any:
+        whole = self.whole or self
+
         def watched() -> Any:
-            self.is_inside = True
+            whole.is_inside = True
             try:
                 return work()
             finally:
-                self.is_inside = False
+                whole.is_inside = False
 
         return super().capture(watched)
+
+    def apart(self) -> WatchedBackend:
+        backend = WatchedBackend(self.graphs)
+        backend.whole = self.whole or self
+        return backend
 
 
 def train(flags: str, world_size: int, with_graphs: bool) -> Trained:

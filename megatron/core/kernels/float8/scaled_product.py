@@ -6,6 +6,8 @@ import functools
 import math
 
 import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType
 
 from megatron.core.kernels.float8.quantised import (
     E4M3,
@@ -19,6 +21,8 @@ from megatron.core.kernels.float8.quantised import (
 )
 from megatron.core.kernels.matrix_product import linear
 
+_SCALES_ALIGNMENT = 4
+"""Of so many scales is the distance a multiple, in memory, between the rows of blocks of 128 × 128 that cuBLAS reads."""
 _PROBE = 256
 """Rows and columns of the product by which a device is tried: whole blocks of every kind."""
 
@@ -47,6 +51,8 @@ def device_product(left: Quantised, right: Quantised, out_dtype: torch.dtype) ->
     """
     scales = left.scale, right.scale
     computed_dtype = out_dtype
+    if right.blocks == SQUARES_OF_128:
+        return _product_with_squares(left, right, torch.bfloat16).to(out_dtype)
     if left.blocks == WHOLE:
         left_scale, right_scale = (scale.reshape(()) for scale in scales)
     elif left.blocks == SEGMENTS_OF_32:
@@ -55,7 +61,7 @@ def device_product(left: Quantised, right: Quantised, out_dtype: torch.dtype) ->
     else:
         # Rows' and segments' scales lie column by column on CUDA.
         left_scale = left.scale if left.blocks == ROWS else left.scale.t().contiguous().t()
-        right_scale = right.scale.t().contiguous() if right.blocks != SQUARES_OF_128 else right.scale.t()
+        right_scale = right.scale.t().contiguous()
         computed_dtype = torch.bfloat16 if left.data.is_cuda else out_dtype
     result = torch._scaled_mm(
         left.data.contiguous(),
@@ -65,6 +71,25 @@ def device_product(left: Quantised, right: Quantised, out_dtype: torch.dtype) ->
         out_dtype=computed_dtype,
     )
     return result.to(out_dtype)
+
+
+def _product_with_squares(left: Quantised, right: Quantised, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``left @ right.T`` where the right operand has a scale for each 128 × 128 numbers.
+
+    ``torch._scaled_mm`` lets their scales lie close together, where cuBLAS reads others unless a row has a multiple of
+    four (pytorch/pytorch #166752); the function with named scales asks for rows that are filled up.
+    """
+    missing = -right.scale.shape[1] % _SCALES_ALIGNMENT
+    filled = F.pad(right.scale, (0, missing)) if missing else right.scale.contiguous()
+    return F.scaled_mm(
+        left.data.contiguous(),
+        right.data.contiguous().t(),
+        left.scale.t().contiguous().t(),
+        ScalingType.BlockWise1x128,
+        filled.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=dtype,
+    )
 
 
 def has_scaled_products(blocks: Blocks, weight_blocks: Blocks, device: str) -> bool:

@@ -26,6 +26,8 @@ def flash_attn_func(
     assert q.dtype in (torch.float16, torch.bfloat16)
     assert not (softcap and dropout_p), "flash-attn has no dropout of capped scores"
     calls.append({"q": tuple(q.shape), "k": tuple(k.shape), "dropout_p": dropout_p, "causal": causal})
+    if deterministic:
+        calls[-1]["deterministic"] = True
     left, right = window_size
     if causal:
         right = 0

@@ -208,6 +208,35 @@ def test_version_3_comes_first_and_dropout_is_left_to_version_2(
         assert select_attention_core("auto", "cuda").choose(call).name == expected
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Ask torch, and so every package, for algorithms that give the same bits again."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_packages_give_the_same_bits_again_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By default both add to the gradient of queries in any order; of version 3 that is so with its option too."""
+    install(monkeypatch, tmp_path, STAND_IN)
+    (tmp_path / "flash_attn_interface.py").write_text(VERSION_3)
+    core = select_attention_core("auto", "cuda")
+    core(*(torch.randn(7, 3, 4, 8).bfloat16() for _ in range(3)), CAUSAL, None)
+    assert sys.modules["flash_attn"].calls == [
+        {"q": (3, 7, 4, 8), "k": (3, 7, 4, 8), "dropout_p": 0.0, "causal": True, "deterministic": True}
+    ]
+    load_flash_attention.cache_clear()
+    install(monkeypatch, tmp_path, STAND_IN.replace("    deterministic=False,\n", "").replace("if deterministic", "if 0"))
+    assert select_attention_core("auto", "cuda").kernels[0].name == SDPA
+    assert describe_missing_flash("flash", "bfloat16", "cuda") == (
+        "flash-attn is not used, since --deterministic-mode needs flash-attn 2.4.1 or newer, of version 2: torch's own "
+        "attention takes its place"
+    )
+
+
 VERSION_3 = """
 import torch
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.functional import ScalingType
 
 from megatron.core.kernels.float8.quantised import (
     E4M3,
@@ -61,6 +64,49 @@ def test_torch_has_the_same_products_on_a_cpu(recipe: str) -> None:
     expected = left.values(torch.float64) @ right.values(torch.float64).t()
     result = device_product(left, right, torch.float32).double()
     assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def product_of_squares_as_cublas_reads_it(
+    left: torch.Tensor, right: torch.Tensor, left_scale: torch.Tensor, right_scale: torch.Tensor
+) -> torch.Tensor:
+    """Multiply as cuBLAS does: it is told no distances, and takes those of scales for what its manual asks for."""
+    (rows, inner), columns = left.shape, right.shape[1]
+    blocks = -(-inner // 128)
+    of_left = left_scale.as_strided((rows, blocks), (1, rows))
+    of_right = right_scale.as_strided((-(-columns // 128), blocks), (-(-blocks // 4) * 4, 1))
+    wide = of_left.double().repeat_interleave(128, 1)[:, :inner] * left.double()
+    squares = of_right.double().repeat_interleave(128, 1).repeat_interleave(128, 0)[:columns, :inner]
+    return wide @ (squares * right.t().double()).t()
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4, 5, 86])
+def test_scales_of_squares_lie_where_cublas_looks_for_them(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    left, right = operands("blockwise", (32, 128 * blocks, 384), E5M2)
+    expected = left.values(torch.float64) @ right.values(torch.float64).t()
+
+    def unnamed(a: Any, b: Any, left_scale: Any, right_scale: Any, out_dtype: torch.dtype) -> torch.Tensor:
+        return product_of_squares_as_cublas_reads_it(a, b, left_scale, right_scale)
+
+    def named(a: Any, b: Any, left_scale: Any, by: Any, right_scale: Any, to: Any, **options: Any) -> torch.Tensor:
+        sizes = right_scale.shape, right_scale.stride()
+        filled = -(-blocks // 4) * 4
+        assert sizes == ((filled, 3), (1, filled))
+        assert (by, to) == (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
+        return product_of_squares_as_cublas_reads_it(a, b, left_scale, right_scale)
+
+    monkeypatch.setattr(torch, "_scaled_mm", unnamed)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", named)
+    result = device_product(left, right, torch.float64)
+    assert (result - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4, 5])
+def test_torchs_own_rules_for_squares_are_kept(blocks: int) -> None:
+    left, right = (
+        Quantised(each.data.to("meta"), each.scale.to("meta"), each.blocks)
+        for each in operands("blockwise", (32, 128 * blocks, 384), E4M3)
+    )
+    assert device_product(left, right, torch.float32).shape == (32, 384)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

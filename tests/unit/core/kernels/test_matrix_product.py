@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core.kernels import matrix_product
-from megatron.core.kernels.matrix_product import has_library, linear, product, uses_onednn
+from megatron.core.kernels.matrix_product import (
+    grouped_gradient,
+    grouped_product,
+    has_library,
+    linear,
+    product,
+    uses_onednn,
+)
 
 LIBRARIES = [name for name in ("onednn", "mkl", "mixed") if has_library(name, torch.float32)]
 
@@ -77,3 +85,31 @@ def test_bfloat16_products_of_both_libraries() -> None:
 def test_float64_keeps_its_precision() -> None:
     x, weight = torch.randn(64, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
     assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("capability", "counts", "width", "expected"),
+    [
+        pytest.param((9, 0), [16, 0, 33], 64, True, id="hopper"),
+        pytest.param((10, 3), [16, 0, 33], 64, True, id="blackwell"),
+        pytest.param((9, 0), [16, 0, 33], 60, False, id="sizes that are not aligned"),
+        pytest.param((9, 0), [0, 0, 0], 64, False, id="no rows"),
+        # torch has no kernel there: it would read each group's end from the device, in every product.
+        pytest.param((8, 0), [16, 0, 33], 64, False, id="ampere"),
+        pytest.param((12, 0), [16, 0, 33], 64, False, id="blackwell of workstations"),
+    ],
+)
+def test_groups_are_one_launch_where_torch_has_a_kernel_for_them(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], counts: list[int], width: int, expected: bool
+) -> None:
+    monkeypatch.setattr(matrix_product, "compute_capability", lambda device: capability)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, grad = (torch.empty(sum(counts), size, dtype=torch.bfloat16, device="cuda") for size in (width, 32))
+        weight = torch.empty(3, 32, width, dtype=torch.bfloat16, device="cuda")
+        pairs = ((x, weight), (grad, weight.transpose(1, 2)), (grad, x))
+        assert [matrix_product._is_one_launch(*pair) for pair in pairs] == [expected] * 3
+        if expected:
+            # Torch's own rules for what it is given, those for distances in memory among them.
+            assert grouped_product(*pairs[0], counts).shape == (sum(counts), 32)
+            assert grouped_product(*pairs[1], counts).shape == (sum(counts), width)
+            assert grouped_gradient(*pairs[2], counts).shape == (3, 32, width)

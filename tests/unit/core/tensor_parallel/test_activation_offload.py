@@ -156,3 +156,42 @@ def test_a_layer_comes_back_while_the_one_behind_it_is_differentiated() -> None:
     train(model)
     order = [event for event, before in zip(events, ["", *events]) if event != before]
     assert order == ["copy", "end of 3", "copy", "end of 2", "copy", "end of 1", "end of 0"]
+
+
+class WatchedCopies(HostCopies):
+    """Note the copies to the device whose memory was given back before they were waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_given_back_too_soon = 0
+        self._waited: set[int] = set()
+
+    def to_device(self, tensor: torch.Tensor, target: torch.Tensor | None = None) -> Copied:
+        number, copied = self.bytes_in, super().to_device(tensor, target)
+        weakref.finalize(copied.tensor.untyped_storage(), self._end, number)
+        copied.tensor.number = number  # type: ignore[attr-defined]
+        return copied
+
+    def wait(self, copied: Copied) -> None:
+        if hasattr(copied.tensor, "number"):
+            self._waited.add(copied.tensor.number)
+
+    def _end(self, number: int) -> None:
+        self.num_given_back_too_soon += number not in self._waited
+
+
+def test_what_came_back_and_nobody_reads_is_waited_for_before_its_memory_goes() -> None:
+    """A loss that does not count, say: its part of the graph has saved what the backward pass never asks for."""
+    copies = WatchedCopies()
+    running = ActivationOffload(copies, 2).begin_pass([])
+    x = torch.randn(48, requires_grad=True)
+    with running.layer([]):
+        first = x.exp() * 2
+        unused = first.sin()
+    with running.layer([]):
+        second = first.exp()
+    running.end(second)
+    second.sum().backward()
+    assert copies.bytes_in == 3 * x.nbytes
+    del first, unused, second
+    assert copies.num_given_back_too_soon == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 
@@ -90,6 +91,39 @@ def test_nccl_is_bound_to_the_device_that_all_its_groups_and_barriers_take(
     (options,) = joined
     assert (options["backend"], options["device_id"], warning is not None) == expected
     assert (options["rank"], options["world_size"], options["timeout"]) == (1, 4, timedelta(minutes=5))
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "expected"),
+    [
+        # torchrun gives 1 to all that it starts.
+        ([], {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, ("1", None)),
+        (["--inprocess-restart"], {}, ("0", "0")),
+        (["--inprocess-restart"], {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, ("0", "0")),
+        (["--inprocess-restart"], {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, ("0", "0")),
+        (["--inprocess-restart"], {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}, ("2", "0")),
+        (["--inprocess-restart"], {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "1"}, ("0", "1")),
+    ],
+)
+def test_torchs_watchdog_ends_no_process_that_outlives_its_peers(
+    words: list[str], given: dict[str, str], expected: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
+    seen: list[tuple[str | None, ...]] = []
+
+    def join(*arguments: object) -> None:
+        seen.append(tuple(os.environ.get(name) for name in names))
+
+    # What is set here is taken back behind the test, whatever is written meanwhile.
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(initialize, "initialize_distributed", join)
+    config = resolve_arguments([*MINIMAL, "--save", "checkpoints", *words], 1).config
+    initialize_runtime(config, LaunchEnvironment())
+    assert seen == [expected]
 
 
 def test_a_store_that_never_answers_does_not_hold_a_failing_process(monkeypatch: pytest.MonkeyPatch) -> None:
