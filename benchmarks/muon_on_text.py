@@ -3,7 +3,7 @@
     python benchmarks/muon_on_text.py --runs FOLDER --output benchmarks/results/muon_on_text
 
 Both optimizers are tried at as many learning rates with the first seed. With the best of them each is trained with all
-seeds, and Muon also on schedules of 70 % and 85 % of the iterations. A run whose metrics are in FOLDER is not made
+seeds, and Muon also on schedules of 40 to 85 % of the iterations. A run whose metrics are in FOLDER is not made
 again. Losses are of the whole validation set, at the end of a run.
 """
 
@@ -39,7 +39,7 @@ _RULES = {
     "muon": ("--optimizer", "muon", "--muon-nesterov", "--muon-extra-scale-factor", "0.2"),
 }
 _RATES = {"adam": (2e-3, 4e-3, 8e-3, 16e-3), "muon": (4e-3, 8e-3, 16e-3, 32e-3)}
-_SHARES = (0.7, 0.85, 1.0)
+_SHARES = (0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 """Lengths of Muon's schedules as shares of AdamW's."""
 
 

@@ -24,6 +24,7 @@ from megatron.planning.traffic.exchange_traffic import ExchangeTraffic
 from megatron.planning.traffic.float8_traffic import Float8LayerEnds
 from megatron.planning.traffic.further_traffic import add_further
 from megatron.planning.traffic.latent_traffic import add_latent
+from megatron.planning.traffic.recomputed_layers import recomputed_layers
 from megatron.planning.traffic.sample_traffic import sample_bytes
 from megatron.planning.traffic.volume import Traffic, TrafficSum
 from megatron.planning.weight_gathers import num_gathers, parameters_of_buffers
@@ -120,7 +121,7 @@ def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> Non
     m = here.num_microbatches
     model = here.config.model
     numbers, num_own = layer_numbers(model, chunk), len(chunk.layer_numbers)
-    full, early = _recomputed(here, num_own)
+    full, early = recomputed_layers(model, num_own)
     again = {*range(full), *(range(num_own, len(numbers)) if model.recompute_granularity == "full" else ())}
     has_experts = model.moe_layers
     of_experts = {place for place, number in enumerate(numbers) if has_experts[model.kind_of(number)]}
@@ -178,26 +179,6 @@ def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> Non
     total.add("all_reduce", TP, 2 * numbers_bytes, m * chunk.has_loss)
 
 
-def _recomputed(here: _Rank, layers: int) -> tuple[int, set[int]]:
-    """Return how many layers, the first ones, run forward again, and which stop before their last communication.
-
-    A recomputed group of layers ends where the backward pass has all that it saved. Without dropout nothing is saved
-    behind the last layer's feed-forward, whose last sum over the tensor ranks is then left out, unless a norm comes after
-    it. (Nor is it where an adapter of fc2 does: who counts such sums knows that.)
-    """
-    model = here.config.model
-    if model.recompute_granularity != "full":
-        return 0, set()
-    length = model.recompute_num_layers or 1
-    if model.recompute_method == "block":
-        recomputed, length = min(length, layers), 1
-    else:
-        recomputed = layers
-    ends = {min(start + length, layers) - 1 for start in range(0, recomputed, length)}
-    is_last = model.hidden_dropout == 0.0 and model.norm_placement == "before"
-    return recomputed, ends if is_last else set()
-
-
 def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, again: set[int], of_experts: set[int]) -> None:
     """Add what low-rank adapters send for all micro-batches, and take away what a frozen embedding wants nothing of.
 
@@ -208,26 +189,24 @@ def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, again: s
     layers = set(range(len(chunk.layer_numbers)))
     shared = of_experts if model.moe_shared_expert_intermediate_size else set[int]()
     fed = layers - of_experts | shared
-    add_adapters(add, model, narrow_bytes, m * len(layers) + m * len(again), m * len(layers), IN_ORDER[:2])
-    add_adapters(add, model, narrow_bytes, m * len(fed) + m * len(again & fed), m * len(fed), IN_ORDER[2:])
+    for reached, names in ((layers, IN_ORDER[:2]), (fed, IN_ORDER[2:])):
+        add_adapters(add, model, narrow_bytes, m * len(reached) + m * len(again & reached), m * len(reached), names)
     if {"moe", "shared_experts"}.intersection(model.recomputed_modules):
         add_adapters(add, model, narrow_bytes, m * len(shared), 0, IN_ORDER[2:])
     if "mlp" in model.recomputed_modules:
-        dense = len(layers - of_experts)
-        add_adapters(add, model, narrow_bytes, m * dense, 0, IN_ORDER[2:])
+        dense = m * len(layers - of_experts)
+        add_adapters(add, model, narrow_bytes, dense, 0, IN_ORDER[2:])
         if "linear_fc2" in model.adapted_parts:
             # Run again, a feed-forward goes on to its adapter.
             is_in_product = linear_overlap(model, "fc2").forward
             operation = "reduce_scatter" if model.sequence_parallel else "all_reduce"
-            _add_beside_product(total, here, operation, is_in_product, m * dense)
+            _add_beside_product(total, here, operation, is_in_product, dense)
     if 0 not in chunk.layer_numbers:
         return
-    first = chunk.layer_numbers.index(0)
-    idle = idle_in_first_layer(model)
+    first, idle = chunk.layer_numbers.index(0), idle_in_first_layer(model)
     if first in of_experts and "fc1" in idle:
         # Nothing of the experts' input is wanted either, nor of the router's.
-        layer = ExpertLayer(model, here.tokens, here.config.training.micro_batch_size, here.element)
-        layer.add_traffic_of_input(total.add, -m)
+        _expert_layer(here).add_traffic_of_input(total.add, -m)
         idle = idle if first in shared else idle[:2]
     for name in idle:
         is_column = name not in ROW_PARALLEL
@@ -238,6 +217,10 @@ def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, again: s
         else:
             is_chunked = linear_overlap(model, name).backward
             _add_beside_product(total, here, "reduce_scatter" if is_column else "all_gather", is_chunked, -m)
+
+
+def _expert_layer(here: _Rank) -> ExpertLayer:
+    return ExpertLayer(here.config.model, here.tokens, here.config.training.micro_batch_size, here.element)
 
 
 def _float8_ends(here: _Rank) -> Float8LayerEnds:
@@ -259,7 +242,7 @@ def _add_experts(
     entered, backward = m * (num_layers + len(again & places)), m * num_layers
     fed_again = backward if "moe" in model.recomputed_modules else 0
     stopped = m * len(early & places) + fed_again
-    layer = ExpertLayer(model, here.tokens, here.config.training.micro_batch_size, here.element)
+    layer = _expert_layer(here)
     layer.add_traffic(total.add, entered + fed_again, entered + fed_again - stopped, backward)
     _add_layer_ends(total, here, in_float8, entered, entered, backward, ("attention",))
     if layer.shared_width:

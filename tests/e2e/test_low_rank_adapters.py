@@ -184,6 +184,48 @@ def test_adapters_of_attention_beside_experts_are_exported_and_merged(tmp_path: 
     assert any("logits" in line for line in lines)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("mixtral", ""),
+        ("qwen3_moe", "--lora-target-modules q_proj gate_proj down_proj"),
+        ("olmoe", "--lora-target-modules linear_fc1"),
+    ],
+)
+def test_adapters_of_experts_are_resumed_merged_and_exported(kind: str, targets: str, tmp_path: Path) -> None:
+    first = begin(kind, tmp_path, f"{SCALED} {targets}")
+    layout = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer --ckpt-step 2"
+    resumed = train(tmp_path / "run", layout, "--metrics-jsonl", tmp_path / "ep2.jsonl", nproc=4).check()
+    assert resumed.losses() == pytest.approx(first.losses()[2:], rel=1e-5)
+    lines = run_converter(tmp_path / "run", tmp_path / "merged", "--merge-lora --saver hf --test-logits")
+    assert any("within" in line and "transformers package" in line for line in lines)
+
+    run_converter(tmp_path / "run", tmp_path / "peft", f"--saver peft --base-model {tmp_path / 'hf'}")
+    adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    adapted = [name.removesuffix(".lora_A.weight") for name in adapters if name.endswith(".lora_A.weight")]
+    assert any(".experts." in name for name in adapted)
+    for name in adapted:
+        added = 2.5 * adapters[f"{name}.lora_B.weight"] @ adapters[f"{name}.lora_A.weight"]
+        weights[f"{name.removeprefix('base_model.model.')}.weight"] += added
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert set(merged) == set(weights)
+    for name, values in merged.items():
+        assert torch.allclose(values, weights[name], atol=1e-6), name
+
+    run_converter(tmp_path / "peft", tmp_path / "back", "--loader peft --saver native")
+    trained, back = (NativeSource(path) for path in (newest(tmp_path / "run"), tmp_path / "back" / "release"))
+    again = tmp_path / "again"
+    run_converter(tmp_path / "back", again, "--saver peft")
+    assert (again / "adapter_model.safetensors").read_bytes() == (
+        tmp_path / "peft" / "adapter_model.safetensors"
+    ).read_bytes()
+    tokens = tokens_of(kind, 2, 9)
+    ours = streamed_logits(trained, tokens)
+    assert torch.allclose(streamed_logits(back, tokens), ours, atol=1e-5 * float(ours.abs().max()))
+
+
 def test_what_does_not_fit_is_refused_in_one_line(run: ForkedRun, folder: Path, tmp_path: Path) -> None:
     other = train(folder / "run", f"--lora-alpha 6 {PARTS} --lora-rank 2 --metrics-jsonl", tmp_path / "m")
     assert other.statuses == (2,)
@@ -213,6 +255,8 @@ def test_what_does_not_fit_is_refused_in_one_line(run: ForkedRun, folder: Path, 
         ("qwen_tied", SCALED),
         ("gpt2", f"{SCALED} --lora-target-modules c_attn c_proj c_fc"),
         ("gpt2", f"{SCALED} --lora-target-modules linear_qkv linear_proj"),
+        ("mixtral", SCALED),
+        ("qwen3_moe", f"{SCALED} --lora-target-modules q_proj gate_proj up_proj down_proj"),
     ],
 )
 def test_peft_computes_the_same_logits(kind: str, lora: str, tmp_path: Path) -> None:

@@ -66,16 +66,18 @@ class MergedSource:
             return values
         box = info.whole if box is None else box
         merged = values.to(torch.promote_types(info.dtype, torch.float32))
-        (first_row, first_column), (num_rows, num_columns) = box.offset, box.shape
+        # In front of rows and columns is the number of the expert, where the weight stacks those of experts.
+        (*place, first_row, first_column), (*count, num_rows, num_columns) = box.offset, box.shape
         for adapter in self._adapters[name]:
-            rank = self.base.tensors[adapter.down].global_shape[0]
-            down = self.base.read(adapter.down, Box((0, first_column), (rank, num_columns))).to(merged.dtype)
+            rank = self.base.tensors[adapter.down].global_shape[-2]
+            of_down = Box((*place, 0, first_column), (*count, rank, num_columns))
+            down = self.base.read(adapter.down, of_down).to(merged.dtype)
             for rows in adapter.rows:
                 start, end = max(rows.first, first_row), min(rows.first + rows.count, first_row + num_rows)
                 if start < end:
-                    place = Box((rows.second + start - rows.first, 0), (end - start, rank))
-                    up = self.base.read(adapter.up, place).to(merged.dtype)
-                    merged[start - first_row : end - first_row] += self._scale * (up @ down)
+                    of_up = Box((*place, rows.second + start - rows.first, 0), (*count, end - start, rank))
+                    up = self.base.read(adapter.up, of_up).to(merged.dtype)
+                    merged[..., start - first_row : end - first_row, :] += self._scale * (up @ down)
         return merged.to(info.dtype)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.dist_checkpointing.disk import write_text
 from megatron.core.errors import ConfigurationError
+from megatron.core.sharding import Box
 from megatron.interop.adapters.foreign_module import ForeignModule, foreign_modules, paired_rows
 from megatron.interop.adapters.peft_settings import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megatron.interop.adapters.stored_adapter import StoredAdapter, model_config, stored_adapters
@@ -38,14 +39,20 @@ class AdapterExport:
         if not adapters:
             raise ConfigurationError(f"--saver peft: {source.folder} holds no low-rank adapters; use --saver hf")
         modules = foreign_modules(self._family, self._config)
+        without = {adapter.weight for adapter in adapters}.difference(module.weight for module in modules)
+        if without:
+            raise ConfigurationError(
+                f"--saver peft: {self._family.architecture} has the experts of {min(without)} in one tensor, for which "
+                "the format of linear layers has no place; use --merge-lora --saver hf"
+            )
         self._adapters = {module: adapter for module in modules if (adapter := _adapter_of(module, adapters))}
         self._all_modules = modules
         self._weights: dict[str, WeightInfo] = {}
         self._origins: dict[str, tuple[ForeignModule, StoredAdapter]] = {}
         for module, adapter in self._adapters.items():
             down = source.tensors[adapter.down]
-            rank = down.global_shape[0]
-            for letter, shape in (("A", down.global_shape), ("B", (module.num_rows, rank))):
+            rank, in_features = down.global_shape[-2:]
+            for letter, shape in (("A", (rank, in_features)), ("B", (module.num_rows, rank))):
                 self._weights[module.tensor(letter)] = WeightInfo(shape, down.dtype)
                 self._origins[module.tensor(letter)] = module, adapter
 
@@ -80,12 +87,18 @@ class AdapterExport:
     def _values(self, name: str) -> torch.Tensor:
         module, adapter = self._origins[name]
         if name == module.tensor("A"):
-            return self._source.read(adapter.down)
-        up = self._source.read(adapter.up)
+            return self._read(adapter.down, module.expert)
+        up = self._read(adapter.up, module.expert)
         result = torch.empty(self._weights[name].shape, dtype=up.dtype)
         for rows in paired_rows(module.rows, adapter.rows):
             result[rows.first : rows.first + rows.count] = up[rows.second : rows.second + rows.count]
         return result
+
+    def _read(self, name: str, expert: int | None) -> torch.Tensor:
+        """Return a tensor of ours, of those that stack experts' one expert's."""
+        if expert is None:
+            return self._source.read(name)
+        return self._source.read(name, Box((expert, 0, 0), (1, *self._source.tensors[name].global_shape[1:])))[0]
 
     def _targets(self) -> list[str]:
         """Return the ends of layers' names by which peft finds those with adapters and no others."""

@@ -31,7 +31,7 @@ class RowRange:
 class StoredAdapter:
     """Name one adapter: the weight that it adapts, the part of its rows, and its own tensors.
 
-    ``rows`` pair rows of the weight with rows of ``B``.
+    Where the weight stacks those of experts, so do these tensors. ``rows`` pair rows of the weight with rows of ``B``.
     """
 
     weight: str
@@ -68,7 +68,8 @@ def part_rows(config: GPTConfig, part: str, num_rows: int) -> tuple[RowRange, ..
     if part == WHOLE:
         return (RowRange(0, 0, num_rows),)
     if part in GATE_UP:
-        return (RowRange(GATE_UP.index(part) * config.ffn_hidden_size, 0, config.ffn_hidden_size),)
+        width = num_rows // len(GATE_UP)
+        return (RowRange(GATE_UP.index(part) * width, 0, width),)
     assert part in QUERY_KEY_VALUE, f"a linear layer has no part {part}"
     fused = query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels)
     return tuple(RowRange(start, part_start, count) for kind, start, part_start, count in fused if kind == part)
@@ -80,4 +81,6 @@ def stored_adapters(source: CheckpointSource, config: GPTConfig) -> Iterator[Sto
         match = _DOWN.fullmatch(name)
         if match is not None:
             weight = f"{match[1]}.weight"
-            yield StoredAdapter(weight, match[2], part_rows(config, match[2], source.tensors[weight].global_shape[0]))
+            # Of weights of experts, which are stacked, the rows are those of each.
+            num_rows = source.tensors[weight].global_shape[-2]
+            yield StoredAdapter(weight, match[2], part_rows(config, match[2], num_rows))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import pretrain_gpt
@@ -14,6 +16,7 @@ from megatron.core.parallel_state import create_parallel_state, describe_paralle
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.theoretical_memory import model_size, theoretical_memory
 from megatron.training.config.arguments import resolve_arguments
@@ -39,9 +42,16 @@ def test_experts_beside_adapters_have_no_gradients() -> None:
     assert size.experts == (0,)
 
 
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 12, "moe_layer_freq": "([0]+[1])"}
+SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
+
+
+@pytest.mark.parametrize("experts", [{}, EXPERTS, EXPERTS | SHARED, EXPERTS | {"expert_tensor_parallel_size": 1}])
 @pytest.mark.parametrize("targets", [(), ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
-def test_parameters_are_those_of_the_model(targets: tuple[str, ...], tp: int, sequence_parallel: bool) -> None:
+def test_parameters_are_those_of_the_model(
+    targets: tuple[str, ...], tp: int, sequence_parallel: bool, experts: dict[str, Any]
+) -> None:
     """At tensor-parallel size 4 two ranks share a group of keys and values."""
     config = GPTConfig(
         num_layers=2,
@@ -57,15 +67,18 @@ def test_parameters_are_those_of_the_model(targets: tuple[str, ...], tp: int, se
         lora_target_modules=targets,
         tensor_model_parallel_size=tp,
         sequence_parallel=sequence_parallel,
+        **experts,
     )
-    state = describe_parallel_state(tp - 1, tp, ParallelSizes(tp=tp))
-    model = GPTModel(config, state.tp, RngStreams(Device("cpu"), 0, state.place), seed=7)
+    state = describe_parallel_state(tp - 1, tp, config.parallel_sizes)
+    groups = ExpertGroups.of(state) if experts else None
+    model = GPTModel(config, state.tp, RngStreams(Device("cpu"), 0, state.place), seed=7, experts=groups)
     found = []
     for parameter in model.parameters():
         spec = spec_of(parameter)
         # What is summed over the ranks is of as many copies as the parameter has.
         copies = spec.num_replicas if spec.gradient_sum_axes else 0
         kind = {"is_trained": parameter.requires_grad, "is_matrix": is_orthogonalized(spec)}
+        kind["is_expert"] = spec.is_expert
         found.append(ChunkParameter(parameter.numel(), copies, **kind))
     assert chunk_parameters(config, WHOLE) == found
 

@@ -43,6 +43,28 @@ CELLS = (
     ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=PARTS), FLOAT8),
     ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=MOE), FLOAT8),
 )
+ADAPTERS = ("--lora-rank", "3")
+OF_EXPERTS = (*ADAPTERS, "--lora-target-modules", "linear_fc1", "linear_fc2")
+OF_SECOND = (*ADAPTERS, "--lora-target-modules", "linear_fc2")
+STILL = ("--moe-router-bias-update-rate", "0")
+FULL_LAYERS = ("full", "uniform", "1")
+ADAPTED = (
+    ("mixtral", ExpertLayout(tp=2, dp=2, ep=2), ADAPTERS),
+    ("mixtral", ExpertLayout(tp=2, dp=2, ep=2, dispatcher="allgather"), OF_EXPERTS),
+    ("mixtral", ExpertLayout(tp=2, dp=2, ep=4, etp=1), OF_EXPERTS),
+    ("mixtral", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True), OF_SECOND),
+    ("qwen3-moe", ExpertLayout(tp=2, pp=2, ep=2, etp=1, sequence_parallel=True, recompute=FULL_LAYERS), OF_SECOND),
+    ("mixtral", ExpertLayout(tp=2, recompute=FULL_LAYERS), ADAPTERS),
+    ("deepseek-experts", ExpertLayout(tp=2, dp=2, ep=2), (*OF_EXPERTS, *STILL)),
+    ("deepseek-experts", ExpertLayout(tp=2, dp=2, pp=2, ep=2, sequence_parallel=True), (*ADAPTERS, *STILL)),
+    ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, recompute=FULL_LAYERS), (*OF_SECOND, *STILL)),
+    ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=MOE), (*ADAPTERS, *STILL)),
+    ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=PARTS), (*ADAPTERS, *STILL)),
+    ("deepseek-experts", ExpertLayout(tp=2, recompute=("selective", "mlp")), (*ADAPTERS, *STILL)),
+    ("gpt2-experts", ExpertLayout(tp=2, dp=2, ep=2, sharding="optim"), OF_EXPERTS),
+    ("dropping", ExpertLayout(tp=2, dp=2, ep=2), (*OF_EXPERTS, "--moe-expert-capacity-factor", "1")),
+    ("dropping", ExpertLayout(tp=2, sequence_parallel=True), (*OF_SECOND, "--moe-expert-capacity-factor", "1")),
+)
 
 
 FEW = (0, 3, 4)
@@ -58,6 +80,12 @@ def test_recorded_bytes_equal_the_closed_form(number: int) -> None:
 def test_recorded_bytes_equal_the_closed_form_at_all_layouts() -> None:
     for cell in CELLS:
         assert_equal(*cell)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(len(ADAPTED)))
+def test_recorded_bytes_of_adapted_experts_equal_the_closed_form(number: int) -> None:
+    assert_equal(*ADAPTED[number])
 
 
 def assert_equal(shape: str, layout: ExpertLayout, extra: tuple[str, ...]) -> None:
