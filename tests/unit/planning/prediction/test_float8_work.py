@@ -121,6 +121,14 @@ def test_experts_in_fp8_round_what_their_recipe_says() -> None:
     assert float8_expert_cast_bytes(layer) == operands + 8 * 2 * h * width * (9 + 3 + 8)
 
 
+def test_the_product_in_front_of_a_further_token_is_in_fp8_too() -> None:
+    model = GPTConfig(**LLAMA_70B, mtp_num_layers=1, tensor_model_parallel_size=2, sequence_parallel=True)
+    rows, inner, columns = 4096, 2 * 8192, 4096
+    join = float8_cast_bytes(model, 8192, rows, has_join=True) - float8_cast_bytes(model, 8192, rows)
+    # An input rounded, and turned where it is gathered; a weight rounded for two passes and summed; and a gradient.
+    assert join == 3 * rows * inner + 2 * 8192 * inner + (3 + 3 + 8) * inner * columns + (3 + 1) * 8192 * columns
+
+
 def test_transformer_engine_is_predicted_as_before() -> None:
     flags = f"{SHAPE} --fp8-format hybrid"
     times = [predict(plan_of(f"{flags} {more}"), MEGATRON_TE, H100).time for more in ("", "--no-fp8-wgrad")]

@@ -23,6 +23,7 @@ LATENT = """--multi-latent-attention --position-embedding-type rope --kv-lora-ra
     --qk-pos-emb-head-dim 16 --v-head-dim 8 --qk-layernorm --no-check-for-nan-in-loss-and-grad"""
 EXPERTS = "--num-experts 4 --moe-router-topk 4 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall"
 FULL = "--recompute-granularity full --recompute-method"
+FURTHER = "--mtp-num-layers 2 --position-embedding-type rope --no-check-for-nan-in-loss-and-grad"
 
 
 def both(flags: str, world_size: int = 2) -> tuple[Traffic, Traffic]:
@@ -39,6 +40,12 @@ ALWAYS = [
     f"{SEQUENCE} --fp8-recipe mxfp8 {FULL} block --recompute-num-layers 1 --first-last-layers-bf16",
 ]
 MORE = [
+    *(f"{SEQUENCE} --fp8-recipe {recipe} {FURTHER}" for recipe in RECIPES),
+    *(f"{SEQUENCE} --fp8-recipe {recipe} {FURTHER} {MODULES} layernorm mlp" for recipe in ("rowwise", "mxfp8")),
+    f"{SEQUENCE} --fp8-recipe tensorwise {FURTHER} --no-fp8-wgrad --first-last-layers-bf16",
+    f"{SEQUENCE} --fp8-recipe delayed {FURTHER} {FULL} uniform --recompute-num-layers 1",
+    f"--tensor-model-parallel-size 2 --fp8-recipe tensorwise {FURTHER}",
+    f"--fp8-recipe delayed {FURTHER} --use-distributed-optimizer --fp8-param-gather",
     f"{SEQUENCE} --fp8-recipe delayed {LATENT} --q-lora-rank 48 {EXPERTS} --first-last-layers-bf16",
     *(f"{SEQUENCE} --fp8-recipe {recipe}" for recipe in ("rowwise", "mxfp8")),
     f"{SEQUENCE} --fp8-recipe blockwise",
