@@ -60,8 +60,8 @@ class RunFolder:
         if rows:
             yield (
                 f"<h2>Checkpoints of {escape(self.name)}</h2><table><tr><th>checkpoint</th><th>MiB</th>"
-                f"<th class='text'>state</th><th class='text'>health</th></tr>{''.join(rows)}</table><p>Names and sizes of files are compared; "
-                "<code>megatron inspect DIR --verify</code> reads every byte.</p>"
+                f"<th class='text'>state</th><th class='text'>health</th></tr>{''.join(rows)}</table><p>Names and "
+                "sizes of files are compared; <code>megatron inspect DIR --verify</code> reads every byte.</p>"
             )
         for number, path in enumerate(sorted(self.path.glob("hang-*.json"), reverse=True)[:_MOST_SHOWN]):
             yield (
