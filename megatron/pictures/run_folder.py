@@ -76,7 +76,10 @@ class RunFolder:
     def _checkpoints(self) -> Iterator[str]:
         newest = self._newest()
         for folder in sorted(self.path.glob("iter_*"), reverse=True)[:_MOST_SHOWN]:
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            try:
+                size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            except OSError:
+                continue  # it has just been removed
             notes = ["the one that is loaded"] if folder.name == newest else []
             notes += ["known to train"] if (folder / "known_to_train.json").is_file() else []
             health = self.checks.of(folder)
