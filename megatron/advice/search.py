@@ -85,11 +85,17 @@ def search(
     implementation: Implementation,
     precisions: Sequence[str],
     find_problems: FindProblems,
+    tried: Callable[[int, int], None] = lambda done, total: None,
 ) -> Search:
-    """Return what becomes of every layout of a configuration's model and global batch on its number of ranks."""
+    """Return what becomes of every layout of a configuration's model and global batch on its number of ranks.
+
+    ``tried`` is told how many layouts have been, of how many.
+    """
     found = Search()
-    for layout in _layouts(config, precisions, has_zero_bubble=implementation.schedules_zero_bubble):
+    layouts = list(_layouts(config, precisions, has_zero_bubble=implementation.schedules_zero_bubble))
+    for number, layout in enumerate(layouts, start=1):
         _try_layout(found, config, layout, gpu, implementation, find_problems)
+        tried(number, len(layouts))
     return found
 
 

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, 
 from megatron.core.errors import CheckpointError
 from megatron.interop.checkpoint_format import FORMAT_NAMES, detect_format
 
-_MOST_NAMED = 3
+_MOST_NAMED, _MOST_KEPT = 3, 256
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class HealthChecks:
         mark = (status.st_mtime_ns, status.st_size)
         known = self._indices.get(folder)
         if known is None or known[0] != mark:
+            if len(self._indices) >= _MOST_KEPT:
+                self._indices.clear()
             known = self._indices[folder] = (mark, _sizes_of(folder))
         sizes = known[1]
         if isinstance(sizes, str):

@@ -60,8 +60,8 @@ class RunFolder:
         if rows:
             yield (
                 f"<h2>Checkpoints of {escape(self.name)}</h2><table><tr><th>checkpoint</th><th>MiB</th>"
-                f"<th class='text'>state</th><th class='text'>health</th></tr>{''.join(rows)}</table><p>Names and sizes of files are compared; "
-                "<code>megatron inspect DIR --verify</code> reads every byte.</p>"
+                f"<th class='text'>state</th><th class='text'>health</th></tr>{''.join(rows)}</table><p>Names and "
+                "sizes of files are compared; <code>megatron inspect DIR --verify</code> reads every byte.</p>"
             )
         for number, path in enumerate(sorted(self.path.glob("hang-*.json"), reverse=True)[:_MOST_SHOWN]):
             yield (
@@ -76,7 +76,10 @@ class RunFolder:
     def _checkpoints(self) -> Iterator[str]:
         newest = self._newest()
         for folder in sorted(self.path.glob("iter_*"), reverse=True)[:_MOST_SHOWN]:
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            try:
+                size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            except OSError:
+                continue  # it has just been removed
             notes = ["the one that is loaded"] if folder.name == newest else []
             notes += ["known to train"] if (folder / "known_to_train.json").is_file() else []
             health = self.checks.of(folder)

@@ -82,7 +82,8 @@ def _evaluate(argv: Sequence[str], faults: Faults) -> int:
 def test_four_processes_print_the_same_once(folder: Path, monkeypatch, capsys) -> None:
     words = ["--load", str(folder / "saved"), "--text", str(folder / "lines.jsonl")]
     _, alone, _ = call_tool(monkeypatch, capsys, *words, tool=evaluate)
-    run = fork_training([*words, "--pipeline-model-parallel-size", "2"], 4, program=_evaluate).check()
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    run = fork_training([*words, *layout], 4, program=_evaluate).check()
     assert run.outputs[1:] == ("", "", "")
     for line, expected in zip(run.outputs[0].splitlines(), alone.splitlines(), strict=True):
         assert numbers(line) == pytest.approx(numbers(expected), rel=1e-5)

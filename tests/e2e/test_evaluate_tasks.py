@@ -136,7 +136,8 @@ def _evaluate(argv: Sequence[str], faults: Faults) -> int:
 
 
 @pytest.mark.parametrize(
-    ("processes", "layout"), [(2, "--tensor-model-parallel-size 2"), (4, "--pipeline-model-parallel-size 2")]
+    ("processes", "layout"),
+    [(2, "--tensor-model-parallel-size 2"), (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")],
 )
 def test_several_processes_find_the_same(
     processes: int, layout: str, checkpoint: Path, tasks: Path, tmp_path: Path, monkeypatch, capsys

@@ -45,6 +45,7 @@ def ask(port: int, path: str, body: object) -> tuple[int, dict[str, object]]:
         ("", 1),
         pytest.param("", 2, marks=pytest.mark.long),
         pytest.param("--pipeline-model-parallel-size 2", 2, marks=pytest.mark.long),
+        pytest.param("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, marks=pytest.mark.long),
     ],
 )
 def test_processes_answer_and_end_on_a_signal(llama: Path, words: str, num_processes: int, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from megatron.planning.gpu import Gpu
 from megatron.planning.prediction.implementations import OURS, Implementation
 from megatron.planning.prediction.prediction import HOPPER_MACHINES, usable_bytes
 from megatron.training.config.run_config import RunConfig
+from megatron.training.process.progress_bar import waiting
 
 if TYPE_CHECKING:
     from megatron.dry_run.verified_stage import VerifiedStage
@@ -45,7 +46,12 @@ def verify_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
     from megatron.dry_run.verified_stage import stages_to_verify, verify_stage
 
     made_of = pretrain_gpt.provide_model, pretrain_gpt.forward_step
-    return [verify_stage(config, stage, gpu, *made_of) for stage in stages_to_verify(config)]
+    stages, verified = stages_to_verify(config), []
+    with waiting("trying the plan's stages") as tried:
+        for stage in stages:
+            verified.append(verify_stage(config, stage, gpu, *made_of))
+            tried(len(verified), len(stages))
+    return verified
 
 
 def verify_fitting_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:

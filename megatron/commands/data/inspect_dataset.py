@@ -34,6 +34,7 @@ from megatron.corpus.inspection.statistics import (
     describe_lengths,
     document_lengths,
 )
+from megatron.training.process.progress_bar import CountedBar
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -89,10 +90,12 @@ def verify(prefixes: list[str], tokenizer: Tokenizer | None) -> None:
     """
     damaged = []
     for prefix in prefixes:
-        result = verify_dataset(prefix)
+        with _bar("verifying", prefix, (".bin", ".idx")) as bar:
+            result = verify_dataset(prefix, bar.add)
         faults = list(result.faults)
         if tokenizer is not None and not faults and (dataset := IndexedDataset(prefix)).dtype.kind != "f":
-            outside = count_tokens(dataset).num_from(tokenizer.vocab_size)
+            with _bar("reading", prefix, (".bin",)) as bar:
+                outside = count_tokens(dataset, bar.add).num_from(tokenizer.vocab_size)
             faults += faults_in_vocabulary(outside, prefix, tokenizer.vocab_size)
         for fault in faults:
             print(f"damaged: {fault}")
@@ -104,6 +107,12 @@ def verify(prefixes: list[str], tokenizer: Tokenizer | None) -> None:
             print(f"{prefix} is intact")
     if damaged:
         raise DataError(f"damaged: {', '.join(damaged)}; copy or write these data sets again")
+
+
+def _bar(verb: str, prefix: str, suffixes: tuple[str, ...]) -> CountedBar:
+    """Return a bar of the bytes of a data set's files that are to be read; of one that is missing none."""
+    paths = [Path(f"{prefix}{suffix}") for suffix in suffixes]
+    return CountedBar(f"{verb} {Path(prefix).name}", sum(path.stat().st_size for path in paths if path.is_file()))
 
 
 def print_lengths(dataset: IndexedDataset, statistics: LengthStatistics) -> None:
@@ -209,7 +218,8 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
         "documents": asdict(lengths),
     }
     if not arguments.index_only and dataset.dtype.kind != "f":
-        tokens = count_tokens(dataset)
+        with _bar("reading", prefix, (".bin",)) as bar:
+            tokens = count_tokens(dataset, bar.add)
         print_tokens(dataset, tokens, arguments.top_tokens, tokenizer)
         content["token_ids"] = {
             "different": int(np.count_nonzero(tokens.counts)),
@@ -237,7 +247,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.write_checksums:
         for prefix in prefixes:
             intact_dataset(prefix)
-            write_checksums(prefix)
+            with _bar("reading", prefix, (".bin", ".idx")) as bar:
+                write_checksums(prefix, read=bar.add)
             print(f"Wrote {checksums_path(prefix)}")
         return
     contents = [inspect(prefix, arguments, tokenizer) for prefix in prefixes]

@@ -28,6 +28,7 @@ from megatron.core.datasets.indexed.index_writer import PIECE_LENGTH, cut, repla
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron.core.errors import DataError
 from megatron.corpus.token_shards import TokenShard, find_token_shards
+from megatron.training.process.progress_bar import CountedBar
 
 
 def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
@@ -83,13 +84,16 @@ def copy_tokens(datasets: Sequence[IndexedDataset], target: Path) -> list[Block]
     """Write the tokens of all data sets, force them to disk, and return their checksums."""
     blocks = []
     num_documents = 0
-    with open(target, "wb") as output:
+    total = sum(bin_path(dataset.prefix).stat().st_size for dataset in datasets)
+    with open(target, "wb") as output, CountedBar("merging", total) as bar:
         for dataset in datasets:
             with open(bin_path(dataset.prefix), "rb", buffering=0) as source:
                 while data := source.read(CHECKSUM_BLOCK_BYTES):
                     blocks += checksum_blocks(data)
                     output.write(data)
+                    bar.add(len(data))
             num_documents += dataset.num_documents
+            bar.clear()
             print(f"Added {dataset.prefix}: {num_documents} documents so far", flush=True)
         output.flush()
         os.fsync(output.fileno())
@@ -158,7 +162,8 @@ def cut_documents(shards: Sequence[TokenShard], output_prefix: Path, eod_id: int
     num_tokens = begun = 0
     tokens, index = (Path(f"{output_prefix}.{suffix}.tmp-{os.getpid()}") for suffix in ("bin", "idx"))
     try:
-        with open(tokens, "wb") as output:
+        total = sum(shard.num_tokens for shard in shards)
+        with open(tokens, "wb") as output, CountedBar("cutting", total) as bar:
             for shard in shards:
                 for piece in shard.pieces():
                     if dtype.kind == "i" and (int(piece.max()) >= 1 << 31 or int(piece.min()) < 0):
@@ -168,6 +173,7 @@ def cut_documents(shards: Sequence[TokenShard], output_prefix: Path, eod_id: int
                     lengths.extend(np.diff(ends, prepend=begun).tolist())
                     begun = int(ends[-1]) if len(ends) else begun
                     num_tokens += len(piece)
+                    bar.add(len(piece))
             if not len(lengths):
                 raise DataError(
                     f"none of the {num_tokens} tokens of {first.path.parent} is {eod_id}; change --eod-id or "
@@ -182,7 +188,9 @@ def cut_documents(shards: Sequence[TokenShard], output_prefix: Path, eod_id: int
         replace_tokens(output_prefix, tokens)
         os.replace(index, idx_path(output_prefix))
         if with_checksums:
-            write_checksums(output_prefix)
+            size = sum(path(output_prefix).stat().st_size for path in (bin_path, idx_path))
+            with CountedBar("computing checksums", size) as bar:
+                write_checksums(output_prefix, read=bar.add)
     except OSError as error:
         raise DataError(f"data set {output_prefix} cannot be written: {error}") from error
     finally:

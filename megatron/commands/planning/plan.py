@@ -48,6 +48,7 @@ from megatron.planning.prediction.measured_runs import read_runs
 from megatron.training.config.arguments import ParsedArguments, without_flags
 from megatron.training.config.checks.run_checks import find_problems
 from megatron.training.config.sources.preset import preset_names, preset_words
+from megatron.training.process.progress_bar import waiting
 
 if TYPE_CHECKING:
     from megatron.dry_run.verified_stage import VerifiedStage
@@ -153,7 +154,10 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     both = ("bf16", "fp8") if gpu.float8_flops else ("bf16",)
     precision = arguments.precision or _DEFAULT_PRECISION
     precisions = both if precision == "both" else (precision,)
-    found = search(config, gpu, implementation, precisions, functools.partial(find_problems, needs_files=False))
+    with waiting("searching layouts") as tried:
+        found = search(
+            config, gpu, implementation, precisions, functools.partial(find_problems, needs_files=False), tried
+        )
 
     def write_json(**further: Any) -> None:
         if arguments.json is not None:
@@ -169,7 +173,9 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         found, words, arguments.gpus, functools.partial(verify_fitting_plan, gpu=gpu) if arguments.verify else None
     )
     if best is None:
-        changes = find_changes(_leanest(words, arguments.gpus), arguments.gpus, read_planned_run, gpu, implementation)
+        with waiting("looking for what would fit"):
+            leanest = _leanest(words, arguments.gpus)
+            changes = find_changes(leanest, arguments.gpus, read_planned_run, gpu, implementation)
         told = "; ".join(describe_changes(changes)) or "no single change helps: use more GPUs or more memory"
         raise ConfigurationError(f"no layout fits {arguments.gpus} x {gpu.name}; what would: {told}")
     print(f"\nthe best, {best.choice.describe()}:\n{best.command}")

@@ -20,6 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from megatron.commands.arguments.command_line import report_unused
 from megatron.commands.arguments.parser import Parser
 from megatron.core.files.departed_reader import reader_may_leave
+from megatron.training.process.progress_bar import ProgressBar
 from megatron.verification.attention_cells import ATTENTION_SHAPES, attention_matrix
 from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
 from megatron.verification.expert_cells import EXPERT_SHAPES, expert_matrix
@@ -115,7 +116,9 @@ def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
     from megatron.verification.communication_replay import communication_problems
 
     counts = {"passed": 0, "failed": 0, "refused": 0}
-    for cell in cells:
+    bar = ProgressBar()
+    for number, cell in enumerate(cells):
+        bar.show("replaying", number, len(cells), cell.name)
         try:
             logs = record_cell(cell, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
         except ConfigurationError as error:
@@ -124,6 +127,7 @@ def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
             reasons = communication_problems(logs)
             outcome = "failed" if reasons else "passed"
         counts[outcome] += 1
+        bar.clear()
         print("\n".join((f"{outcome:8}{cell.name}", *(f"        {reason}" for reason in reasons))), flush=True)
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} refused at parse time")
     return 1 if counts["failed"] or (counts["refused"] and not is_random) else 0
@@ -141,8 +145,11 @@ def verify(cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
     worst = [0.0] * 4
     with WorkerPool(max(cell.world_size for cell in cells)) as pool:
         verifier = Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, arguments.dtype, tolerance)
-        for cell in cells:
+        bar = ProgressBar()
+        for number, cell in enumerate(cells):
+            bar.show("verifying", number, len(cells), cell.name)
             report = verifier.check(cell)
+            bar.clear()
             counts[report.outcome] += 1
             worst = [max(pair) for pair in zip(worst, report.differences)]
             print(report.describe(), flush=True)

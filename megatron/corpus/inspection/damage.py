@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.indexed.dataset_checksums import Damage, checksums_path, verify_checksums
+from megatron.core.datasets.indexed.dataset_checksums import Damage, Read, checksums_path, untold, verify_checksums
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron.core.errors import DataError
 
@@ -26,7 +26,7 @@ class Verification:
     has_checksums: bool
 
 
-def verify_dataset(prefix: str) -> Verification:
+def verify_dataset(prefix: str, read: Read = untold) -> Verification:
     """Compare both files with their checksums, where there are some, and with each other.
 
     Raises:
@@ -36,7 +36,7 @@ def verify_dataset(prefix: str) -> Verification:
         if not path.is_file():
             raise DataError(f"data file {path} does not exist; a data set is given without .bin or .idx")
     has_checksums = checksums_path(prefix).exists()
-    damages = list(verify_checksums(prefix)) if has_checksums else []
+    damages = list(verify_checksums(prefix, read)) if has_checksums else []
     faults = []
     dataset: IndexedDataset | None = None
     try:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.datasets.indexed.dataset_checksums import Read, untold
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 
 PERCENTILES: Final = (1, 5, 25, 50, 75, 95, 99)
@@ -104,7 +105,7 @@ def describe_lengths(lengths: NDArray[np.int64]) -> LengthStatistics:
     )
 
 
-def count_tokens(dataset: IndexedDataset) -> TokenStatistics:
+def count_tokens(dataset: IndexedDataset, read: Read = untold) -> TokenStatistics:
     """Read all tokens, a block at a time, and count each id."""
     counts = np.zeros(0, np.int64)
     outside = 0
@@ -115,6 +116,7 @@ def count_tokens(dataset: IndexedDataset) -> TokenStatistics:
         if len(found) > len(counts):
             counts = np.concatenate((counts, np.zeros(len(found) - len(counts), np.int64)))
         counts[: len(found)] += found
+        read(block.nbytes)
     shares = counts[counts > 0] / max(int(counts.sum()), 1)
     return TokenStatistics(dataset.num_tokens, counts, outside, float(-(shares * np.log2(shares)).sum()) + 0.0)
 

@@ -51,6 +51,31 @@ class ProgressBar:
             self._stream.flush()
 
 
+class CountedBar:
+    """Draw how much of a total is done, as it is told of more; a context, which takes the bar away at its end."""
+
+    def __init__(self, what: str, total: int, bar: ProgressBar | None = None) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._bar = ProgressBar() if bar is None else bar
+
+    def add(self, number: int) -> None:
+        """Count more that is done."""
+        self._done += number
+        self._bar.show(self._what, self._done, self._total)
+
+    def clear(self) -> None:
+        """Take the bar away, for a line that is to be printed."""
+        self._bar.clear()
+
+    def __enter__(self) -> CountedBar:
+        """Return the bar itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the bar away."""
+        self._bar.clear()
+
+
 @contextlib.contextmanager
 def waiting(text: str, *, is_on: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Draw a text and for how long it has been so, until the work within is done.

@@ -212,8 +212,11 @@ def test_a_way_to_recompute_that_the_runs_own_checks_refuse_is_no_candidate() ->
     def recomputes(found: Search) -> set[str | None]:
         return {candidate.config.model.recompute_granularity for candidate in found.candidates}
 
-    free = search(config, H100, OURS, ["bf16"], lambda config: [])
+    tried: list[tuple[int, int]] = []
+    free = search(config, H100, OURS, ["bf16"], lambda config: [], lambda done, total: tried.append((done, total)))
     assert "full" in recomputes(free)
+    assert tried == [(number, len(tried)) for number in range(1, len(tried) + 1)]
+    assert len(tried) > 5
     bound = search(
         config,
         H100,

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.commands.pictures.plot import main
 from megatron.pictures.chart import MOST_POINTS, charts_of, means, thinned
-from megatron.pictures.chart_svg import draw_chart, number, ticks
+from megatron.pictures.chart_svg import COLORS, draw_chart, number, ticks
 from megatron.pictures.metrics_record import read_metrics, read_several
 from megatron.pictures.run_page import to_page
 
@@ -123,6 +123,27 @@ def test_a_picture_without_matplotlib_or_place_is_refused(
     assert "cannot be written: No such file or directory; change --output" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([str(folder), "--output", "a.gif"])
+
+
+def test_a_picture_has_the_lines_of_each_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """It runs where matplotlib is installed, which the extra plotting has."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    runs = [write_run(tmp_path / name, iterations=60) for name in ("first", "second")]
+    path = tmp_path / "runs.png"
+    assert main([*map(str, runs), "--output", str(path)]) == 0
+    assert capsys.readouterr().out == f"wrote {path}\n"
+    pixels = imread(path)[..., :3]
+    # Seven charts in two columns, of 13 x (0.6 + 4 x 3.6) inches.
+    assert pixels.shape == (1500, 1300, 3)
+    upper, lower = pixels[:800], pixels[800:]
+    for part in (upper, lower):
+        # The second run lies over the first, whose color is in the legends.
+        first, second = ((abs(part - to_rgb(color)).max(axis=2) < 0.02).sum() for color in COLORS[:2])
+        assert second > first > 20
+    assert (pixels.min(axis=2) > 0.98).mean() > 0.8
 
 
 @pytest.mark.parametrize(

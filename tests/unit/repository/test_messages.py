@@ -42,6 +42,10 @@ def test_the_page_is_what_the_code_has(refusals: ModuleType, messages: list[Any]
     assert len(anchors) > 800
     assert len(set(anchors)) == len(anchors)
     assert all(message.advice for message in messages)
+    assert "| what the message says |" not in page
+    # Advice on messages that are gone is taken out, or written for what took their place.
+    texts = {message.text.partition("; ")[0] for message in messages}
+    assert [text for text in refusals.PARTICULAR if text not in texts] == []
 
 
 def test_every_answer_to_a_typical_mistake_is_on_it(messages: list[Any]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +26,8 @@ from megatron.core.files.plain_file import parse_json, read_plain_text
 CHECKSUM_BLOCK_BYTES: Final = 1 << 20
 _FORMAT: Final = 1
 _ALGORITHM: Final = "crc32"
+Read = Callable[[int], None]
+"""Told how many bytes more have been read."""
 
 
 class Block(NamedTuple):
@@ -47,6 +49,10 @@ class Damage(NamedTuple):
         return f"{self.path}: bytes {self.start} to {self.stop}: {self.reason}"
 
 
+def untold(num_bytes: int) -> None:
+    """Tell nobody of bytes that are read."""
+
+
 def checksums_path(prefix: str | Path) -> Path:
     """Return the path of the checksums of a data set."""
     return Path(f"{prefix}.checksums.json")
@@ -61,16 +67,17 @@ def checksum_blocks(data: bytes | memoryview) -> list[Block]:
     ]
 
 
-def file_blocks(path: Path) -> list[Block]:
+def file_blocks(path: Path, read: Read = untold) -> list[Block]:
     """Read a whole file and return its blocks."""
     blocks = []
     with open(path, "rb", buffering=0) as file:
         while data := file.read(CHECKSUM_BLOCK_BYTES):
             blocks.append(Block(len(data), zlib.crc32(data)))
+            read(len(data))
     return blocks
 
 
-def write_checksums(prefix: str | Path, bin_blocks: Sequence[Block] | None = None) -> None:
+def write_checksums(prefix: str | Path, bin_blocks: Sequence[Block] | None = None, read: Read = untold) -> None:
     """Write the checksum file of a data set that is in place, by renaming.
 
     Without ``bin_blocks`` the blocks of ``.bin`` are read from the file.
@@ -82,12 +89,12 @@ def write_checksums(prefix: str | Path, bin_blocks: Sequence[Block] | None = Non
     # Always the same name, so that what a killed writer left is taken up by the next one.
     temporary = target.with_name(f"{target.name}.tmp")
     try:
-        blocks = file_blocks(bin_path(prefix)) if bin_blocks is None else bin_blocks
+        blocks = file_blocks(bin_path(prefix), read) if bin_blocks is None else bin_blocks
         content = {
             "format": _FORMAT,
             "algorithm": _ALGORITHM,
             "bin": _blocks_to_json(blocks),
-            "idx": _blocks_to_json(file_blocks(idx_path(prefix))),
+            "idx": _blocks_to_json(file_blocks(idx_path(prefix), read)),
         }
         try:
             with open(temporary, "w", encoding="ascii") as file:
@@ -102,7 +109,7 @@ def write_checksums(prefix: str | Path, bin_blocks: Sequence[Block] | None = Non
         raise DataError(f"the checksums of {prefix} cannot be written: {error}") from error
 
 
-def verify_checksums(prefix: str | Path) -> Iterator[Damage]:
+def verify_checksums(prefix: str | Path, read: Read = untold) -> Iterator[Damage]:
     """Read both files of a data set whole and yield every block that differs from its checksum.
 
     Raises:
@@ -111,12 +118,12 @@ def verify_checksums(prefix: str | Path) -> Iterator[Damage]:
     stored = _read_checksums(checksums_path(prefix))
     for path, blocks in ((bin_path(prefix), stored["bin"]), (idx_path(prefix), stored["idx"])):
         try:
-            yield from _damages(path, blocks)
+            yield from _damages(path, blocks, read)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _damages(path: Path, blocks: Sequence[Block]) -> Iterator[Damage]:
+def _damages(path: Path, blocks: Sequence[Block], read: Read) -> Iterator[Damage]:
     start = 0
     with open(path, "rb", buffering=0) as file:
         for num_bytes, crc32 in blocks:
@@ -124,6 +131,7 @@ def _damages(path: Path, blocks: Sequence[Block]) -> Iterator[Damage]:
             while left and (data := file.read(min(left, CHECKSUM_BLOCK_BYTES))):
                 crc = zlib.crc32(data, crc)
                 left -= len(data)
+                read(len(data))
             if left:
                 expected = sum(block.num_bytes for block in blocks)
                 found = start + num_bytes - left

@@ -10,13 +10,15 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron.commands.data import clean_dataset
+from megatron.commands.data import clean_dataset, inspect_dataset, merge_datasets
 from megatron.conversion.progress import ByteProgress
 from megatron.corpus.preprocessing.progress import Progress
 from megatron.training.process.console import CLEAR_LINE
 from megatron.training.process.progress_bar import ProgressBar, format_bar, waiting
+from tests.unit.commands.test_merge_datasets import write_parts
 
 
 class Terminal(io.StringIO):
@@ -124,3 +126,49 @@ def test_cleaning_has_a_bar_of_the_bytes_on_disk(tmp_path: Path, monkeypatch: py
     assert shares == sorted(shares)
     assert len(set(shares)) > 10
     assert (shares[0] < 5, shares[-1]) == (True, 100)
+
+
+def shares_of(drawn: str, what: str) -> list[int]:
+    return [int(share) for share in re.findall(rf"{what} \[=* *\] +(\d+)%", drawn)]
+
+
+def test_merging_and_verifying_data_have_a_bar_of_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Each data set is one block of the bar, and a damaged one is read to its end too."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("megatron.training.process.progress_bar._REDRAW_S", 0.0)
+    prefixes = write_parts(tmp_path / "parts", modes=False)
+    assert merge_datasets.main(["--input", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "all")]) == 0
+    merging = shares_of(terminal.getvalue(), "merging")
+    # Two of the four have no tokens.
+    assert merging == [33, 100]
+    assert f"Added {prefixes[-1]}: 20 documents so far\n" in capsys.readouterr().out
+    for words, what in (
+        (["--verify"], "verifying"),
+        (["--write-checksums"], "reading"),
+        ([], "reading"),
+    ):
+        terminal.truncate(0)
+        assert inspect_dataset.main([str(tmp_path / "all"), *words]) == 0
+        assert shares_of(terminal.getvalue(), f"{what} all")[-1] == 100
+        assert terminal.getvalue().endswith(CLEAR_LINE)
+    size = (tmp_path / "all.bin").stat().st_size
+    (tmp_path / "all.bin").write_bytes(b"\xff" * size)
+    terminal.truncate(0)
+    assert inspect_dataset.main([str(tmp_path / "all"), "--verify"]) != 0
+    assert shares_of(terminal.getvalue(), "verifying all")[-1] == 100
+
+
+def test_cutting_documents_has_a_bar_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("megatron.training.process.progress_bar._REDRAW_S", 0.0)
+    (tmp_path / "shards").mkdir()
+    for number in range(4):
+        np.tile(np.array([5, 6, 0], "<u2"), 10).tofile(tmp_path / "shards" / f"{number}.bin")
+    words = ["--input", str(tmp_path / "shards"), "--output-prefix", str(tmp_path / "all"), "--eod-id", "0"]
+    assert merge_datasets.main(words) == 0
+    assert shares_of(terminal.getvalue(), "cutting") == [25, 50, 75, 100]
+    assert shares_of(terminal.getvalue(), "computing checksums")[-1] == 100
