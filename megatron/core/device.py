@@ -132,9 +132,13 @@ class Device:
         return None if available is None else HostRoom(available, max(_local_world_size(), 1))
 
     def has_peers(self) -> bool:
-        """Return whether the device reads the memory of all others that this process sees."""
-        others = (index for index in range(torch.cuda.device_count()) if index != self.index)
-        return self.is_cuda and all(torch.cuda.can_device_access_peer(self.index, other) for other in others)
+        """Return whether the device reads the memory of all others that this process sees, and it sees some.
+
+        A process that was shown its own device alone shares no memory with others: all of theirs have the number 0, by
+        which torch tells a machine's devices apart.
+        """
+        others = [index for index in range(torch.cuda.device_count()) if index != self.index]
+        return self.is_cuda and bool(others) and all(torch.cuda.can_device_access_peer(self.index, i) for i in others)
 
     def graph_backend(self) -> GraphBackend | None:
         """Return what records work as graphs, or None where there is no such thing (every CPU)."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.host_memory.pinned_memory import PinnedMemory
+
 
 @dataclass(frozen=True, eq=False)
 class Copied:
@@ -66,6 +68,7 @@ class CudaHostCopies(HostCopies):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
+        self._memory = PinnedMemory()
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -80,9 +83,7 @@ class CudaHostCopies(HostCopies):
             copied.done.synchronize()
 
     def _copy_out(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
-        if target is None:
-            target = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return self._copy(tensor, target, self._out)
+        return self._copy(tensor, self._memory.empty_like(tensor) if target is None else target, self._out)
 
     def _copy_in(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
         return self._copy(tensor, torch.empty_like(tensor, device=self._device) if target is None else target, self._in)

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.core.device import compute_capability
 from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.precision import arithmetic_dtype
 
-_MAX_FLASH_HEAD_DIM = 256
+_FIRST_WITH_FLASH = (8, 0)
+_WITH_WIDE_FLASH = ((8, 0), (9, 0), (10, 0))
 MAX_SCORES = 2**24
 """Scores that are in memory at once where no kernel computes a block: 64 MiB of float32."""
 
@@ -145,9 +147,10 @@ class AttentionBlocks:
             return False
         if device_type == "cpu":
             return True
-        is_half = dtype in (torch.float16, torch.bfloat16)
-        fits = head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
-        return device_type == "cuda" and is_half and fits and not has_mask
+        if device_type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or has_mask:
+            return False
+        widest = widest_flash_head(compute_capability(torch.device(device_type)))
+        return head_dim % 8 == 0 and head_dim <= widest
 
     def _has_kernel(self, query: torch.Tensor, mask: BlockMask) -> bool:
         return self.has_kernel(
@@ -166,6 +169,16 @@ class AttentionBlocks:
         for start in range(0, length, at_once):
             end = min(start + at_once, length)
             yield slice(start, end), mask.rows(start, end, num_keys, query.device)
+
+
+def widest_flash_head(capability: tuple[int, int] | None) -> int:
+    """Return how wide the heads are, at most, that torch's flash kernel for CUDA trains; 0 before Ampere.
+
+    A device whose compute capability is not known counts as one that takes the widest.
+    """
+    if capability is not None and capability < _FIRST_WITH_FLASH:
+        return 0
+    return 256 if capability is None or capability in _WITH_WIDE_FLASH else 192
 
 
 def merge_block(

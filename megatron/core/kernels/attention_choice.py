@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from megatron.core.device import compute_capability
+from megatron.core.kernels.attention_block import widest_flash_head
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dot_product_attention import (
     drawing_as,
@@ -33,7 +34,6 @@ _HALF = (torch.float16, torch.bfloat16)
 _HOPPER = 9
 _FIRST_WITH_FLASH = (8, 0)
 _BLACKWELL = (10, 0)
-_WITH_WIDE_FLASH = ((8, 0), (9, 0), (10, 0))
 _NARROWEST_FLEX_HEAD = 16
 _WIDEST_ENGINE_HEAD = 128
 _ENGINE_LENGTHS = 128
@@ -219,12 +219,10 @@ def _packages(device: torch.device, softcap: float | None) -> list[AttentionKern
 
 
 def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[AttentionKernel]:
-    capability = compute_capability(device)
-    has_flash = capability is None or capability >= _FIRST_WITH_FLASH
-    widest = 256 if capability is None or capability in _WITH_WIDE_FLASH else 192
+    widest = widest_flash_head(compute_capability(device))
 
     def fits_flash(call: AttentionCall) -> bool:
-        return has_flash and call.is_half and call.head_dim % 8 == 0 and call.head_dim <= widest
+        return call.is_half and call.head_dim % 8 == 0 and call.head_dim <= widest
 
     kernels = [
         # With groups, and no flash kernel, it would compute all scores.

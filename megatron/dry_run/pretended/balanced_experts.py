@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -23,12 +23,7 @@ class BalancedExperts(TorchFunctionMode):
     def __init__(self, config: MoEConfig, on_wait: Callable[[str], None]) -> None:
         super().__init__()
         self._config, self._on_wait = config, on_wait
-        self._num_choices = self._num_kept = 0
-        self._answers: Mapping[Any, Callable[..., Any]] = {
-            torch.Tensor.bincount: self._bincount,
-            torch.Tensor.__int__: self._int,
-            torch.Tensor.repeat_interleave: self._repeat_interleave,
-        }
+        self._num_kept = 0
 
     @contextmanager
     def taking_calls(self) -> Iterator[None]:
@@ -37,7 +32,7 @@ class BalancedExperts(TorchFunctionMode):
         as_numbers = FakeTensor.tolist
 
         def tolist(tensor: FakeTensor) -> Any:
-            is_count = tensor.dim() == 1 and tensor.dtype is torch.int64 and tensor.is_cuda
+            is_count = tensor.dim() in (1, 3) and tensor.dtype is torch.int64 and tensor.is_cuda
             return self._tolist(tensor) if is_count else as_numbers(tensor)
 
         with patch.object(FakeTensor, "tolist", tolist), self:
@@ -46,29 +41,19 @@ class BalancedExperts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, or answer in its place what depends on the values of whole numbers on the device."""
-        answer = self._answers.get(func)
-        if answer is None or not args[0].is_cuda or args[0].dtype is not torch.int64:
-            return func(*args, **(kwargs or {}))
-        return answer(*args, **(kwargs or {}))
+        """Run an operation; of choices that are counted by their targets note how many there are."""
+        if func is torch.searchsorted and args[0].is_cuda and args[0].dtype is torch.int64:
+            # Behind the last target are choices of experts that are elsewhere, or that a full expert drops.
+            share = min(1.0, args[1].numel() / (self._config.num_experts or 1))
+            share *= min(1.0, self._config.moe_expert_capacity_factor or 1.0)
+            self._num_kept = round(args[0].numel() * share)
+        return func(*args, **(kwargs or {}))
 
-    def _bincount(self, targets: torch.Tensor, minlength: int = 0) -> torch.Tensor:
-        # Behind the last target are choices of experts that are elsewhere, or that a full expert drops.
-        share = min(1.0, (minlength - 1) / (self._config.num_experts or 1))
-        share *= min(1.0, self._config.moe_expert_capacity_factor or 1.0)
-        self._num_choices, self._num_kept = targets.numel(), round(targets.numel() * share)
-        return targets.new_empty(minlength)
-
-    def _int(self, count: torch.Tensor) -> int:
-        self._on_wait("int")
-        return self._num_choices - self._num_kept
-
-    def _tolist(self, counts: torch.Tensor) -> list[int]:
+    def _tolist(self, counts: torch.Tensor) -> list[Any]:
+        """Return the choices of each target; where there are three dims, of what goes and of what comes by rank."""
         self._on_wait("tolist")
-        even, over = divmod(self._num_kept, len(counts))
-        return [even + (number < over) for number in range(len(counts))]
-
-    def _repeat_interleave(self, values: torch.Tensor, repeats: torch.Tensor | int, **options: Any) -> torch.Tensor:
-        if isinstance(repeats, int):
-            return values.repeat_interleave(repeats, **options)
-        return values.new_empty(self._num_kept)
+        ranks, num_local = counts.shape[-2:] if counts.dim() == 3 else (1, counts.numel())
+        even, over = divmod(self._num_kept, ranks * num_local)
+        shares = [even + (number < over) for number in range(ranks * num_local)]
+        by_rank = [shares[first : first + num_local] for first in range(0, len(shares), num_local)]
+        return [by_rank] * len(counts) if counts.dim() == 3 else shares

@@ -176,3 +176,16 @@ def test_deterministic_multiplication_finds_its_workspace(monkeypatch: pytest.Mo
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert calls == [True] * 3
     assert torch.utils.deterministic.fill_uninitialized_memory is False
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "reachable", "expected"),
+    [(4, {0, 1, 3}, True), (4, {0, 1}, False), (1, set(), False)],
+    ids=["all of them", "not all", "shown its own alone"],
+)
+def test_a_device_has_peers_where_it_reads_all_that_the_process_sees(
+    monkeypatch: pytest.MonkeyPatch, num_devices: int, reachable: set[int], expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other in reachable)
+    assert Device("cuda", 2 if num_devices > 1 else 0).has_peers() is expected

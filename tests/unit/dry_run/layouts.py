@@ -26,12 +26,17 @@ _BLOCKS = ("--bf16", "--seq-length", "512", "--max-position-embeddings", "512")
 """A sequence that FlexAttention takes: under context parallelism each rank has chunks of its blocks' length."""
 _FP8 = ("--bf16", "--fp8-format", "hybrid")
 SINKS = ("--softmax-type", "learnable")
+EXPERTS = (
+    *("--bf16", "--num-experts", "8", "--moe-router-topk", "3", "--moe-ffn-hidden-size", "48"),
+    *("--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),
+)
+_TO_RANKS = ("--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2")
 _DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 
 
 def layouts() -> list[DryRunCase]:
     """Return the cases."""
-    return [*_plain(), *_float8(), *_sharded(), *_blocks(), *_features(), *_sinks()]
+    return [*_plain(), *_float8(), *_sharded(), *_blocks(), *_features(), *_sinks(), *_experts()]
 
 
 def _case(
@@ -128,3 +133,13 @@ def _features() -> Iterator[DryRunCase]:
 def _sinks() -> Iterator[DryRunCase]:
     yield _case(Layout(), "mistral", extra=("--bf16", *SINKS))
     yield _case(Layout(), "mistral", "packed", extra=(*_BLOCKS, *SINKS))
+
+
+def _experts() -> Iterator[DryRunCase]:
+    yield _case(Layout(), extra=EXPERTS)
+    shared = ("--moe-shared-expert-intermediate-size", "48", "--moe-shared-expert-overlap")
+    yield _case(Layout(dp=2), rank=1, extra=(*EXPERTS, *_TO_RANKS, *shared))
+    padded = ("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity")
+    whole = ("--expert-tensor-parallel-size", "1")
+    yield _case(Layout(tp=2, sequence_parallel=True), rank=1, extra=(*EXPERTS, *_TO_RANKS, *whole, *padded))
+    yield _case(Layout(dp=2), extra=(*EXPERTS, "--expert-model-parallel-size", "2"))

@@ -22,7 +22,7 @@ from megatron.core.kernels.float8.quantised import (
 from megatron.core.kernels.matrix_product import linear
 
 _SCALES_ALIGNMENT = 4
-"""Of so many scales is the distance a multiple, in memory, between the rows of blocks of 128 × 128 that cuBLAS reads."""
+"""Rows of scales of 128 × 128 blocks lie a multiple of so many scales apart, where cuBLAS reads them."""
 _PROBE = 256
 """Rows and columns of the product by which a device is tried: whole blocks of every kind."""
 

@@ -12,6 +12,7 @@ from megatron.core.collectives import all_reduce
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
 from megatron.core.transformer.moe.moe_config import MoEConfig
+from megatron.core.transformer.moe.routing import occurrences
 
 
 class ExpertTally:
@@ -40,7 +41,7 @@ class ExpertTally:
         """
         if torch._C._current_graph_task_id() != -1:
             return  # Within a backward pass: this is a pass that was counted before.
-        found = indices.reshape(-1).bincount(minlength=num_experts + 1).double()
+        found = occurrences(indices.reshape(-1), num_experts + 1).double()
         self.counts = found if self.counts is None else self.counts + found
 
     @torch.no_grad()
@@ -140,7 +141,10 @@ class ExpertLoads:
         given = totals[:, :-1]
         shares = given / given.mean(dim=1, keepdim=True).clamp(min=1e-9)
         dropped = totals[:, -1].sum() / totals.sum().clamp(min=1.0)
-        return LoadReport(self._layers, tuple(tuple(row) for row in shares.tolist()), float(dropped))
+        # Read at once: each reading waits for the device.
+        *flat, share_dropped = torch.cat((shares.flatten(), dropped.view(1))).tolist()
+        rows = (flat[first : first + given.shape[1]] for first in range(0, len(flat), given.shape[1]))
+        return LoadReport(self._layers, tuple(map(tuple, rows)), share_dropped)
 
 
 class BiasedRouter(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +119,10 @@ class MoELayer(nn.Module):
         return partial(self._run_padded, self.groups.model.size * min(capacity, rows.num_rows))
 
     def _run_padded(self, most: int, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        places = torch.cat([torch.arange(count) + expert * most for expert, count in enumerate(counts)]).to(rows.device)
+        starts = [expert * most - first for expert, first in enumerate(accumulate(counts, initial=0))][:-1]
+        # Two short lists, for which a device is not waited for; a list of all places would be.
+        moved, times = torch.tensor([starts, counts]).to(rows.device, non_blocking=True)
+        places = torch.arange(len(rows), device=rows.device) + moved.repeat_interleave(times, output_size=len(rows))
         padded = rows.new_zeros(most * len(counts), rows.shape[1]).index_copy(0, places, rows)
         output: torch.Tensor = self.experts(padded, [most] * len(counts)).index_select(0, places)
         return output

@@ -75,8 +75,16 @@ def kept_choices(
     if policy == "probs":
         order = order[weights.reshape(-1)[order].argsort(descending=True, stable=True)]
     order = order[experts[order].argsort(stable=True)]
-    counts = experts.bincount(minlength=num_experts)
+    counts = occurrences(experts, num_experts)
     starts = counts.cumsum(0) - counts
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device) - starts[experts[order]]
     return (rank < capacity).view_as(indices)
+
+
+def occurrences(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Return how often each number below ``count`` occurs; on a device bincount would wait for the largest one.
+
+    Shapes: ``numbers: [n]`` int64, all of them below ``count -> [count]`` int64.
+    """
+    return numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -52,21 +53,25 @@ class AllToAllDispatcher(TokenDispatcher):
         indices = routing.indices
         first = indices.div(num_local, rounding_mode="floor") * (copies * num_local) + indices % num_local
         targets = first.unsqueeze(-1) + num_local * torch.arange(copies, device=x.device)
-        choices, slots, counts = sorted_choices(targets.flatten(1), group.size * num_local)
+        ordered = sort_choices(targets.flatten(1), group.size * num_local)
+        by_rank = ordered.counts.view(group.size, num_local)
+        coming = all_to_all_first_dim(by_rank, group)
+        # The one wait of a layer: how much memory what comes needs is for the host to know.
+        going, arriving = torch.stack((by_rank, coming)).tolist()
+        sent, received = ([sum(of_rank) for of_rank in counts] for counts in (going, arriving))
+        of_experts = [sum(of_expert) for of_expert in zip(*arriving)]
+        choices, slots = ordered.kept(sum(sent))
         rows = take_rows(x, choices, slots)
         if group.size == 1:
             meanwhile()
-            rows = experts(rows, counts.tolist())
+            rows = experts(rows, of_experts)
         else:
-            by_rank = counts.view(group.size, num_local)
-            coming = all_to_all_first_dim(by_rank, group)
-            sent, received = by_rank.sum(dim=1).tolist(), coming.sum(dim=1).tolist()
             rows = all_to_all(rows, sent, received, group, meanwhile)
             of_expert = torch.arange(num_local, device=x.device).repeat(group.size)
-            order = of_expert.repeat_interleave(coming.view(-1)).argsort(stable=True)
+            order = of_expert.repeat_interleave(coming.view(-1), output_size=len(rows)).argsort(stable=True)
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(len(order), device=x.device)
-            rows = experts(reorder(rows, order, inverse), coming.sum(dim=0).tolist())
+            rows = experts(reorder(rows, order, inverse), of_experts)
             rows = all_to_all(reorder(rows, inverse, order), received, sent, group)
         weights = routing.weights.repeat_interleave(copies, dim=1) if copies > 1 else routing.weights
         return combine(rows, weights, choices, slots)
@@ -82,22 +87,42 @@ class AllGatherDispatcher(TokenDispatcher):
         x, weights = (gather_from_sequence_parallel_region(tensor, group) for tensor in (x, routing.weights))
         targets = gather_from_sequence_parallel_region(routing.indices, group) - self.groups.rank * self.num_local
         targets = targets.masked_fill((targets < 0) | (targets >= self.num_local), self.num_local)
-        choices, slots, counts = sorted_choices(targets, self.num_local)
-        rows = experts(take_rows(x, choices, slots), counts.tolist())
+        ordered = sort_choices(targets, self.num_local)
+        counts = ordered.counts.tolist()
+        choices, slots = ordered.kept(sum(counts))
+        rows = experts(take_rows(x, choices, slots), counts)
         return reduce_scatter_to_sequence_parallel_region(combine(rows, weights, choices, slots), group)
 
 
-def sorted_choices(targets: torch.Tensor, num_targets: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the choices in the order of their targets, where each token's are among them, and how many a target has.
+@dataclass(frozen=True, eq=False)
+class OrderedChoices:
+    """Hold the choices in the order of their targets, each choice's place there, and how many a target has.
 
-    Choices of a target beyond the last are left out; their place is the one behind all others.
+    Those of a target beyond the last are behind all others, and in no count.
 
-    Shapes: ``targets: [n, c] -> [m], [n, c], [num_targets]``.
+    Shapes: ``order: [n * c]``, ``places: [n, c]``, ``counts: [num_targets]``.
     """
-    flat = targets.reshape(-1)
-    counts = flat.clamp(max=num_targets).bincount(minlength=num_targets + 1)
-    order = flat.argsort(stable=True)
-    slots = torch.empty_like(order)
-    slots[order] = torch.arange(len(order), device=order.device)
-    num_kept = len(order) - int(counts[num_targets])
-    return order[:num_kept], slots.clamp(max=num_kept).view_as(targets), counts[:num_targets]
+
+    order: torch.Tensor
+    places: torch.Tensor
+    counts: torch.Tensor
+
+    def kept(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the choices that have targets, given how many, and all places; those of the others are behind them.
+
+        Shapes: ``-> [number]``, ``[n, c]``.
+        """
+        return self.order[:number], self.places.clamp(max=number)
+
+
+def sort_choices(targets: torch.Tensor, num_targets: int) -> OrderedChoices:
+    """Sort choices by their targets; the host waits for nothing.
+
+    Shapes: ``targets: [n, c]``.
+    """
+    in_order, order = targets.reshape(-1).sort(stable=True)
+    numbers = torch.arange(max(len(order), num_targets), device=order.device)
+    places = torch.empty_like(order)
+    places[order] = numbers[: len(order)]
+    ends = torch.searchsorted(in_order, numbers[:num_targets], right=True)
+    return OrderedChoices(order, places.view_as(targets), ends.diff(prepend=ends.new_zeros(1)))

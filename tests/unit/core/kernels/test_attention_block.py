@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.kernels import attention_block
 from megatron.core.kernels.attention_block import (
     MAX_SCORES,
     AttentionBlocks,
@@ -206,3 +207,15 @@ def test_cuda_kernels_are_close_to_the_plain_form(is_causal: bool, groups: int) 
     wanted = plain_block_backward(grad, query, key, value, expected, total, mask)
     for ours, theirs in zip(actual, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "expected"),
+    [(None, 256, True), ((9, 0), 256, True), ((8, 6), 192, True), ((8, 6), 256, False), ((7, 5), 64, False)],
+)
+def test_older_devices_have_no_flash_kernel_for_blocks(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, head_dim: int, expected: bool
+) -> None:
+    monkeypatch.setattr(attention_block, "compute_capability", lambda device: capability)
+    has_kernel = AttentionBlocks().has_kernel("cuda", torch.float16, head_dim, has_mask=False, has_dropout=False)
+    assert has_kernel is expected

@@ -35,7 +35,7 @@ def flex_stand_in(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
 @pytest.fixture(autouse=True)
 def with_flex_and_without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_choice, "load_flex_attention", lambda: flex_stand_in)
-    monkeypatch.setattr(attention_choice, "load_flash_attention", lambda: None)
+    monkeypatch.setattr(attention_choice, "load_flash_attention", lambda *, is_deterministic: None)
     monkeypatch.setattr(attention_choice, "load_flash_attention_3", lambda: None)
 
 

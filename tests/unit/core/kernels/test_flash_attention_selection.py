@@ -229,7 +229,9 @@ def test_packages_give_the_same_bits_again_where_that_is_asked_for(
         {"q": (3, 7, 4, 8), "k": (3, 7, 4, 8), "dropout_p": 0.0, "causal": True, "deterministic": True}
     ]
     load_flash_attention.cache_clear()
-    install(monkeypatch, tmp_path, STAND_IN.replace("    deterministic=False,\n", "").replace("if deterministic", "if 0"))
+    install(
+        monkeypatch, tmp_path, STAND_IN.replace("    deterministic=False,\n", "").replace("if deterministic", "if 0")
+    )
     assert select_attention_core("auto", "cuda").kernels[0].name == SDPA
     assert describe_missing_flash("flash", "bfloat16", "cuda") == (
         "flash-attn is not used, since --deterministic-mode needs flash-attn 2.4.1 or newer, of version 2: torch's own "

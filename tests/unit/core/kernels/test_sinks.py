@@ -110,7 +110,7 @@ CHOICES = [
 def test_kernels_on_cuda(call: AttentionCall, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that takes every call is not asked for those with sinks."""
     monkeypatch.setattr(attention_choice, "load_flex_attention", lambda: plain_attention)
-    monkeypatch.setattr(attention_choice, "load_flash_attention", lambda: plain_attention)
+    monkeypatch.setattr(attention_choice, "load_flash_attention", lambda *, is_deterministic: plain_attention)
     monkeypatch.setattr(attention_choice, "load_flash_attention_3", lambda: plain_attention)
     core = select_attention_core("auto", "cuda", 30.0 if call.has_softcap else None)
     assert core.choose(call).name == expected
