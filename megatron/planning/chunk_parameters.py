@@ -41,11 +41,15 @@ def expert_parameters(model: GPTConfig) -> list[ChunkParameter]:
     parameters = [replace(parameter, is_trained=False) for parameter in router] if is_base else router
     for name, rows, columns in (("linear_fc1", width * (2 if model.is_gated else 1), h), ("linear_fc2", h, width)):
         size = num_local * rows * columns
-        own = [ChunkParameter(size, is_sent_in_float8=model.fp8_param_gather, num_scales=num_local, is_expert=True)]
+        in_float8, num_scales = model.fp8_param_gather, num_local if model.fp8_param_gather else 1
+        weight = ChunkParameter(
+            size, is_sent_in_float8=in_float8, num_scales=num_scales, is_matrix=True, is_expert=True
+        )
+        own = [weight]
         own += [ChunkParameter(num_local * rows, is_expert=True)] if model.add_bias_linear else []
         parameters += [replace(parameter, is_trained=not is_base) for parameter in own]
         adapters = expert_adapter_parameters(model, name)
-        parameters += [ChunkParameter(size, to_sum, is_expert=True) for size, to_sum in adapters]
+        parameters += [ChunkParameter(size, to_sum, is_matrix=True, is_expert=True) for size, to_sum in adapters]
     return parameters
 
 

@@ -5,8 +5,8 @@ An update rule that needs a whole matrix (Muon) is computed once for each matrix
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from megatron.core.collectives import all_gather_objects, all_to_all_rows
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
-from megatron.core.sharding import Piece, spec_of
+from megatron.core.sharding import Box, ParamSpec, Piece, spec_of
 
 Compute = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 """Return a matrix of the same shape from a matrix and its ``fused_rows``."""
@@ -22,50 +22,76 @@ Compute = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Held:
-    """Hold what a tensor-parallel rank has of a matrix: pieces of a local tensor, and whether it is who sends them."""
+    """Hold what a rank of a model has of a matrix: pieces of a local matrix, and whether it is who sends them."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     is_sender: bool
 
 
+@dataclass(frozen=True, eq=False)
+class _LocalMatrix:
+    """Hold where a matrix begins in a local tensor's elements, its local shape, and what it is of the whole."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    shape: tuple[int, ...]
+    spec: ParamSpec
+
+    @property
+    def num_elements(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
 class MatrixOwners:
     """Compute with whole matrices that lie in pieces on the ranks of two groups.
 
-    ``parameters`` are this rank's local tensors, the same ones in the same order on all ranks of ``dp``, and of the
-    same matrices on all ranks of ``tp``; several may be parts of one matrix. ``parts`` are what this rank has of them:
-    all of each, or with ``is_sharded`` stretches, which on the ranks of ``dp`` together are the whole. Owners are
-    chosen so that the work, about rows · columns · the smaller of them, is spread evenly over the ranks of both groups.
+    ``parameters`` are this rank's local tensors, the same ones in the same order on all ranks of ``dp``; several may be
+    parts of one matrix, and experts have one for each of theirs. Ranks of ``model`` have parts of the same matrices, or
+    other experts' matrices. ``parts`` are what this rank has of the parameters: all of each, or with ``is_sharded``
+    stretches, which on the ranks of ``dp`` together are the whole. Owners are chosen among the ranks that have a part,
+    so that the work, about rows · columns · the smaller of them, is spread evenly over these.
     """
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
         parts: Sequence[ParamPart],
-        tp: Group,
+        model: Group,
         dp: Group,
         *,
         is_sharded: bool,
     ) -> None:
-        self._tp, self._dp, self._is_sharded = tp, dp, is_sharded
-        self._parameters = tuple(parameters)
-        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        mine = [(index_of[id(part.parameter)], part.start, part.end) for part in parts]
+        self._model, self._dp, self._is_sharded = model, dp, is_sharded
+        self._local = [matrix for parameter in parameters for matrix in _local_matrices(parameter)]
+        # Of each part of this rank the stretches of matrices: its number, and where in it they begin and end.
+        self._stretches: list[tuple[int, int, int]] = []
+        mine = []
+        of_parameter: dict[int, list[tuple[int, _LocalMatrix]]] = {}
+        for index, matrix in enumerate(self._local):
+            of_parameter.setdefault(id(matrix.parameter), []).append((index, matrix))
+        for number, part in enumerate(parts):
+            for index, matrix in of_parameter[id(part.parameter)]:
+                start = max(part.start, matrix.start)
+                end = min(part.end, matrix.start + matrix.num_elements)
+                if start < end:
+                    self._stretches.append((number, start - part.start, end - part.start))
+                    mine.append((index, start - matrix.start, end - matrix.start))
         self._ranges = all_gather_objects(mine, dp) if is_sharded else [mine] * dp.size
         held: dict[str, list[tuple[int, _Held]]] = {}
-        for index, parameter in enumerate(parameters):
-            spec = spec_of(parameter)
+        for index, matrix in enumerate(self._local):
+            spec = matrix.spec
             held.setdefault(spec.name, []).append(
-                (index, _Held(tuple(parameter.shape), spec.pieces, spec.is_owner and bool(spec.pieces)))
+                (index, _Held(matrix.shape, spec.pieces, spec.is_owner and bool(spec.pieces)))
             )
         self._names = {name: tuple(index for index, _ in locals_) for name, locals_ in held.items()}
         self._held: list[Mapping[str, list[_Held]]] = all_gather_objects(
-            {name: [each for _, each in locals_] for name, locals_ in held.items()}, tp
+            {name: [each for _, each in locals_] for name, locals_ in held.items()}, model
         )
         self._owner = self._choose_owners()
         owned = [{i for n in self._names_of(dp_rank=d) for i in self._names[n]} for d in range(dp.size)]
         self._own = owned[dp.rank]
-        # Of this rank's parts the numbers of those that each rank owns.
+        # Of this rank's stretches the numbers of those that each rank owns.
         self._parts_of = [[n for n, (index, _, _) in enumerate(mine) if index in at] for at in owned]
 
     def compute(self, values: Sequence[torch.Tensor], function: Compute) -> list[torch.Tensor]:
@@ -75,38 +101,50 @@ class MatrixOwners:
 
         Shapes: ``values``: one ``[part.end - part.start]`` for each part, in their dtype of arithmetic.
         """
-        if not self._parameters:
+        if not self._local:
             return []
         # Not of the values: a rank that has none receives those of others.
-        dtype = arithmetic_dtype(self._parameters[0].dtype)
-        empty = torch.empty(0, dtype=dtype, device=self._parameters[0].device)
-        whole = self._to_whole_parameters(values, empty)
+        first = self._local[0].parameter
+        empty = torch.empty(0, dtype=arithmetic_dtype(first.dtype), device=first.device)
+        stretches = [values[number][start:end] for number, start, end in self._stretches]
+        whole = self._to_whole_matrices(stretches, empty)
         whole = self._through_matrices(whole, function, empty)
-        return self._back_to_parts(whole, empty)
+        result: list[list[torch.Tensor]] = [[] for _ in values]
+        for (number, _, _), stretch in zip(self._stretches, self._back_to_stretches(whole, empty), strict=True):
+            result[number].append(stretch)
+        return [several[0] if len(several) == 1 else torch.cat(several) for several in result]
 
     def _choose_owners(self) -> dict[str, tuple[int, int]]:
-        """Return the ranks within ``dp`` and ``tp`` of each matrix's owner: the largest first, to who has least."""
-        shapes = {name: spec_of(self._parameters[indices[0]]).global_shape for name, indices in self._names.items()}
-        work = {name: shape[0] * shape[1] * min(shape) for name, shape in shapes.items()}
-        loads = {(d, t): 0 for d in range(self._dp.size) for t in range(self._tp.size)}
+        """Return the ranks within ``dp`` and ``model`` of each matrix's owner: the largest first, to who has least.
+
+        Only matrices of which this rank has a part are among them, though others are counted.
+        """
+        shapes = {matrix.spec.name: matrix.spec.global_shape for matrix in self._local}
+        of_all: dict[str, tuple[int, ...]] = {}
+        for each in all_gather_objects(shapes, self._model):
+            of_all |= each
+        work = {name: shape[0] * shape[1] * min(shape) for name, shape in of_all.items()}
+        loads = {(d, t): 0 for d in range(self._dp.size) for t in range(self._model.size)}
         owner: dict[str, tuple[int, int]] = {}
         for name in sorted(work, key=lambda name: (-work[name], name)):
+            places = [(d, t) for d, t in loads if name in self._held[t]]
             # Of equal ones the first in this order: neighbours in the model go to different data-parallel ranks.
-            place = min(loads, key=lambda place: (loads[place], place[1], place[0]))
-            owner[name] = place
+            place = min(places, key=lambda place: (loads[place], place[1], place[0]))
+            if name in self._names:
+                owner[name] = place
             loads[place] += work[name]
         return owner
 
-    def _names_of(self, dp_rank: int, tp_rank: int | None = None) -> list[str]:
+    def _names_of(self, dp_rank: int, model_rank: int | None = None) -> list[str]:
         return [
             name
             for name in self._names
-            if self._owner[name][0] == dp_rank and (tp_rank is None or self._owner[name][1] == tp_rank)
+            if self._owner[name][0] == dp_rank and (model_rank is None or self._owner[name][1] == model_rank)
         ]
 
-    def _to_whole_parameters(self, values: Sequence[torch.Tensor], empty: torch.Tensor) -> dict[int, torch.Tensor]:
+    def _to_whole_matrices(self, values: Sequence[torch.Tensor], empty: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the flat local tensors of the matrices that this data-parallel rank owns."""
-        whole = {index: empty.new_zeros(self._parameters[index].numel()) for index in self._own}
+        whole = {index: empty.new_zeros(self._local[index].num_elements) for index in self._own}
         if not self._is_sharded or self._dp.size == 1:
             for (index, start, end), value in zip(self._ranges[self._dp.rank], values, strict=True):
                 if index in self._own:
@@ -125,10 +163,10 @@ class MatrixOwners:
     def _through_matrices(
         self, whole: dict[int, torch.Tensor], function: Compute, empty: torch.Tensor
     ) -> dict[int, torch.Tensor]:
-        """Send pieces to the tensor-parallel owners, let these compute, and take back what is this rank's."""
-        d, t = self._dp.rank, self._tp.rank
-        by_owner = [self._names_of(d, rank) for rank in range(self._tp.size)]
-        local = {index: flat.view(self._parameters[index].shape) for index, flat in whole.items()}
+        """Send pieces to the owners within the model, let these compute, and take back what is this rank's."""
+        d, t = self._dp.rank, self._model.rank
+        by_owner = [self._names_of(d, rank) for rank in range(self._model.size)]
+        local = {index: flat.view(self._local[index].shape) for index, flat in whole.items()}
         sent = [
             [
                 local[index][piece.local_box.slices].reshape(-1)
@@ -140,9 +178,10 @@ class MatrixOwners:
             for names in by_owner
         ]
         own = by_owner[t]
-        arriving = [self._pieces(rank, own, senders_only=True) for rank in range(self._tp.size)]
-        buffer = _exchange(sent, [sum(_sizes(pieces)) for pieces in arriving], self._tp, empty)
-        matrices = {name: empty.new_zeros(spec_of(self._parameters[self._names[name][0]]).global_shape) for name in own}
+        arriving = [self._pieces(rank, own, senders_only=True) for rank in range(self._model.size)]
+        buffer = _exchange(sent, [sum(_sizes(pieces)) for pieces in arriving], self._model, empty)
+        specs = {name: self._local[self._names[name][0]].spec for name in own}
+        matrices = {name: empty.new_zeros(spec.global_shape) for name, spec in specs.items()}
         position = 0
         for pieces in arriving:
             for name, piece in pieces:
@@ -151,15 +190,14 @@ class MatrixOwners:
                     piece.global_box.shape
                 )
                 position += count
-        for name in own:
-            fused_rows = spec_of(self._parameters[self._names[name][0]]).fused_rows
-            matrices[name] = function(matrices[name], fused_rows)
+        for name, spec in specs.items():
+            matrices[name] = function(matrices[name], spec.fused_rows)
         returned = [
             [matrices[name][piece.global_box.slices].reshape(-1) for name, piece in self._pieces(rank, own)]
-            for rank in range(self._tp.size)
+            for rank in range(self._model.size)
         ]
         lengths = [sum(_sizes(self._pieces(t, names))) for names in by_owner]
-        buffer = _exchange(returned, lengths, self._tp, empty)
+        buffer = _exchange(returned, lengths, self._model, empty)
         position = 0
         for names in by_owner:
             for name in names:
@@ -173,17 +211,17 @@ class MatrixOwners:
                         position += count
         return whole
 
-    def _pieces(self, tp_rank: int, names: Sequence[str], *, senders_only: bool = False) -> list[tuple[str, Piece]]:
+    def _pieces(self, rank: int, names: Sequence[str], *, senders_only: bool = False) -> list[tuple[str, Piece]]:
         return [
             (name, piece)
             for name in names
-            for held in self._held[tp_rank][name]
+            for held in self._held[rank].get(name, ())
             if held.is_sender or not senders_only
             for piece in held.pieces
         ]
 
-    def _back_to_parts(self, whole: dict[int, torch.Tensor], empty: torch.Tensor) -> list[torch.Tensor]:
-        """Give every data-parallel rank its stretches of what this one owns, and return this rank's parts."""
+    def _back_to_stretches(self, whole: dict[int, torch.Tensor], empty: torch.Tensor) -> list[torch.Tensor]:
+        """Give every data-parallel rank its stretches of what this one owns, and return this rank's."""
         sent = [[whole[i][start:end] for i, start, end in ranges if i in self._own] for ranges in self._ranges]
         mine = self._ranges[self._dp.rank]
         lengths = _lengths([[mine[n] for n in numbers] for numbers in self._parts_of])
@@ -196,6 +234,24 @@ class MatrixOwners:
                 result[n] = buffer[position : position + length]
                 position += length
         return result
+
+
+def _local_matrices(parameter: torch.nn.Parameter) -> Iterator[_LocalMatrix]:
+    """Yield the matrices of a local tensor: itself, or those of its experts, each by its number among all."""
+    spec = spec_of(parameter)
+    if parameter.dim() == 2:
+        yield _LocalMatrix(parameter, 0, tuple(parameter.shape), spec)
+        return
+    shape = tuple(parameter.shape[1:])
+    for place in range(parameter.shape[0]):
+        held = spec.within(Box((place, 0, 0), (1, *shape))).pieces
+        pieces = tuple(
+            Piece(Box(piece.global_box.offset[1:], piece.global_box.shape[1:]), piece.local_offset[1:])
+            for piece in held
+        )
+        name = f"{spec.name}.{held[0].global_box.offset[0]}"
+        of_expert = replace(spec, name=name, global_shape=spec.global_shape[1:], pieces=pieces)
+        yield _LocalMatrix(parameter, place * shape[0] * shape[1], shape, of_expert)
 
 
 def _lengths(ranges_of_ranks: Sequence[Sequence[tuple[int, int, int]]]) -> list[int]:

@@ -19,8 +19,8 @@ _IN_16_BITS = ("low", "medium")
 
 
 def is_orthogonalized(spec: ParamSpec) -> bool:
-    """Return whether Muon updates a parameter: a matrix that is no embedding, no expert's and not the output layer."""
-    return len(spec.global_shape) == 2 and not spec.is_expert and not spec.name.endswith(_NOT_HIDDEN)
+    """Return whether Muon updates a parameter: a matrix, or one of each expert, but no embedding or output layer."""
+    return len(spec.global_shape) == (3 if spec.is_expert else 2) and not spec.name.endswith(_NOT_HIDDEN)
 
 
 class Muon:

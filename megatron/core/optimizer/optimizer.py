@@ -29,7 +29,7 @@ from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.recipes.gradient_kinds import ALL_KINDS, KINDS, grad_multipliers, kind_of
-from megatron.core.optimizer.recipes.param_rates import COMMON_RATE, ParamRates, Rate
+from megatron.core.optimizer.recipes.param_rates import ParamRates, Rate
 from megatron.core.optimizer.recipes.weight_average import AVERAGE, WeightAverage
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets
 from megatron.core.parallel_state import ParallelState
@@ -305,16 +305,19 @@ class MegatronOptimizer:
     def _matrix_buckets(self) -> Iterator[UpdateBucket]:
         """Yield what updates the matrices, which are owned by ranks of the groups that share them; collective."""
         is_sharded = any(chunk.is_sharded for chunk in self._chunks)
-        replicas = self._state.dp_cp
-        if is_sharded and replicas.levels is not None:
-            replicas = replicas.levels[0]
         matrices = [p for p in self._trained() if self._is_orthogonalized(p)]
-        # A rank without matrices has part in the first bucket's collectives.
-        for rate, chosen in self._rates.by_rate(matrices) or [(COMMON_RATE, [])]:
-            groups = self._groups_of(chosen)
-            parts = [part for parts, _ in groups for part in parts]
-            owners = MatrixOwners(chosen, parts, self._state.tp, replicas, is_sharded=is_sharded)
-            yield UpdateBucket(self.config, groups, owners=owners, rate=rate)
+        for is_expert, model, replicas in (
+            (False, self._state.tp, self._state.dp_cp),
+            (True, self._state.expert_model, self._state.expert_dp),
+        ):
+            if is_sharded and replicas.levels is not None:
+                replicas = replicas.levels[0]
+            several = self._rates.by_rate([p for p in matrices if spec_of(p).is_expert == is_expert])
+            for rate, chosen in several:
+                groups = self._groups_of(chosen)
+                parts = [part for parts, _ in groups for part in parts]
+                owners = MatrixOwners(chosen, parts, model, replicas, is_sharded=is_sharded)
+                yield UpdateBucket(self.config, groups, owners=owners, rate=rate)
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]

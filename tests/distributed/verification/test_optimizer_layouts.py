@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.verification.cells import Cell, Layout, make_cell
+from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
 from megatron.verification.verifier import Verifier
 
 MUON = ("--optimizer", "muon", "--muon-nesterov", "--muon-extra-scale-factor", "0.2")
@@ -13,6 +14,7 @@ LION = ("--optimizer", "muon", "--muon-scalar-optimizer", "lion")
 SHARDED = Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", overlap=True)
 CELLS = (
     make_cell("llama", SHARDED, extra=MUON),
+    make_expert_cell("mixtral", ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True, sharding="optim"), extra=MUON),
     # Of a sign: a gradient that is rounding alone, that of a key's bias in other shapes, would go either way.
     make_cell("llama", Layout(pp=2, dp=2), extra=LION),
 )
@@ -30,6 +32,18 @@ FURTHER = (
     make_cell("gpt2-untied", Layout(pp=2, dp=2, sharding="optim"), extra=MUON),
     make_cell("llama", Layout(tp=2), extra=(*MUON, "--lora-rank", "3")),
     make_cell("llama", Layout(dp=2, sharding="optim"), extra=("--optimizer", "lion")),
+    *(
+        make_expert_cell(shape, layout, extra=MUON)
+        for shape, layout in (
+            ("mixtral", ExpertLayout(dp=2, ep=2)),
+            ("mixtral", ExpertLayout(dp=4, ep=2, sharding="optim_grads", overlap=True)),
+            ("mixtral", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)),
+            ("mixtral", ExpertLayout(cp=2, dp=2, etp=2, sharding="optim")),
+            ("qwen3-moe", ExpertLayout(pp=2, dp=2, ep=2)),
+            ("deepseek-experts", ExpertLayout(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True, sharding="optim")),
+            ("gpt2-experts", ExpertLayout(dp=4, ep=2, sharding="optim_grads_params")),
+        )
+    ),
 )
 
 

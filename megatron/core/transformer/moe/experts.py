@@ -55,7 +55,12 @@ class GroupedLinear(nn.Module):
         local = [num_local, *shape]
         local[cut_dim] //= groups.tensor_size
         spec = ParamSpec(
-            "weight", whole, expert_pieces(whole, groups, cut_dim, num_stacked), init_std=init_std, is_expert=True
+            "weight",
+            whole,
+            expert_pieces(whole, groups, cut_dim, num_stacked),
+            init_std=init_std,
+            fused_rows=(shape[0] // num_stacked,) * num_stacked if num_stacked > 1 else (),
+            is_expert=True,
         )
         self.weight = make_parameter(tuple(local), spec, dtype, device)
         self.bias: nn.Parameter | None = None

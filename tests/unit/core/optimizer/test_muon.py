@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -106,6 +108,28 @@ def test_fused_matrices_are_made_orthogonal_one_by_one() -> None:
             torch.testing.assert_close(-weight.detach()[chosen], expected)
 
 
+def test_each_expert_has_matrices_of_its_own() -> None:
+    """Three experts whose gate and up are stacked: six matrices, also where stretches cut them anywhere."""
+    gradient = random(3, 8, 5)
+    config = OptimizerConfig(optimizer="muon", muon_momentum=0.0)
+    weight = torch.nn.Parameter(torch.zeros(3, 8, 5, dtype=torch.float64))
+    shape = tuple(weight.shape)
+    attach_spec(weight, ParamSpec("experts.weight", shape, full_pieces(shape), fused_rows=(4, 4), is_expert=True))
+    flat, ends = weight.data.view(-1), (0, 7, 90, weight.numel())
+    parts = [ParamPart(weight, a, b, flat[a:b], torch.zeros(b - a)) for a, b in pairwise(ends)]
+    alone = single_rank_group()
+    main = [part.values for part in parts]
+    muon = Muon(config, main, [1.0] * 3, MatrixOwners([weight], parts, alone, alone, is_sharded=False))
+    muon.set_learning_rate(1.0, 0.0)
+    for part in parts:
+        part.values.grad = gradient.view(-1)[part.start : part.end].clone()
+    muon.step(main, 1.0)
+    for expert in range(3):
+        for rows in (slice(0, 4), slice(4, 8)):
+            expected = orthogonalize(gradient[expert, rows], 5, "quintic", torch.float64) * 5**0.5
+            torch.testing.assert_close(-weight.detach()[expert, rows], expected)
+
+
 def test_nothing_changes_where_a_gradient_is_not_finite() -> None:
     weight = torch.nn.Parameter(random(4, 6).float())
     muon, flat = muon_of(weight, OptimizerConfig(optimizer="muon"))
@@ -125,10 +149,13 @@ def test_nothing_changes_where_a_gradient_is_not_finite() -> None:
         ("embedding.word_embeddings.weight", (8, 4), False),
         ("embedding.position_embeddings.weight", (8, 4), False),
         ("output_layer.weight", (8, 4), False),
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight", (2, 8, 4), True),
+        ("decoder.layers.0.mlp.experts.linear_fc1.bias", (2, 8), False),
     ],
 )
 def test_hidden_matrices_are_chosen(name: str, shape: tuple[int, ...], expected: bool) -> None:
-    assert is_orthogonalized(ParamSpec(name, shape, full_pieces(shape))) == expected
+    spec = ParamSpec(name, shape, full_pieces(shape), is_expert="experts" in name)
+    assert is_orthogonalized(spec) == expected
 
 
 def test_lion_follows_its_formula() -> None:
