@@ -121,7 +121,8 @@ class ExpertLayer:
         """
         model = self.model
         of_shared = shared_keeps or model.moe_shared_expert_gate or "shared_experts" in model.recomputed_modules
-        return self.router_element == self.element or (self.shared_width > 0 and of_shared)
+        of_router = self.router_element == self.element and not model.lora_rank
+        return of_router or (self.shared_width > 0 and of_shared)
 
     @property
     def at_work(self) -> int:

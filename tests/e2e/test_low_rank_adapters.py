@@ -256,7 +256,6 @@ def test_what_does_not_fit_is_refused_in_one_line(run: ForkedRun, folder: Path, 
         ("gpt2", f"{SCALED} --lora-target-modules c_attn c_proj c_fc"),
         ("gpt2", f"{SCALED} --lora-target-modules linear_qkv linear_proj"),
         ("mixtral", SCALED),
-        ("qwen3_moe", f"{SCALED} --lora-target-modules q_proj gate_proj up_proj down_proj"),
     ],
 )
 def test_peft_computes_the_same_logits(kind: str, lora: str, tmp_path: Path) -> None:
@@ -269,8 +268,13 @@ def test_peft_computes_the_same_logits(kind: str, lora: str, tmp_path: Path) -> 
     ours, theirs = streamed_logits(source, tokens), their_logits(model, tokens)
     source.close()
     assert torch.allclose(ours, theirs, atol=2e-5 * float(theirs.abs().max()))
-    # What peft writes is read as it writes it.
     model.save_pretrained(tmp_path / "theirs")
+    if kind == "mixtral":
+        # It writes experts as transformers 5 holds them: in one tensor, with ranks of their own.
+        with pytest.raises(InputError, match=r"rank_pattern .* \(only \{\} can be read\)"):
+            run_converter(tmp_path / "theirs", tmp_path / "b", f"--loader peft --base-model {tmp_path / 'hf'}")
+        return
+    # What peft writes is read as it writes it.
     run_converter(
         tmp_path / "theirs", tmp_path / "back", f"--loader peft --saver native --base-model {tmp_path / 'hf'}"
     )

@@ -12,13 +12,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.golden.test_moe_golden import check_model, check_ten_steps
+from tests.golden.test_moe_golden import TOLERANCE, check_model, train_ten_steps
 
 SCRIPT = Path(__file__).with_name("make_references.py")
 PYTHON = os.environ.get("MEGATRON_CORE_PYTHON")
 SEEDS = range(7, 23)
+MOST_ROUNDING = 5e-5
+"""How far float32 may be from float64 after ten steps, relatively."""
 AUXILIARY = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -119,4 +122,21 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_drawn_model_computes_what_megatron_core_does(drawn: Path, seed: int) -> None:
     path = drawn / f"drawn-{seed}.npz"
     check_model(path)
-    check_ten_steps(path)
+    check_ten_steps_beside_float64(path)
+
+
+def check_ten_steps_beside_float64(path: Path) -> None:
+    """Hold losses and gradient norms against the reference, and it against the same steps in float64.
+
+    Adam divides a gradient by its own size: where one is as small as its epsilon, rounding moves the weight by a part
+    of the rate (in drawn model 7 that of one element of the word embedding, in the second step). Where the reference
+    is further from float64 than the tolerance, ours may be as far from the reference.
+    """
+    reference = np.load(path)
+    found, exact = train_ten_steps(path), train_ten_steps(path, "float64")
+    for name, values, in_float64 in zip(("train/loss", "train/grad_norm"), found, exact, strict=True):
+        given = reference[name]
+        rounding = np.abs(given - in_float64)
+        assert (rounding <= MOST_ROUNDING * np.abs(given)).all(), (name, rounding / np.abs(given))
+        off = np.abs(given - values)
+        assert (off <= np.maximum(TOLERANCE * np.abs(given), rounding)).all(), (name, off / np.abs(given))

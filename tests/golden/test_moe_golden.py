@@ -69,10 +69,11 @@ def reference_tensor(reference: Any, kind: str, spec: ParamSpec) -> np.ndarray:
     )
 
 
-def load_reference(path: Path) -> tuple[Any, GPTModel]:
+def load_reference(path: Path, dtype: str = "float32") -> tuple[Any, GPTModel]:
     """Return reference numbers, and our model with their weights."""
     reference = np.load(path)
-    model = make_model(single_rank_group(), **moe_settings(json.loads(str(reference["config"]))))
+    settings = moe_settings(json.loads(str(reference["config"])))
+    model = make_model(single_rank_group(), **settings, params_dtype=dtype)
     load_global_weights(model, lambda spec: reference_tensor(reference, "w", spec))
     return reference, model
 
@@ -109,9 +110,9 @@ def test_model_of_experts_meets_reference_numbers(name: str) -> None:
     check_model(FOLDER / f"{name}.npz")
 
 
-def train_ten_steps(path: Path) -> tuple[list[float], list[float]]:
+def train_ten_steps(path: Path, dtype: str = "float32") -> tuple[list[float], list[float]]:
     """Return the losses and gradient norms of ten optimizer steps on the reference's batches, in one process."""
-    reference, module = load_reference(path)
+    reference, module = load_reference(path, dtype)
     settings = json.loads(str(reference["config"]))["optimizer"]
     state = describe_parallel_state(0, 1)
     chunk = DistributedDataParallel(module, DistributedDataParallelConfig(), state)

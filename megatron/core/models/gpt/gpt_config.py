@@ -153,6 +153,8 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
         held = _OF_LATENT
     elif model.rope_type == "yarn":
         held = ("rope_type", *STRETCH_FIELDS)
+    elif model.rope_type == "rope":
+        held = ("rope_type",)  # What rotary positions are anyway.
     return [
         spec.typed(getattr(model, spec.name))
         for spec in specs

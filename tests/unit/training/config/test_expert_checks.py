@@ -50,7 +50,10 @@ WRONG = [
         f"{EIGHT} --moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap",
         "cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall",
     ),
-    (f"{EIGHT} --lora-rank 2 --load somewhere --finetune", "use --lora-target-modules linear_qkv linear_proj"),
+    (
+        f"{EIGHT} --lora-rank 2 --load somewhere --finetune --lora-dropout 0.1",
+        "--lora-dropout 0.1 is not built for adapters of experts (linear_fc1 linear_fc2); use --lora-dropout 0, or",
+    ),
     (
         f"{EIGHT} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --lora-rank 2 --load somewhere "
         "--finetune --lora-target-modules linear_qkv",
