@@ -284,7 +284,7 @@ def _moved_bytes(
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
     if func._overloadpacket is torch.ops.aten._scaled_mm_v2:
-        return 2.0 * args[0].numel() * args[1].shape[1]
+        return 2.0 * float(args[0].numel() * args[1].shape[1])
     if func._overloadpacket not in flop_registry:
         return 0.0
     values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
