@@ -41,7 +41,9 @@ def choose_tp_overlap(config: RunConfig, runtime: Runtime, log: Callable[[str], 
     if not model.tp_comm_overlap or model.tp_comm_overlap_impl not in (AUTO, "symmetric-memory"):
         return config
     if runtime.device.is_cuda:
-        reason = why_no_symmetric_memory(runtime.state.tp, runtime.device.has_peers())
+        reason: str | None = "torch keeps it by names that groups have again after a restart"
+        if not config.restart.inprocess_restart:
+            reason = why_no_symmetric_memory(runtime.state.tp, runtime.device.has_peers())
         impl, why = ("symmetric-memory", "of its devices") if reason is None else ("ring", reason)
     elif model.tp_comm_overlap_impl != AUTO:
         impl, why = "ring", "there is no symmetric memory on CPU"

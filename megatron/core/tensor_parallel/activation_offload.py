@@ -114,11 +114,11 @@ class _Moved:
     def __init__(self, copies: HostCopies, tensor: torch.Tensor, layer: _Layer) -> None:
         self.layer = layer
         self._copies = copies
+        self._back: Copied | None = None
         # All of the memory: several tensors may look at parts of it.
         length = tensor.untyped_storage().nbytes() // tensor.element_size()
         self._device: torch.Tensor | None = tensor.as_strided((length,), (1,), 0)
         self._out: Copied = copies.to_host(self._device)
-        self._back: Copied | None = None
         layer.moved.append(weakref.ref(self))
 
     def leave_device(self) -> None:

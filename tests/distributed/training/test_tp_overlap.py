@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.core.device import Device
@@ -75,3 +77,23 @@ def test_a_run_without_the_flag_is_left_alone() -> None:
     config = resolve_arguments([*MINIMAL], 1).config
     assert choose_tp_overlap(config, make_runtime(config, Device("cpu")), [].append) is config
     assert not Device("cpu").has_peers()
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen", "why"),
+    [
+        ((), "symmetric-memory", "of its devices"),
+        (("--inprocess-restart", "--save", "checkpoints"), "ring", "names that groups have again after a restart"),
+    ],
+)
+def test_symmetric_memory_is_not_kept_over_a_restart(
+    flags: tuple[str, ...], chosen: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tp_overlap, "why_no_symmetric_memory", lambda tp, has_peers: None)
+    monkeypatch.setattr(Device, "has_peers", lambda device: True)
+    config = resolve_arguments([*MINIMAL, *LAYOUT, "--tp-comm-overlap", *flags], 2).config
+    runtime = make_runtime(resolve_arguments([*MINIMAL], 1).config, Device("cpu"))
+    lines: list[str] = []
+    config = choose_tp_overlap(config, replace(runtime, device=Device("cuda")), lines.append)
+    assert config.model.tp_comm_overlap_impl == chosen
+    assert why in lines[0]
