@@ -1,9 +1,9 @@
 """Train a small model of 8 experts and a dense one of the same active parameters on text, and compare them.
 
-    python benchmarks/experts_on_text.py [--seeds 1234 1235 1236] [--output benchmarks/results/experts_on_text]
+    python benchmarks/experts_on_text.py [--seeds 1234 1235 1236] [--aux-loss-coeffs 0.01 0.1] [--output STEM]
 
 The text is this project's own documents, cut at their headings; of ten sections the last is for validation. Tokens are
-bytes. Both models of a seed see the same samples. Written are validation losses, and the shares of the even load that
+bytes. All models of a seed see the same samples. Written are validation losses, and the shares of the even load that
 experts are given, as JSON and as a table.
 """
 
@@ -40,7 +40,7 @@ _MODEL = """
 """
 _EXPERTS = """
     --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-router-load-balancing-type aux_loss
-    --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall
+    --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff
 """
 _LAST = 20
 """Over how many iterations at the end shares of the load are averaged, too."""
@@ -50,10 +50,11 @@ _LAST = 20
 class Trained:
     """Hold how one run ended; ``loads`` are the least and the largest share of the even load, of all layers' experts.
 
-    The first pair is of the last iteration, the second of each expert's mean over the last iterations.
+    The first pair is of the last iteration, the second of each expert's mean over the last iterations. ``coefficient``
+    is the weight of the auxiliary loss, None of the dense model.
     """
 
-    model: str
+    coefficient: float | None
     seed: int
     train_loss: float
     validation_loss: float
@@ -77,9 +78,10 @@ def _write_tokens(sections: Sequence[bytes], prefix: Path) -> None:
         builder.finalize()
 
 
-def _train(model: str, seed: int, num_iterations: int, prefix: Path) -> Trained:
-    metrics = prefix.parent / f"{model}-{seed}.jsonl"
-    words = [*_MODEL.split(), *(_EXPERTS.split() if model == "experts" else ())]
+def _train(coefficient: float | None, seed: int, num_iterations: int, prefix: Path) -> Trained:
+    """Train a model of experts with an auxiliary loss of this weight, or the dense one where it is None."""
+    metrics = prefix.parent / f"{coefficient}-{seed}.jsonl"
+    words = [*_MODEL.split(), *((*_EXPERTS.split(), str(coefficient)) if coefficient is not None else ())]
     words += ["--seed", str(seed), "--train-iters", str(num_iterations)]
     words += ["--data-path", str(prefix), "--metrics-jsonl", str(metrics)]
     environment = dict(os.environ) | {"MEGATRON_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
@@ -91,23 +93,24 @@ def _train(model: str, seed: int, num_iterations: int, prefix: Path) -> Trained:
     steps = [line for line in lines if "split" not in line]
     (validation,) = [line["lm_loss"] for line in lines if line.get("split") == "validation"]
     loads = None
-    if model == "experts":
+    if coefficient is not None:
         shares = np.array([list(line["expert_load"].values()) for line in steps[-_LAST:]])
         at_end, mean = shares[-1], shares.mean(axis=0)
         loads = (float(at_end.min()), float(at_end.max())), (float(mean.min()), float(mean.max()))
-    return Trained(model, seed, steps[-1]["lm_loss"], validation, loads)
+    return Trained(coefficient, seed, steps[-1]["lm_loss"], validation, loads)
 
 
 def _table(runs: Sequence[Trained], header: str) -> str:
     rows = [
         header,
         "",
-        f"| model | seed | validation loss | load at the end | mean of the last {_LAST} |",
-        "|---|---|---|---|---|",
+        f"| model | weight of the auxiliary loss | seed | validation loss | load at the end | mean of the last {_LAST} |",
+        "|---|---|---|---|---|---|",
     ]
     for run in runs:
         loads = ("", "") if run.loads is None else [f"{least:.2f} to {most:.2f}" for least, most in run.loads]
-        rows.append(f"| {run.model} | {run.seed} | {run.validation_loss:.4f} | {' | '.join(loads)} |")
+        model = "dense | " if run.coefficient is None else f"experts | {run.coefficient:g}"
+        rows.append(f"| {model} | {run.seed} | {run.validation_loss:.4f} | {' | '.join(loads)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -116,13 +119,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=300, metavar="N", help="iterations of a run (300)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 1235, 1236], metavar="N", help="seeds")
+    parser.add_argument(
+        "--aux-loss-coeffs", type=float, nargs="+", default=[1e-2, 1e-1], metavar="X", help="of experts (0.01 0.1)"
+    )
     parser.add_argument("--output", type=Path, metavar="STEM", help="write STEM.json and STEM.md (print only)")
     arguments = parser.parse_args(argv)
     sections = _sections()
     content = b"".join(sections)
     header = (
         f"4 layers of width 128, {arguments.iterations} iterations of 16 x 128 bytes, fp32. Dense feed-forwards of "
-        "width 256, or 8 experts of 128, top 2, with an auxiliary loss of weight 0.01. Text: this project's documents, "
+        "width 256, or 8 experts of 128, top 2, with an auxiliary loss. Text: this project's documents, "
         f"{len(content):,} bytes, SHA-256 {hashlib.sha256(content).hexdigest()}. Load: the least and the largest share "
         "of the even load over all 32 experts."
     )
@@ -139,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         prefix = Path(folder) / "text"
         _write_tokens(sections, prefix)
         for seed in arguments.seeds:
-            for model in ("dense", "experts"):
-                runs.append(_train(model, seed, arguments.iterations, prefix))
+            for coefficient in (None, *arguments.aux_loss_coeffs):
+                runs.append(_train(coefficient, seed, arguments.iterations, prefix))
                 print(runs[-1], flush=True)
                 if arguments.output is not None:
                     report = json.dumps({"setting": setting, "runs": [asdict(run) for run in runs]}, indent=1)
