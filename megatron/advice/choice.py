@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.advice.training_words import (
     LAYOUT_FLAGS,
@@ -52,6 +53,13 @@ class Choice:
     def apply(self, config: RunConfig) -> RunConfig:
         """Return the configuration of a run with this choice; the checks have still to see it."""
         is_full, is_sharded = self.recompute == "full", self.sharding != "no_shard"
+        of_experts: dict[str, Any] = {}
+        if self.ep is not None:
+            of_experts = {
+                "expert_model_parallel_size": self.ep,
+                "expert_tensor_parallel_size": 1 if self.tp > 1 else None,
+                "moe_token_dispatcher_type": "alltoall",
+            }
         model = dataclasses.replace(
             config.model,
             tensor_model_parallel_size=self.tp,
@@ -68,14 +76,8 @@ class Choice:
             recompute_method="uniform" if is_full else None,
             recompute_num_layers=1 if is_full else None,
             fp8_format="hybrid" if self.precision == "fp8" else None,
+            **of_experts,
         )
-        if self.ep is not None:
-            model = dataclasses.replace(
-                model,
-                expert_model_parallel_size=self.ep,
-                expert_tensor_parallel_size=1 if self.tp > 1 else None,
-                moe_token_dispatcher_type="alltoall",
-            )
         ddp = dataclasses.replace(
             config.ddp,
             use_distributed_optimizer=is_sharded,

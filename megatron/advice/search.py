@@ -171,7 +171,8 @@ def _try_layout(
         wanted = [size for size in sizes if size not in roomy]
         if wanted:
             choice = dataclasses.replace(layout, sharding=sharding)
-            roomy |= _try_batches(found, config, choice, wanted, gpu, implementation, find_problems)
+            known = (first, plan) if choice == layout else None
+            roomy |= _try_batches(found, config, choice, wanted, gpu, implementation, find_problems, known)
 
 
 def _has_room(
@@ -218,16 +219,19 @@ def _try_batches(
     gpu: Gpu,
     implementation: Implementation,
     find_problems: FindProblems,
+    known: tuple[RunConfig, Plan] | None,
 ) -> set[int]:
     """Try a layout and a sharding with micro-batch sizes, each with the least recompute that fits and may be.
 
+    ``known`` are the choice's own configuration and plan, where they were made and found without problems already.
     Returns the sizes that need no recompute.
     """
-    first, roomy = layout.apply(config), set[int]()
-    plan = Plan.of(first)
+    first = known[0] if known else layout.apply(config)
+    plan, roomy = known[1] if known else Plan.of(first), set[int]()
+    problems_of_first = _no_problems if known else _asked_once(find_problems, first)
     states = _states(found, lambda: plan, layout, implementation)
     # Configurations are many fields: one is made for each way to recompute, and not for each size.
-    of_recompute = {RECOMPUTES[0]: (first, plan, _asked_once(find_problems, first))}
+    of_recompute = {RECOMPUTES[0]: (first, plan, problems_of_first)}
     for size in sizes:
         fits = None
         for recompute in RECOMPUTES:
@@ -237,8 +241,8 @@ def _try_batches(
                 continue
             if recompute not in of_recompute:
                 applied = choice.apply(config)
-                asked = _asked_once(find_problems, applied)
-                of_recompute[recompute] = applied, Plan.of(applied, plan.stage_layout), asked
+                once = _asked_once(find_problems, applied)
+                of_recompute[recompute] = applied, Plan.of(applied, plan.stage_layout), once
             applied, of_size, problems = of_recompute[recompute]
             of_size = dataclasses.replace(of_size, micro_batch_size=size)
             if _try_choice(found, applied, of_size, choice, gpu, implementation, states, problems):
@@ -248,6 +252,10 @@ def _try_batches(
         if fits == RECOMPUTES[0]:
             roomy.add(size)
     return roomy
+
+
+def _no_problems() -> Sequence[str]:
+    return ()
 
 
 def _asked_once(find_problems: FindProblems, config: RunConfig) -> Callable[[], Sequence[str]]:

@@ -184,7 +184,9 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
     """
     plan = Plan.of(config)
     stage = plan.parallel_sizes.place(rank)["pp"]
-    total = sum(activation_parts(plan, stage, layer_bytes(plan)))
+    layers = layer_bytes(plan)
+    total = sum(activation_parts(plan, stage, layers))
+    total += max(in_backward_passes(plan, stage, layers).values(), default=0)
     if plan.stage_layout.contents(stage, -1).has_loss:
         total += plan.num_logits * (ELEMENT_BYTES[plan.model.params_dtype] + 8)
     return total
@@ -214,8 +216,8 @@ def _without_recompute(model: GPTConfig) -> GPTConfig:
     return dataclasses.replace(model, recompute_granularity=None)
 
 
-def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tuple[int, int, int]:
-    """Return what a stage's layers keep at the fullest moment, the most that a backward pass adds to it, and the rest.
+def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tuple[int, int]:
+    """Return what a stage's layers keep at the fullest moment, and the rest.
 
     The rest is the last norm's input and output on the stage that has them, without the logits; a frozen output layer
     keeps no input.
@@ -223,8 +225,7 @@ def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tu
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     num_ends = (1 if model.lora_rank else 2 + model.num_further_tokens) * chunks[-1].has_loss
     ends = num_ends * plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
-    again = max(in_backward_passes(plan, stage, layers).values(), default=0)
-    return _most_in_flight(plan, stage, kept_of_chunks(plan, stage, layers)), again, ends
+    return _most_in_flight(plan, stage, kept_of_chunks(plan, stage, layers)), ends
 
 
 def in_backward_passes(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> Mapping[bool, int]:

@@ -178,7 +178,7 @@ def stage_memory(
     state = state or stage_state(plan, stage, implementation)
     element = ELEMENT_BYTES[model.params_dtype]
     layers = layers or layer_bytes(plan, implementation.saved)
-    kept, _, ends = activation_parts(plan, stage, layers)
+    kept, ends = activation_parts(plan, stage, layers)
     deferred = deferred_products(plan, stage, layers)
     logits = plan.num_logits * (element + implementation.wide_logit_bytes) if chunks[-1].has_loss else 0
     # The operands of a layer that is computed again are among what it is computed to.

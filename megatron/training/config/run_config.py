@@ -138,11 +138,16 @@ class RunConfig:
         """Return the folder of the traces of torch's profiler, or None where none is given."""
         return self.logging.tensorboard_dir or self.checkpoint.local_save
 
-    def flags(self) -> Iterator[tuple[FieldSpec, Any]]:
-        """Yield every field that a flag sets, with its value."""
+    def flags(self, option: str | None = None) -> Iterator[tuple[FieldSpec, Any]]:
+        """Yield every field that a flag sets, with its value; or those alone of which this option says something."""
         parts = vars(self)
-        for part, spec in command_line_fields():
+        for part, spec in command_line_fields(option):
             yield spec, getattr(parts[part], spec.name)
+
+    def flag(self, name: str) -> tuple[FieldSpec, Any] | None:
+        """Return the field of this name and its value, None where no flag sets it."""
+        part, spec = _fields_by_name(tuple(RunConfig.__annotations__.items())).get(name, ("", None))
+        return None if spec is None else (spec, getattr(vars(self)[part], name))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole configuration as JSON-ready values."""
@@ -160,17 +165,22 @@ def config_parts() -> dict[str, type]:
     return {name: hint for name, hint in hints.items() if hint is not int}
 
 
-def command_line_fields() -> tuple[tuple[str, FieldSpec], ...]:
-    """Return (part, field) for every field that a flag sets."""
-    return _fields_of(tuple(RunConfig.__annotations__.items()))
+def command_line_fields(option: str | None = None) -> tuple[tuple[str, FieldSpec], ...]:
+    """Return (part, field) for every field that a flag sets, or for those of which this option says something."""
+    return _fields_of(tuple(RunConfig.__annotations__.items()), option)
 
 
 @functools.cache
-def _fields_of(annotations: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, FieldSpec], ...]:
+def _fields_by_name(annotations: tuple[tuple[str, Any], ...]) -> dict[str, tuple[str, FieldSpec]]:
+    return {spec.name: (part, spec) for part, spec in _fields_of(annotations, None)}
+
+
+@functools.cache
+def _fields_of(annotations: tuple[tuple[str, Any], ...], option: str | None) -> tuple[tuple[str, FieldSpec], ...]:
     """Return what `command_line_fields` does while `RunConfig` has these annotations."""
     return tuple(
         (part, spec)
         for part, config_class in config_parts().items()
         for spec in field_specs(config_class)
-        if spec.options.cli
+        if spec.options.cli and (option is None or getattr(spec.options, option))
     )

@@ -12,7 +12,7 @@ _MAX_SEED = 2**32 - 1
 
 def _check_bounds(config: RunConfig) -> Iterator[str]:
     """Report each value outside its bounds."""
-    for spec, value in config.flags():
+    for spec, value in config.flags("bounds"):
         bounds = spec.options.bounds
         if bounds is not None and value is not None and not bounds.hold(value):
             yield f"{spec.typed(value)}: a value {bounds.words} is expected"
@@ -20,25 +20,23 @@ def _check_bounds(config: RunConfig) -> Iterator[str]:
 
 def _check_exclusions(config: RunConfig) -> Iterator[str]:
     """Report fields that are given together and cannot be, each group once."""
-    flags = list(config.flags())
-    given = {spec.name: spec.typed(value) for spec, value in flags if value != spec.default}
     reported: set[str] = set()
-    for spec, _ in flags:
-        if spec.name not in given or not spec.options.excludes:
+    for spec, value in config.flags("excludes"):
+        if value == spec.default or spec.name in reported:
             continue
-        names = [name for name in (spec.name, *spec.options.excludes) if name in given]
-        if len(names) > 1 and spec.name not in reported:
-            reported.update(names)
-            yield f"{' and '.join(given[name] for name in names)} exclude each other; keep one"
+        others = [each for each in map(config.flag, spec.options.excludes) if each is not None]
+        given = [(spec, value), *(each for each in others if each[1] != each[0].default)]
+        if len(given) > 1:
+            reported.update(each.name for each, _ in given)
+            yield f"{' and '.join(each.typed(number) for each, number in given)} exclude each other; keep one"
 
 
 def _check_needs(config: RunConfig) -> Iterator[str]:
     """Report each field that is given without the one that it needs."""
-    flags = list(config.flags())
-    missing = {spec.name: spec for spec, value in flags if value == spec.default}
-    for spec, value in flags:
-        needed = missing.get(spec.options.needs or "")
-        if needed is not None and spec.name not in missing:
+    for spec, value in config.flags("needs"):
+        found = None if value == spec.default else config.flag(spec.options.needs or "")
+        if found is not None and found[1] == found[0].default:
+            needed = found[0]
             what = needed.flags[0] if needed.is_bool else needed.typed(needed.metavar)
             remedy = "add it or leave this out" if needed.is_bool else "add it"
             yield f"{spec.typed(value)} has no effect without {what}; {remedy}"

@@ -53,7 +53,7 @@ def assert_held(number: int) -> None:
         predicted = stage_memory(plan, stage, OURS_ON_CPU)
         counted = (held.weights, held.gradients, held.optimizer)
         assert counted == pytest.approx((predicted.weights, predicted.gradients, predicted.optimizer), rel=0.01), stage
-        kept, _, ends = activation_parts(plan, stage, layer_bytes(plan, OURS_ON_CPU.saved))
+        kept, ends = activation_parts(plan, stage, layer_bytes(plan, OURS_ON_CPU.saved))
         ends += wide * (ends > 0)
         assert held.saved == pytest.approx(kept + ends, rel=0.01, abs=40 * plan.num_tokens), stage
     if plan.model.recompute_granularity is None:

@@ -176,7 +176,7 @@ def assert_held(cell: Cell) -> None:
         held = held_by_step(config, stage * per_stage, cell.data)
         predicted = stage_memory(plan, stage, OURS_ON_CPU)
         # The hooks do not see what is computed again inside the backward pass.
-        kept, _, ends = activation_parts(plan, stage, layer_bytes(plan, OURS_ON_CPU.saved))
+        kept, ends = activation_parts(plan, stage, layer_bytes(plan, OURS_ON_CPU.saved))
         ends += wide * (ends > 0)
         flops += held.flops * per_stage
         counted = (held.weights, held.gradients, held.optimizer)
