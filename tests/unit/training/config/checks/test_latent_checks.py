@@ -54,3 +54,8 @@ def test_the_width_of_other_heads_is_no_matter() -> None:
 )
 def test_what_is_not_built_is_refused_in_one_line(flags: str, words: str) -> None:
     assert any(words in problem for problem in problems_of(flags)), problems_of(flags)
+
+
+def test_what_rotary_positions_are_anyway_has_a_place_in_megatrons_files() -> None:
+    saved = "--save somewhere --ckpt-format torch --position-embedding-type rope --rope-type"
+    assert resolve_arguments([*MINIMAL, *f"{saved} rope".split()], 1).config.model.rope_type == "rope"
