@@ -357,10 +357,8 @@ class TransformerConfig(
     @property
     def float8_places(self) -> Float8Places:
         """Return the places that delayed scaling has for the products of each layer."""
-        num_layers = self.num_layers + self.num_further_tokens
-        return Float8Places(
-            num_layers, self.num_attention_maps + 2, self.num_experts or 0, num_layers > self.num_layers
-        )
+        maps, further = self.num_attention_maps + 2, self.num_further_tokens
+        return Float8Places(self.num_layers + further, maps, self.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of whole sequences on one rank: what pipeline stages hand on."""
