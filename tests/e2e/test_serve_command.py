@@ -22,7 +22,7 @@ from tests.harness.free_port import free_port
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY
 
 FLAGS = f"{LLAMA_SHAPE} {NULL_TOKENIZER}"
-START_S = 90.0
+START_S = 300.0
 
 
 @pytest.fixture(scope="module")
