@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     content = b"".join(sections)
     header = (
         f"4 layers of width 128, {arguments.iterations} iterations of 16 x 128 bytes, fp32. Dense feed-forwards of "
-        "width 256, or 8 experts of 128, top 2, with an auxiliary loss of the weight given. Text: this project's documents, "
+        "width 256, or 8 experts of 128, top 2, with an auxiliary loss. Text: this project's documents, "
         f"{len(content):,} bytes, SHA-256 {hashlib.sha256(content).hexdigest()}. Load: the least and the largest share "
         "of the even load over all 32 experts."
     )
