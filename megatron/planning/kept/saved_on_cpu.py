@@ -50,7 +50,11 @@ def saved_on_cpu(
         parts |= kept_by_latent_attention(
             *(model, tokens, rows, element, shared), is_plain=is_plain, in_float8=in_float8
         )
-    if model.is_gated and model.moe_layers[model.kind_of(layer_number or 0)]:
+    # A gate with a limit, an offset or a quick GELU is one operation on a CPU too, which keeps its input alone.
+    is_one = model.quick_geglu or model.activation_func_clamp_value is not None or model.glu_linear_offset != 0.0
+    if is_one:
+        parts["gate"] = 0
+    elif model.is_gated and model.moe_layers[model.kind_of(layer_number or 0)]:
         experts = ExpertLayer(model, tokens, micro_batch_size, element)
         gates = experts.given * experts.width + tokens * experts.shared_width * ("shared_experts" not in modules)
         parts["gate"] = gates * element * ("moe" not in modules)
