@@ -43,6 +43,15 @@ def test_widths_of_latent_attention_are_those_of_products(flags: str, words: str
     assert resolve_arguments([*FP8, *LATENT.split(), flags.split()[0], problem.rpartition(" ")[2]], 2)
 
 
+def test_the_product_in_front_of_further_tokens_has_columns_for_every_rank() -> None:
+    flags = "--mtp-num-layers 1 --position-embedding-type rope --tensor-model-parallel-size 2 --hidden-size"
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_arguments([*FP8, *flags.split(), "80", "--num-attention-heads", "2", "--kv-channels", "16"], 2)
+    (problem,) = caught.value.problems
+    assert problem.startswith("--hidden-size 80 makes 40 columns of the product in front of the layers of --mtp-num-")
+    assert problem.endswith("use 96")
+
+
 def test_channels_that_latent_attention_has_not_are_not_asked_about() -> None:
     """Its heads have widths of their own: here 9 channels each are of no layer."""
     assert resolve_arguments([*FP8, *LATENT.split(), "--kv-channels", "9"], 2).config.model.multi_latent_attention
