@@ -25,7 +25,7 @@ _FIGURES = (
     (
         "memory_mib.max_allocated",
         "Peak memory of the first rank since its process began",
-        "MiB, on a CPU of the process",
+        "MiB (on a CPU: of the whole process)",
     ),
     ("loss_scale", "Loss scale", "factor"),
     ("global_batch_size", "Global batch size", "samples"),

@@ -78,12 +78,15 @@ class RunFolder:
         for folder in sorted(self.path.glob("iter_*"), reverse=True)[:_MOST_SHOWN]:
             try:
                 size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+                megabytes = f"{size / 2**20:.1f}"
             except OSError:
-                continue  # it has just been removed
+                if not folder.is_dir():
+                    continue  # It has just been removed.
+                megabytes = ""  # A file of a checkpoint that is being written went, or something cannot be read.
             notes = ["the one that is loaded"] if folder.name == newest else []
             notes += ["known to train"] if (folder / "known_to_train.json").is_file() else []
             health = self.checks.of(folder)
-            cells = f'<td>{size / 2**20:.1f}</td><td class="text">{", ".join(notes)}</td>'
+            cells = f'<td>{megabytes}</td><td class="text">{", ".join(notes)}</td>'
             cells += f'<td class="text{"" if health.is_whole else " bad"}">{escape(health.words)}</td>'
             yield f"<tr><td>{escape(folder.name)}</td>{cells}</tr>"
 
@@ -117,10 +120,13 @@ def _hang(path: Path) -> Iterator[str]:
         if path.stat().st_size > _LARGEST_REPORT:
             raise HangReportError(f"it is larger than {_LARGEST_REPORT} bytes")
         report = read_hang_report(path)
+        first = "\n".join([report.time, report.headline(), *report.table()[:_HANG_LINES]])
+        culprits = report.culprit_lines()[:_HANG_LINES]
     except (OSError, HangReportError) as error:
         yield f"<p>{escape(str(error))}</p>"
         return
-    headline = report.to_text().splitlines()[0]
-    first = "\n".join([report.time, headline, *report.table()[:_HANG_LINES]])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        yield f"<p>{escape(path.name)} is damaged: {escape(repr(error))}</p>"
+        return
     yield f'<pre class="wide">{escape(first)}</pre>'
-    yield from (f'<p class="sample">{escape(line)}</p>' for line in report.culprit_lines()[:_HANG_LINES])
+    yield from (f'<p class="sample">{escape(line)}</p>' for line in culprits)

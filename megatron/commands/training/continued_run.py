@@ -42,12 +42,12 @@ class ContinuedRun:
             environment = parse_json(read_plain_text(record / ENVIRONMENT_FILE))
             nproc, nnodes = (_count(environment, key) for key in ("processes_per_machine", "machines"))
             started_in = Path(str(environment["folder"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            is_saved = (folder / TRACKER_FILE).is_file()
+        except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
             raise ConfigurationError(
                 f"--continue {directory}: {record / ENVIRONMENT_FILE} cannot be read ({_reason(error)}); name the "
                 "--save folder of a run of this version, or give its flags with --load"
             ) from error
-        is_saved = (folder / TRACKER_FILE).is_file()
         config = record / (CONTINUE_FILE if is_saved else CONFIG_FILE)
         words = ["--config", str(config), "--save", str(folder), *(["--load", str(folder)] if is_saved else [])]
         return cls(tuple(words), started_in, nproc, nnodes)

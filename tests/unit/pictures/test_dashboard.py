@@ -174,6 +174,12 @@ def test_the_last_report_of_a_hang_is_told(server: DashboardServer) -> None:
     assert f'<p class="sample">{escape(culprit)}</p>' in text
     assert text.count('<pre class="wide">') == 1
     assert text.count("A hang was reported") == 2
+    damaged = json.loads(written.read_text(encoding="utf-8"))
+    damaged["culprits"][0]["rank"] = 9
+    written.write_text(json.dumps(damaged), encoding="utf-8")
+    text = get(server, "body")[1]
+    assert f"{written.name} is damaged" in text
+    assert "Checkpoints of" in text
 
 
 def test_a_step_of_no_run_is_not_looked_for(server: DashboardServer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import ConfigurationError, StorageError
@@ -40,11 +39,13 @@ _PLAIN = "give a number, text, true, false or a list of numbers or texts"
 
 
 def _parse(path: str) -> Any:
-    suffix = Path(path).suffix.lower()
-    if suffix not in (*_TOML, *_YAML):
-        raise ConfigurationError(f"--config {path} is neither .toml nor .yaml; give a file of one of these kinds")
+    suffix = ""
     try:
-        text = read_plain_text(as_path(path))
+        file = as_path(path)  # First: what is wrong with a URL is said without repeating it.
+        suffix = file.suffix.lower()
+        if suffix not in (*_TOML, *_YAML):
+            raise ConfigurationError(f"--config {path} is neither .toml nor .yaml; give a file of one of these kinds")
+        text = read_plain_text(file)
         return _from_toml(path, text) if suffix in _TOML else _from_yaml(path, text)
     except OSError as error:
         raise ConfigurationError(f"--config {path} cannot be read: {error.strerror or error}; name a file") from error

@@ -46,12 +46,15 @@ class HangReport:
         """Return one line on each culprit: rank, group, operation and line."""
         return [self._name(culprit) for culprit in self.diagnosis.culprits[:_MOST_RANKS]]
 
-    def to_text(self, path: str = "") -> str:
-        """Return the report for a terminal, the culprits last; ``path`` is where it is kept."""
+    def headline(self) -> str:
+        """Return for how long nothing got done, and after how many iterations."""
         longest = max(self.idle_s.values(), default=0.0)
         iteration = max((state.iteration for state in self.states.values()), default=0)
-        lines = [f"HANG: nothing has got done for {longest:.1f} s; {iteration} iterations are done"]
-        lines += self.table()
+        return f"HANG: nothing has got done for {longest:.1f} s; {iteration} iterations are done"
+
+    def to_text(self, path: str = "") -> str:
+        """Return the report for a terminal, the culprits last; ``path`` is where it is kept."""
+        lines = [self.headline(), *self.table()]
         for rank in self._ranks_with_stacks():
             for stack in self.answers[rank].get("stacks", ()):
                 if stack["thread"] == "MainThread" or not is_waiting(stack):

@@ -181,6 +181,13 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
     assert all("\n" not in problem for problem in caught.value.problems)
 
 
+@pytest.mark.parametrize("url", ["s3://id:hunter2@bucket/run", "s3://id:hunter2@b/a.toml", "s3://b/a.yaml?t=hunter2"])
+def test_a_credential_in_a_url_is_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve("--mock-data", url)
+    assert "hunter2" not in str(caught.value)
+
+
 def test_an_unknown_preset_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(
         ConfigurationError,
