@@ -104,7 +104,7 @@ def _table(runs: Sequence[Trained], header: str) -> str:
     rows = [
         header,
         "",
-        f"| model | auxiliary loss | seed | validation loss | load at the end | mean of the last {_LAST} |",
+        f"| model | auxiliary loss's weight | seed | validation loss | load at the end | mean of the last {_LAST} |",
         "|---|---|---|---|---|---|",
     ]
     for run in runs:

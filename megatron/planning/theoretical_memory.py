@@ -8,6 +8,8 @@ through a step's kernels beside them is not in the figure.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,23 +24,33 @@ if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
 
 _MEGABYTE = 1024 * 1024
+_Kind = tuple[bool, bool]
+"""Whether a parameter is an expert's, and whether it is a matrix between the embeddings and the output layer."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
     """Hold numbers of parameters: of the whole model, and of one tensor-parallel rank of each pipeline stage.
 
-    ``trained`` are those of the shards that have gradients and an optimizer's state: all, or low-rank adapters.
-    ``matrices`` are those of them that lie between the embeddings and the output layer, and ``experts`` those that are
-    replicated over the experts' data-parallel ranks.
+    ``kinds`` are those of the shards that have gradients and an optimizer's state, all or low-rank adapters, by
+    whether they are replicated over the experts' data-parallel ranks, and whether they are matrices between the
+    embeddings and the output layer.
     """
 
     block: int
     embedding: int
     shards: tuple[int, ...]
-    trained: tuple[int, ...]
-    matrices: tuple[int, ...]
-    experts: tuple[int, ...]
+    kinds: tuple[Mapping[_Kind, int], ...]
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Return how many of each stage's shard are trained."""
+        return tuple(sum(kinds.values()) for kinds in self.kinds)
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Return how many of the trained ones are experts'."""
+        return tuple(sum(n for (is_expert, _), n in kinds.items() if is_expert) for kinds in self.kinds)
 
 
 @dataclass(frozen=True)
@@ -70,31 +82,23 @@ def model_size(config: RunConfig) -> ModelSize:
     embedding += rows * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
     stages = [layout.chunks(rank) for rank in range(model.pipeline_model_parallel_size)]
     shards = (sum(_count(model, chunk) for chunk in chunks) for chunks in stages)
-    trained = (sum(_count(model, chunk, trained_only=True) for chunk in chunks) for chunks in stages)
-    matrices = (
-        sum(p.size for chunk in chunks for p in chunk_parameters(model, chunk) if p.is_matrix and p.is_trained)
-        for chunks in stages
-    )
-    experts = (sum(_count_experts(model, chunk) for chunk in chunks) for chunks in stages)
+    kinds = (_count_by_kind(model, chunks) for chunks in stages)
     rest = num_norm + further
-    return ModelSize(
-        _count(whole, block) + rest, embedding, tuple(shards), tuple(trained), tuple(matrices), tuple(experts)
-    )
+    return ModelSize(_count(whole, block) + rest, embedding, tuple(shards), tuple(kinds))
 
 
 def theoretical_memory(config: RunConfig) -> TheoreticalMemory:
     """Return what weights, gradients, the optimizer's state and activations take on the most loaded rank."""
     size = model_size(config)
     weight, sizes = ELEMENT_BYTES[config.model.params_dtype], config.parallel_sizes
-    of_kind = {
-        is_expert: _bytes_a_trained_parameter(config, replicas)
-        for is_expert, replicas in ((False, sizes.num_replicas), (True, sizes.num_expert_replicas))
-    }
-    of_expert = of_kind[True] - of_kind[False]
-    of_matrix = _bytes_a_trained_parameter(config, sizes.num_replicas, is_matrix=True)
+    replicas = {False: sizes.num_replicas, True: sizes.num_expert_replicas}
     weights = max(
-        count * weight + (trained - matrices) * of_kind[False] + matrices * of_matrix + experts * of_expert
-        for count, trained, matrices, experts in zip(size.shards, size.trained, size.matrices, size.experts)
+        count * weight
+        + sum(
+            number * _bytes_a_trained_parameter(config, replicas[is_expert], is_matrix=is_matrix)
+            for (is_expert, is_matrix), number in kinds.items()
+        )
+        for count, kinds in zip(size.shards, size.kinds)
     )
     return TheoreticalMemory(weights, _activation_bytes(config))
 
@@ -119,13 +123,16 @@ def describe_theoretical_memory(config: RunConfig) -> list[str]:
     return [*lines, line]
 
 
-def _count(model: GPTConfig, chunk: StageContents, *, trained_only: bool = False) -> int:
-    parameters = chunk_parameters(model, chunk)
-    return sum(parameter.size for parameter in parameters if parameter.is_trained or not trained_only)
+def _count(model: GPTConfig, chunk: StageContents) -> int:
+    return sum(parameter.size for parameter in chunk_parameters(model, chunk))
 
 
-def _count_experts(model: GPTConfig, chunk: StageContents) -> int:
-    return sum(each.size for each in chunk_parameters(model, chunk) if each.is_expert and each.is_trained)
+def _count_by_kind(model: GPTConfig, chunks: Iterable[StageContents]) -> Mapping[_Kind, int]:
+    found: Counter[_Kind] = Counter()
+    for chunk in chunks:
+        for each in chunk_parameters(model, chunk):
+            found[each.is_expert, each.is_matrix] += each.size * each.is_trained
+    return found
 
 
 def _bytes_a_trained_parameter(config: RunConfig, replicas: int, *, is_matrix: bool = False) -> float:

@@ -133,7 +133,7 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Make query, key and value orthogonal each by itself. Off: make query, key and value orthogonal as one matrix.
     Gate and up always are two."""
     muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion"), where=("optimizer", "muon"), in_args=False)
-    """Optimizer of what Muon does not update: embeddings, the output layer, norms, biases and experts."""
+    """Optimizer of what Muon does not update: embeddings, the output layer, norms and biases."""
     log_num_zeros_in_grad: bool = flag(False, in_args=False)
     """Count the zeros in the gradients and log the number."""
     loss_scale: float | None = flag(None, bounds=POSITIVE)

@@ -12,8 +12,8 @@ def recomputed_layers(model: TransformerConfig, layers: int) -> tuple[int, set[i
     """Return how many layers, the first ones, run forward again, and which stop before their last communication.
 
     A recomputed group of layers ends where the backward pass has all that it saved. Without dropout nothing is saved
-    behind the last layer's fc2, whose sum over the ranks is then left out, unless a norm or, callers know, an adapter
-    comes after it.
+    behind the last layer's fc2, whose sum over the ranks is then left out, unless a norm comes after it. Adapters are
+    not considered: a layer whose fc2 has one does not stop early.
     """
     if model.recompute_granularity != "full":
         return 0, set()

@@ -32,6 +32,8 @@ FURTHER = (
     make_cell("gpt2-untied", Layout(pp=2, dp=2, sharding="optim"), extra=MUON),
     make_cell("llama", Layout(tp=2), extra=(*MUON, "--lora-rank", "3")),
     make_cell("llama", Layout(dp=2, sharding="optim"), extra=("--optimizer", "lion")),
+    # Ranks that cut an expert have copies of one of its adapter's matrices.
+    make_expert_cell("mixtral", ExpertLayout(tp=2, ep=2, sequence_parallel=True), extra=(*MUON, "--lora-rank", "3")),
     *(
         make_expert_cell(shape, layout, extra=MUON)
         for shape, layout in (

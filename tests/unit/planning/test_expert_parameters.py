@@ -64,8 +64,9 @@ def test_parameters_are_those_of_the_model(tp: int, ep: int, etp: int | None, ha
     assert chunk_parameters(config, WHOLE) == found
 
 
-def test_experts_have_their_own_share_of_sharded_state() -> None:
-    flags = f"{SMALL} --use-distributed-optimizer"
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_experts_have_their_own_share_of_sharded_state(optimizer: str) -> None:
+    flags = f"{SMALL} --use-distributed-optimizer --optimizer {optimizer} --disable-bias-linear"
     dense, spread = (
         resolve_arguments([*flags.split(), *more.split()], 4, needs_files=False).config
         for more in ("", "--expert-model-parallel-size 4")
