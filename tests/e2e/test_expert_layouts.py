@@ -171,3 +171,32 @@ def test_training_of_experts_goes_on_at_another_layout(home: tuple[Path, ForkedR
         assert line["dropped_tokens"] == 0.0
     assert "load_balancing_loss: " in run.stdout
     assert "expert_load_max: " in run.stdout
+
+
+MUON = f"{EXPERTS} --optimizer muon --muon-nesterov --muon-fp32-matmul-prec highest --ema-decay 0.9"
+
+
+@pytest.mark.long
+def test_muon_of_experts_goes_on_at_other_layouts(tmp_path: Path) -> None:
+    spread = Layout(4, f"{MUON} --expert-model-parallel-size 2 --use-distributed-optimizer")
+    whole = train(tmp_path / "whole", spread, "--save-interval 10")
+    for name, layout in (
+        ("ep1", Layout(1, MUON)),
+        (
+            "tp2-ep2",
+            Layout(
+                2,
+                f"{MUON} --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+                "--sequence-parallel",
+            ),
+        ),
+    ):
+        copy_of_iteration_10(tmp_path / "whole" / "checkpoints", tmp_path / name)
+        checkpoints = tmp_path / name / "checkpoints"
+        pass_through(layout, checkpoints, tmp_path / f"{name}-there")
+        assert_same_content(newest(tmp_path / f"{name}-there"), newest(checkpoints))
+        assert_goes_on_like(train(tmp_path / name, layout), whole)
+    index = read_index(newest(tmp_path / "whole" / "checkpoints"))
+    momenta = {name for name in index.tensors if "momentum_buffer" in name and ".experts." in name}
+    assert len(momenta) == 2 * 3
+    assert not any("exp_avg" in name and ".experts." in name for name in index.tensors)
