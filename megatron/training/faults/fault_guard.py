@@ -59,8 +59,17 @@ class FaultGuard:
         self._trace = StepTrace()
         seed, state = config.initialization.seed, runtime.state
         self._injection = FaultInjection(config.faults, seed, state.rank, state.world_size)
-        looks = self._watch.describe, self._prepare, lambda: self._watch.num_seen > 0
-        self._examination = Examination(config, runtime, parts, forward_step, open_source, self._trace, *looks)
+        self._examination = Examination(
+            config,
+            runtime,
+            parts,
+            forward_step,
+            open_source,
+            self._trace,
+            describe=self._watch.describe,
+            prepare=self._prepare,
+            was_ever_fine=lambda: self._watch.num_seen > 0,
+        )
         self._open_source = open_source
         self._iteration = 0
         self._before: BegunStep | None = None
