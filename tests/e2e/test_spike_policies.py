@@ -167,6 +167,46 @@ def test_a_model_to_which_all_samples_look_wrong_is_no_fault_of_a_device(policy:
     assert skipped(run) == [9, 10]
 
 
+def wrong_with_these_weights(argv: Sequence[str], faults: Faults, *, is_steep: bool = False) -> int:
+    """Train where all samples' losses are eight times as large with the weights of the 19th micro-batch.
+
+    The weights of float16, changed here, would be written anew from the main parameters. Where it is steep, the
+    gradients of other samples than those of iteration 10, which is computed twice, are 2**20 times as large.
+    """
+    forward, numbers = pretrain_gpt.forward_step, itertools.count(1)
+    wrong: list[torch.Tensor] = []
+
+    def spoilt(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
+        loss, number = forward(batch, model, hidden), next(numbers)
+        assert isinstance(loss, MicrobatchLoss)
+        if number == 19:
+            wrong.extend(parameter.detach().clone() for parameter in model.parameters())
+        if number < 19 or not all(map(torch.equal, wrong, model.parameters())):
+            return loss
+        much = loss.loss_sum * (2.0**20 if is_steep and number > 22 else 0.0)
+        return dataclasses.replace(loss, loss_sum=8.0 * loss.loss_sum + much - much.detach())
+
+    pretrain_gpt.forward_step = spoilt
+    return run_with_faults(argv, faults)
+
+
+def steep_with_these_weights(argv: Sequence[str], faults: Faults) -> int:
+    """Train with other samples that overflow where those of iteration 10 do not."""
+    return wrong_with_these_weights(argv, faults, is_steep=True)
+
+
+FLOAT16 = "--fp16 --initial-loss-scale 64 --loss-scale-window 1000"
+
+
+@pytest.mark.long
+def test_the_step_before_is_the_last_whose_update_was_made(tmp_path: Path) -> None:
+    # Iteration 9 overflows and is skipped: what the weights of iteration 10 came from is iteration 8.
+    args = toy_args(tmp_path, WATCH, FLOAT16, "--spike-policy rewind")
+    run = fork_training(args, 1, Faults(nan_loss_at=(17,)), program=wrong_with_these_weights).check()
+    assert "training: the same step gave the same result again" in run.stdout
+    assert left_out(tmp_path) == [(28, 32, []), (36, 40, [])]
+
+
 def infinite_at_first(argv: Sequence[str], faults: Faults) -> int:
     """Train where the loss that the third micro-batch tells is infinite, and its gradient is not."""
     forward, numbers = pretrain_gpt.forward_step, itertools.count(1)

@@ -59,12 +59,21 @@ class FaultGuard:
         self._trace = StepTrace()
         seed, state = config.initialization.seed, runtime.state
         self._injection = FaultInjection(config.faults, seed, state.rank, state.world_size)
-        looks = self._watch.describe, self._prepare, lambda: self._watch.num_seen > 0
-        self._examination = Examination(config, runtime, parts, forward_step, open_source, self._trace, *looks)
+        self._examination = Examination(
+            config,
+            runtime,
+            parts,
+            forward_step,
+            open_source,
+            self._trace,
+            describe=self._watch.describe,
+            prepare=self._prepare,
+            was_ever_fine=lambda: self._watch.num_seen > 0,
+        )
         self._open_source = open_source
         self._iteration = 0
-        self._before: BegunStep | None = None
         self._begun: BegunStep | None = None
+        self._updated: BegunStep | None = None
         self._float8_before = None if parts.float8 is None else parts.float8.snapshot()
         self._variation = (0.0, 0.0, 0)
 
@@ -83,7 +92,7 @@ class FaultGuard:
     def begin(self, begun: BegunStep) -> None:
         """Take note of a step that begins."""
         self._iteration = begun.iteration
-        self._before, self._begun = self._begun, begun
+        self._begun = begun
         self._injection.begin(begun.iteration)
         self._trace.clear()
         if self._parts.float8 is not None and self._faults.rerun_mode != "disabled":
@@ -97,7 +106,8 @@ class FaultGuard:
         return result
 
     def accepted(self, report: StepReport) -> None:
-        """Take note of a step whose update was made."""
+        """Take note of a step whose update was made: the one that began last."""
+        self._updated = self._begun
         self._watch.add(report.lm_loss, report.grad_norm or 0.0)
 
     def passes_over(self, iteration: int, consumed_samples: int, count: int) -> str | None:
@@ -211,11 +221,10 @@ class FaultGuard:
         known = self._newest_known() if self._faults.spike_policy == "rewind" else None
         if not can_be_passed_over and known is None:
             raise self._ending(f"{found}; there is no checkpoint known to train to go back to", trouble)
-        before = self._before
         is_of_training = verdict is not None and verdict.cause == "training"
         # The same samples would train the same weights: the update before is not to be made again either.
-        if is_of_training and before is not None and before.iteration < begun.iteration:
-            self._leave_out(before, found, verdict)
+        if is_of_training and self._updated is not None:
+            self._leave_out(self._updated, found, verdict)
         if can_be_passed_over or is_of_training:
             self._leave_out(begun, found, verdict)
         else:
