@@ -19,6 +19,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.distributed.sharded_weights import ShardedWeightBuffer
+from megatron.core.kernels.matrix_product import has_library
 from megatron.core.timers import Timers
 from megatron.planning.activation_memory import activation_parts, layer_bytes
 from megatron.planning.plan import Plan
@@ -77,6 +78,15 @@ LAYOUTS = (
 )
 FEW = (8, 13, len(LAYOUTS) - 10)
 """Layouts of every kind, which the default tests take."""
+
+
+def linear_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    """Return the operations of ``x @ weight.T``."""
+    return 2 * x.numel() * weight[0]
+
+
+UNKNOWN_TO_TORCH = {torch.ops.mkldnn._linear_pointwise: linear_flops} if has_library("onednn", torch.float32) else {}
+"""oneDNN's own operator, which computes products of float32: on a CPU those of what is rounded to fp8 too."""
 
 
 class _Saved:
@@ -138,7 +148,7 @@ def held_by_step(config: RunConfig, rank: int, data: str, *, counts_integers: bo
         step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
         widths = (config.model.padded_vocab_size // config.model.tensor_model_parallel_size,)
         kept = SavedMemory(parameters, widths, counts_integers=counts_integers)
-        counter = FlopCounterMode(display=False)
+        counter = FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH)
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: _Saved(tensor, kept), lambda saved: saved.tensor
         )
