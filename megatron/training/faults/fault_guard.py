@@ -215,24 +215,33 @@ class FaultGuard:
         agreement: Agreement,
         trouble: TrainingError | None,
     ) -> tuple[Agreement, StepOutcome]:
-        num_used = sum(each.reason != AS_ASKED for each in self.left_out.steps) + self.left_out.num_rewound
-        if num_used >= self._faults.spike_budget:
-            raise self._ending(f"{found}; --spike-budget {self._faults.spike_budget} is used up", trouble)
+        is_of_training = verdict is not None and verdict.cause == "training"
+        steps = [begun] if can_be_passed_over or is_of_training else []
+        if is_of_training and self._updated is not None:
+            # The same samples would train the same weights: the update before is not to be made again either.
+            steps.insert(0, self._updated)
+        self._check_budget(max(len(steps), 1), found, trouble)
         known = self._newest_known() if self._faults.spike_policy == "rewind" else None
         if not can_be_passed_over and known is None:
             raise self._ending(f"{found}; there is no checkpoint known to train to go back to", trouble)
-        is_of_training = verdict is not None and verdict.cause == "training"
-        # The same samples would train the same weights: the update before is not to be made again either.
-        if is_of_training and self._updated is not None:
-            self._leave_out(self._updated, found, verdict)
-        if can_be_passed_over or is_of_training:
-            self._leave_out(begun, found, verdict)
-        else:
+        for step in steps:
+            self._leave_out(step, found, verdict)
+        if not steps:
             self.left_out = self.left_out.with_rewind()
             self._log(f"WARNING: {found}")
         if known is not None:
             raise Rewind(found)
         return agreement, StepOutcome(success=False, grad_norm=None, num_zeros=None)
+
+    def _check_budget(self, number: int, found: str, trouble: TrainingError | None) -> None:
+        """Raise where ``number`` more steps left out, or rewinds, are more than the budget has room for."""
+        budget = self._faults.spike_budget
+        left = budget - self.left_out.num_rewound - sum(each.reason != AS_ASKED for each in self.left_out.steps)
+        if left <= 0:
+            raise self._ending(f"{found}; --spike-budget {budget} is used up", trouble)
+        if number > left:
+            room = f"{number} steps more would be left out, and --spike-budget {budget} has room for {left}"
+            raise self._ending(f"{found}; {room}", trouble)
 
     def _leave_out(self, begun: BegunStep, found: str, verdict: Verdict | None) -> None:
         start, end = begun.consumed_samples, begun.consumed_samples + begun.global_batch_size
