@@ -165,6 +165,10 @@ def test_a_model_to_which_all_samples_look_wrong_is_no_fault_of_a_device(policy:
     assert found in run.stdout
     assert left_out(tmp_path) == [(32, 36, []), (36, 40, [])]
     assert skipped(run) == [9, 10]
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("WARNING: iteration 10: ")]
+    assert line.endswith("; consumed samples 32 to 36 and 36 to 40 are left out")
+    reason = "are left out: its update came before iteration 10, of which was found: the same step gave"
+    assert f"iteration 9: consumed samples 32 to 36 {reason}" in run.stdout
 
 
 @pytest.mark.long

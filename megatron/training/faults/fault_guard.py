@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -224,9 +225,9 @@ class FaultGuard:
         known = self._newest_known() if self._faults.spike_policy == "rewind" else None
         if not can_be_passed_over and known is None:
             raise self._ending(f"{found}; there is no checkpoint known to train to go back to", trouble)
-        for step in steps:
-            self._leave_out(step, found, verdict)
-        if not steps:
+        if steps:
+            self._leave_out(steps, found, verdict)
+        else:
             self.left_out = self.left_out.with_rewind()
             self._log(f"WARNING: {found}")
         if known is not None:
@@ -243,13 +244,19 @@ class FaultGuard:
             room = f"{number} steps more would be left out, and --spike-budget {budget} has room for {left}"
             raise self._ending(f"{found}; {room}", trouble)
 
-    def _leave_out(self, begun: BegunStep, found: str, verdict: Verdict | None) -> None:
-        start, end = begun.consumed_samples, begun.consumed_samples + begun.global_batch_size
+    def _leave_out(self, steps: Sequence[BegunStep], found: str, verdict: Verdict | None) -> None:
+        """Record that the last step is left out for what was found of it, and one before it for its update."""
         reason, samples = (found, ()) if verdict is None else (verdict.text, verdict.samples)
-        self.left_out = self.left_out.with_step(
-            LeftOut(start=start, end=end, iteration=begun.iteration + 1, reason=reason, samples=samples)
-        )
-        self._log(f"WARNING: {found}; consumed samples {start} to {end} are left out")
+        places = []
+        for step in steps:
+            start, end = step.consumed_samples, step.consumed_samples + step.global_batch_size
+            places.append(f"{start} to {end}")
+            what = LeftOut(start=start, end=end, iteration=step.iteration + 1, reason=reason, samples=samples)
+            if step is not steps[-1]:
+                caused = f"its update came before iteration {steps[-1].iteration + 1}, of which was found: {reason}"
+                what = replace(what, reason=caused, samples=())
+            self.left_out = self.left_out.with_step(what)
+        self._log(f"WARNING: {found}; consumed samples {' and '.join(places)} are left out")
 
     def _ending(self, found: str, trouble: TrainingError | None) -> TrainingError:
         known = self._newest_known()
