@@ -165,6 +165,22 @@ def test_a_model_to_which_all_samples_look_wrong_is_no_fault_of_a_device(policy:
     assert found in run.stdout
     assert left_out(tmp_path) == [(32, 36, []), (36, 40, [])]
     assert skipped(run) == [9, 10]
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("WARNING: iteration 10: ")]
+    assert line.endswith("; consumed samples 32 to 36 and 36 to 40 are left out")
+    reason = "are left out: its update came before iteration 10, of which was found: the same step gave"
+    assert f"iteration 9: consumed samples 32 to 36 {reason}" in run.stdout
+
+
+@pytest.mark.long
+def test_what_is_left_out_with_the_step_before_is_within_the_budget(tmp_path: Path) -> None:
+    few = toy_args(tmp_path / "few", WATCH, "--spike-policy rewind --spike-budget 1")
+    run = fork_training(few, 1, program=grown_at_once)
+    assert run.statuses == (1,)
+    assert "; 2 steps more would be left out, and --spike-budget 1 has room for 1" in run.errors[0]
+    assert "are left out" not in run.stdout
+    enough = toy_args(tmp_path / "enough", WATCH, "--spike-policy rewind --spike-budget 2")
+    fork_training(enough, 1, program=grown_at_once).check()
+    assert left_out(tmp_path / "enough") == [(32, 36, []), (36, 40, [])]
 
 
 def wrong_with_these_weights(argv: Sequence[str], faults: Faults, *, is_steep: bool = False) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -215,18 +216,17 @@ class FaultGuard:
         agreement: Agreement,
         trouble: TrainingError | None,
     ) -> tuple[Agreement, StepOutcome]:
-        num_used = sum(each.reason != AS_ASKED for each in self.left_out.steps) + self.left_out.num_rewound
-        if num_used >= self._faults.spike_budget:
-            raise self._ending(f"{found}; --spike-budget {self._faults.spike_budget} is used up", trouble)
+        is_of_training = verdict is not None and verdict.cause == "training"
+        steps = [begun] if can_be_passed_over or is_of_training else []
+        if is_of_training and self._updated is not None:
+            # The same samples would train the same weights: the update before is not to be made again either.
+            steps.insert(0, self._updated)
+        self._check_budget(max(len(steps), 1), found, trouble)
         known = self._newest_known() if self._faults.spike_policy == "rewind" else None
         if not can_be_passed_over and known is None:
             raise self._ending(f"{found}; there is no checkpoint known to train to go back to", trouble)
-        is_of_training = verdict is not None and verdict.cause == "training"
-        # The same samples would train the same weights: the update before is not to be made again either.
-        if is_of_training and self._updated is not None:
-            self._leave_out(self._updated, found, verdict)
-        if can_be_passed_over or is_of_training:
-            self._leave_out(begun, found, verdict)
+        if steps:
+            self._leave_out(steps, found, verdict)
         else:
             self.left_out = self.left_out.with_rewind()
             self._log(f"WARNING: {found}")
@@ -234,13 +234,29 @@ class FaultGuard:
             raise Rewind(found)
         return agreement, StepOutcome(success=False, grad_norm=None, num_zeros=None)
 
-    def _leave_out(self, begun: BegunStep, found: str, verdict: Verdict | None) -> None:
-        start, end = begun.consumed_samples, begun.consumed_samples + begun.global_batch_size
+    def _check_budget(self, number: int, found: str, trouble: TrainingError | None) -> None:
+        """Raise where ``number`` more steps left out, or rewinds, are more than the budget has room for."""
+        budget = self._faults.spike_budget
+        left = budget - self.left_out.num_rewound - sum(each.reason != AS_ASKED for each in self.left_out.steps)
+        if left <= 0:
+            raise self._ending(f"{found}; --spike-budget {budget} is used up", trouble)
+        if number > left:
+            room = f"{number} steps more would be left out, and --spike-budget {budget} has room for {left}"
+            raise self._ending(f"{found}; {room}", trouble)
+
+    def _leave_out(self, steps: Sequence[BegunStep], found: str, verdict: Verdict | None) -> None:
+        """Record that the last step is left out for what was found of it, and one before it for its update."""
         reason, samples = (found, ()) if verdict is None else (verdict.text, verdict.samples)
-        self.left_out = self.left_out.with_step(
-            LeftOut(start=start, end=end, iteration=begun.iteration + 1, reason=reason, samples=samples)
-        )
-        self._log(f"WARNING: {found}; consumed samples {start} to {end} are left out")
+        places = []
+        for step in steps:
+            start, end = step.consumed_samples, step.consumed_samples + step.global_batch_size
+            places.append(f"{start} to {end}")
+            what = LeftOut(start=start, end=end, iteration=step.iteration + 1, reason=reason, samples=samples)
+            if step is not steps[-1]:
+                caused = f"its update came before iteration {steps[-1].iteration + 1}, of which was found: {reason}"
+                what = replace(what, reason=caused, samples=())
+            self.left_out = self.left_out.with_step(what)
+        self._log(f"WARNING: {found}; consumed samples {' and '.join(places)} are left out")
 
     def _ending(self, found: str, trouble: TrainingError | None) -> TrainingError:
         known = self._newest_known()
