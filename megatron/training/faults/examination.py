@@ -43,6 +43,8 @@ from megatron.training.training_step import BegunStep, ForwardStep, TrainingStep
 _NUM_NAMED = 16
 _OTHER_SCALE = 2.0**-24
 """The factor on the loss scale at which a gradient that only overflows in float16 is finite."""
+_SMALLER_SCALES = (1.0, 2.0**-6, 2.0**-12, 2.0**-18, _OTHER_SCALE)
+"""Factors at which other samples are tried in turn: at the largest that is finite fewest gradients vanish."""
 OpenSource = Callable[[int, int], BatchSource]
 """Returns the training data from a number of consumed samples on, for a rank so many data-parallel places on."""
 
@@ -180,13 +182,20 @@ class Examination:
         return [trace for trace in first.traces if most and blame[trace.rank] == most]
 
     def _other_samples(self, step: TrainingStep, begun: BegunStep) -> Observed | None:
-        """Compute the batch before the step's, or the one after the first; None where there is none."""
-        size = begun.global_batch_size
+        """Compute the batch before the step's, or the one after the first; None where there is none.
+
+        In float16 what overflows is computed at smaller loss scales: that of a spike may be too large for others.
+        """
+        size, other = begun.global_batch_size, None
         consumed = begun.consumed_samples - size if begun.consumed_samples >= size else begun.consumed_samples + size
-        try:
-            return self._compute(step, begun, consumed)
-        except DataError:  # on every rank alike: the data ends with this step
-            return None
+        for factor in _SMALLER_SCALES if self._is_float16 else (1.0,):
+            try:
+                other = self._compute(step, replace(begun, loss_scale=begun.loss_scale * factor), consumed)
+            except DataError:  # on every rank alike: the data ends with this step
+                return None
+            if other.is_finite:
+                break
+        return other
 
     def _of_all_samples(self, other: Observed) -> Verdict:
         """Return the verdict where other samples, which were fine, look as wrong."""
