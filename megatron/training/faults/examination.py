@@ -208,12 +208,13 @@ class Examination:
         blamed = ranks_not_finite(other.traces)
         named = tuple(trace.rank for trace in blamed)
         same = "the same step gave the same result again, other samples look as wrong"
-        copies = self.runtime.state.dp.size
+        copies = self.config.parallel_sizes.num_copies_apart
+        alone = "one copy cannot" if self.runtime.state.dp.size == 1 else "copies that share experts cannot"
         if self._is_float16 and blamed:
             too_large = f"{same}, at any loss scale: numbers are too large for float16"
             if copies > 1:
                 return Verdict("overflow", too_large)
-            doubt = f", or the device of {describe_ranks(blamed)} fails; one copy cannot tell which"
+            doubt = f", or the device of {describe_ranks(blamed)} fails; {alone} tell which"
             return Verdict("overflow", too_large + doubt, ranks=named)
         huge = gather_bad_weights(find_huge_weights(self._parameters()), self.runtime.state.world)
         if huge:
@@ -227,7 +228,7 @@ class Examination:
         if not self.was_ever_fine():
             return _training(
                 f"{same}, and no step of this process was fine before: the model, its loss or the device of "
-                f"{describe_ranks(blamed)}; one copy cannot tell which"
+                f"{describe_ranks(blamed)}; {alone} tell which"
             )
         return _persistent(
             blamed, "samples that were fine before look as wrong now, and the weights are finite and of usual size"
