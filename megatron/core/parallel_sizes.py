@@ -70,6 +70,15 @@ class ParallelSizes:
         return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
 
     @property
+    def num_copies_apart(self) -> int:
+        """Return into how many parts a stage's ranks fall of which each has whole copies, experts included.
+
+        Data-parallel copies whose ranks compute with the same experts are in one part.
+        """
+        copy, experts = self.cp * self.tp, self.ep * self.expert_tp
+        return self.dp * copy // math.lcm(copy, experts)
+
+    @property
     def has_expert_grid(self) -> bool:
         """Tell whether the ranks that share experts are others than those that share the rest of a model."""
         return self.ep > 1 or self.expert_tp != self.tp

@@ -20,6 +20,7 @@ from tests.harness.faults import Faults, run_with_faults
 from tests.harness.forked_training import ForkedRun, fork_training
 
 FP16 = "--fp16 --initial-loss-scale 64 --loss-scale-window 1000"
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2"
 
 
 def sample_ids_of(run: ForkedRun) -> list[int]:
@@ -178,14 +179,19 @@ def nan_from_the_first(argv: Sequence[str], faults: Faults) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("num_processes", "found"),
+    ("num_processes", "flags", "found"),
     [
-        (1, "no step of this process was fine before: the model, its loss or the device of rank 0"),
-        (2, "2 data-parallel copies come to the same, so that no device is to blame"),
+        (1, "", "no step of this process was fine before: the model, its loss or the device of rank 0"),
+        (2, "", "2 data-parallel copies come to the same, so that no device is to blame"),
+        # Both ranks use both ranks' experts: one device can spoil both copies.
+        (2, EXPERTS, "no step of this process was fine before: the model, its loss or the device of one of rank 0"),
+        (4, EXPERTS, "2 data-parallel copies come to the same, so that no device is to blame"),
     ],
 )
-def test_a_loss_that_never_is_a_number_is_the_training(num_processes: int, found: str, tmp_path: Path) -> None:
-    run = fork_training(toy_args(tmp_path), num_processes, program=nan_from_the_first)
+def test_a_loss_that_never_is_a_number_is_the_training(
+    num_processes: int, flags: str, found: str, tmp_path: Path
+) -> None:
+    run = fork_training(toy_args(tmp_path, flags, "--global-batch-size 8"), num_processes, program=nan_from_the_first)
     assert set(run.statuses) == {1}
     assert "training: the same step gave the same result again, other samples look as wrong, and " in run.errors[0]
     assert found in run.errors[0]

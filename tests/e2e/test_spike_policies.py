@@ -223,6 +223,17 @@ def test_the_step_before_is_the_last_whose_update_was_made(tmp_path: Path) -> No
     assert left_out(tmp_path) == [(28, 32, []), (36, 40, [])]
 
 
+@pytest.mark.long
+def test_other_samples_that_overflow_at_the_loss_scale_of_a_spike_are_no_overflow(tmp_path: Path) -> None:
+    args = toy_args(tmp_path, WATCH, FLOAT16, "--spike-policy stop")
+    run = fork_training(args, 1, program=steep_with_these_weights)
+    assert run.statuses == (1,)
+    (line,) = [line for line in run.errors[0].splitlines() if line.startswith("error: ")]
+    assert "is a spike" in line
+    assert "training: the same step gave the same result again, other samples look as wrong" in line
+    assert "overflow" not in line
+
+
 def infinite_at_first(argv: Sequence[str], faults: Faults) -> int:
     """Train where the loss that the third micro-batch tells is infinite, and its gradient is not."""
     forward, numbers = pretrain_gpt.forward_step, itertools.count(1)

@@ -43,6 +43,8 @@ from megatron.training.training_step import BegunStep, ForwardStep, TrainingStep
 _NUM_NAMED = 16
 _OTHER_SCALE = 2.0**-24
 """The factor on the loss scale at which a gradient that only overflows in float16 is finite."""
+_SMALLER_SCALES = (1.0, 2.0**-6, 2.0**-12, 2.0**-18, _OTHER_SCALE)
+"""Factors at which other samples are tried in turn: at the largest that is finite fewest gradients vanish."""
 OpenSource = Callable[[int, int], BatchSource]
 """Returns the training data from a number of consumed samples on, for a rank so many data-parallel places on."""
 
@@ -180,13 +182,20 @@ class Examination:
         return [trace for trace in first.traces if most and blame[trace.rank] == most]
 
     def _other_samples(self, step: TrainingStep, begun: BegunStep) -> Observed | None:
-        """Compute the batch before the step's, or the one after the first; None where there is none."""
-        size = begun.global_batch_size
+        """Compute the batch before the step's, or the one after the first; None where there is none.
+
+        In float16 what overflows is computed at smaller loss scales: that of a spike may be too large for others.
+        """
+        size, other = begun.global_batch_size, None
         consumed = begun.consumed_samples - size if begun.consumed_samples >= size else begun.consumed_samples + size
-        try:
-            return self._compute(step, begun, consumed)
-        except DataError:  # on every rank alike: the data ends with this step
-            return None
+        for factor in _SMALLER_SCALES if self._is_float16 else (1.0,):
+            try:
+                other = self._compute(step, replace(begun, loss_scale=begun.loss_scale * factor), consumed)
+            except DataError:  # on every rank alike: the data ends with this step
+                return None
+            if other.is_finite:
+                break
+        return other
 
     def _of_all_samples(self, other: Observed) -> Verdict:
         """Return the verdict where other samples, which were fine, look as wrong."""
@@ -199,12 +208,13 @@ class Examination:
         blamed = ranks_not_finite(other.traces)
         named = tuple(trace.rank for trace in blamed)
         same = "the same step gave the same result again, other samples look as wrong"
-        copies = self.runtime.state.dp.size
+        copies = self.config.parallel_sizes.num_copies_apart
+        alone = "one copy cannot" if self.runtime.state.dp.size == 1 else "copies that share experts cannot"
         if self._is_float16 and blamed:
             too_large = f"{same}, at any loss scale: numbers are too large for float16"
             if copies > 1:
                 return Verdict("overflow", too_large)
-            doubt = f", or the device of {describe_ranks(blamed)} fails; one copy cannot tell which"
+            doubt = f", or the device of {describe_ranks(blamed)} fails; {alone} tell which"
             return Verdict("overflow", too_large + doubt, ranks=named)
         huge = gather_bad_weights(find_huge_weights(self._parameters()), self.runtime.state.world)
         if huge:
@@ -218,7 +228,7 @@ class Examination:
         if not self.was_ever_fine():
             return _training(
                 f"{same}, and no step of this process was fine before: the model, its loss or the device of "
-                f"{describe_ranks(blamed)}; one copy cannot tell which"
+                f"{describe_ranks(blamed)}; {alone} tell which"
             )
         return _persistent(
             blamed, "samples that were fine before look as wrong now, and the weights are finite and of usual size"

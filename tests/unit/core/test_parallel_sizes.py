@@ -16,6 +16,29 @@ def test_products_of_the_axes() -> None:
     assert set(ONE_RANK.grid.values()) == {1}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (ParallelSizes(dp=3, cp=2, tp=2), 3),
+        (ParallelSizes(dp=2, ep=2), 1),
+        (ParallelSizes(dp=4, ep=2), 2),
+        (ParallelSizes(dp=2, tp=2, ep=2, etp=1), 2),
+        (ParallelSizes(dp=2, tp=2, ep=4, etp=1), 1),
+        (ParallelSizes(dp=2, tp=1, etp=2), 1),
+        # Three replicas of experts, and the one in the middle is of both copies.
+        (ParallelSizes(pp=2, dp=2, cp=3, ep=2), 1),
+    ],
+)
+def test_copies_that_share_experts_are_not_apart(sizes: ParallelSizes, expected: int) -> None:
+    assert sizes.num_copies_apart == expected
+    # The same by following who shares a copy of the dense part, or experts.
+    part = list(range(sizes.world_size // sizes.pp))
+    for _ in part:
+        for grid, axes in ((sizes.grid, ("cp", "tp")), (sizes.expert_grid, ("ep", "etp"))):
+            part = [min(part[other] for other in slice_ranks(grid, axes, rank)) for rank in range(len(part))]
+    assert len(set(part)) == expected
+
+
 def test_places_count_the_ranks_with_the_last_axis_fastest() -> None:
     places = [tuple(SIZES.place(rank).values()) for rank in range(210)]
     assert places == [(pp, dp, cp, tp) for pp in range(3) for dp in range(7) for cp in range(5) for tp in range(2)]
