@@ -2,45 +2,68 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-_FIRST_BLOCK, _LARGEST_BLOCK = 2**26, 2**30
+_BLOCKS = tuple(2**exponent for exponent in range(26, 31))
 _ALIGNMENT = 256
 _SHARE_WASTED = 7
-"""A block of a tensor's own may be so much larger than it: a seventh of the tensor."""
+"""A block may be so much larger than the tensors that fill it: a seventh of them."""
 
 
 class PinnedMemory:
-    """Give memory to tensors that are made one after the other, and freed in about the reverse order.
+    """Give memory to tensors that are made one after the other.
 
-    Blocks are powers of two, each twice as large as the last up to 1 GiB. A block is the allocator's again when the
-    last tensor in it has gone. What fills most of a power of two has a block of its own, and so has what fills more
-    than half of the largest. ``make`` makes a block of so many bytes, pinned by default.
+    A tensor has a block of its own where it fills most of a power of two. Otherwise it lies in the smallest block, of
+    64 MiB to 1 GiB, that tensors of its size fill as far; where none is, it has its own. With the last tensor in
+    it a block goes back to the allocator, which gives it out anew when the copies from and to it are done.
+    ``make`` makes a block of so many bytes, pinned by default.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor] | None = None) -> None:
         self._make = make or _pinned
-        self._size = _FIRST_BLOCK
-        self._rest: torch.Tensor | None = None
+        self._open: dict[int, _OpenBlock] = {}
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory for a contiguous tensor's values."""
         assert tensor.is_contiguous(), "a copy would lie in another order"
-        needed = tensor.nbytes
-        wasted = (1 << max(needed - 1, 0).bit_length()) - needed
-        if wasted <= needed // _SHARE_WASTED or needed > _LARGEST_BLOCK // 2:
-            return self._make(needed).view(tensor.dtype).view(tensor.shape)
-        if self._rest is None or len(self._rest) < needed:
-            # The old one goes first, where nobody else has it.
-            self._rest = None
-            while self._size < needed:
-                self._size *= 2
-            self._rest = self._make(self._size)
-            self._size = min(2 * self._size, _LARGEST_BLOCK)
-        own, self._rest = self._rest[:needed], self._rest[-(-needed // _ALIGNMENT) * _ALIGNMENT :]
-        return own.view(tensor.dtype).view(tensor.shape)
+        needed = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        size = _shared_size(needed)
+        if size is None:
+            return self._make(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        block = self._open.get(size)
+        storage = None if block is None else block.storage()
+        if block is None or storage is None or block.used + needed > size:
+            storage = self._make(size).untyped_storage()
+            block = self._open[size] = _OpenBlock(weakref.ref(storage))
+        start = block.used // tensor.element_size()
+        block.used += needed
+        own = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        return own.set_(storage, start, tensor.shape, tensor.stride())
+
+
+@dataclass
+class _OpenBlock:
+    """Hold what is given out of a block, which only its tensors keep alive."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    used: int = 0
+
+
+def _shared_size(needed: int) -> int | None:
+    """Return the size of the block that a tensor shares with others, or None where it has its own."""
+    if not needed or _is_filled(1 << (needed - 1).bit_length(), needed):
+        return None
+    return next((size for size in _BLOCKS if size >= needed and _is_filled(size, needed)), None)
+
+
+def _is_filled(size: int, needed: int) -> bool:
+    """Return whether as many tensors as a block holds leave no more than a seventh of theirs."""
+    rest = size % needed
+    return rest <= (size - rest) // _SHARE_WASTED
 
 
 def _pinned(num_bytes: int) -> torch.Tensor:

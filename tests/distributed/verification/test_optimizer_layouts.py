@@ -10,6 +10,7 @@ from megatron.verification.verifier import Verifier
 
 MUON = ("--optimizer", "muon", "--muon-nesterov", "--muon-extra-scale-factor", "0.2")
 FUSED = (*MUON, "--muon-no-split-qkv", "--muon-coefficient-type", "simple", "--muon-scale-mode", "shape_scaling")
+ADAPTERS = ("--lora-rank", "3")
 LION = ("--optimizer", "muon", "--muon-scalar-optimizer", "lion")
 SHARDED = Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", overlap=True)
 CELLS = (
@@ -30,10 +31,10 @@ FURTHER = (
     make_cell("gpt2", Layout(tp=2, pp=2, virtual_stages=2), extra=MUON),
     make_cell("gpt2", Layout(pp=2, schedule="zero-bubble", dp=2, sharding="optim"), extra=MUON),
     make_cell("gpt2-untied", Layout(pp=2, dp=2, sharding="optim"), extra=MUON),
-    make_cell("llama", Layout(tp=2), extra=(*MUON, "--lora-rank", "3")),
+    make_cell("llama", Layout(tp=2), extra=(*MUON, *ADAPTERS)),
     make_cell("llama", Layout(dp=2, sharding="optim"), extra=("--optimizer", "lion")),
     # Ranks that cut an expert have copies of one of its adapter's matrices.
-    make_expert_cell("mixtral", ExpertLayout(tp=2, ep=2, sequence_parallel=True), extra=(*MUON, "--lora-rank", "3")),
+    make_expert_cell("mixtral", ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True), extra=(*MUON, *ADAPTERS)),
     *(
         make_expert_cell(shape, layout, extra=MUON)
         for shape, layout in (
