@@ -128,3 +128,24 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     fork_training(toy_args(tmp_path, FLAGS, "--save-interval 2 --keep-last 2")).check()
     found = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
     assert found == ["iter_0000006", "iter_0000008"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gathers", ["", "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"])
+def test_files_of_different_iterations_are_refused(gathers: str, tmp_path: Path) -> None:
+    """Weights of one iteration do not pass for those of a near one, rounded in fp8."""
+    flags = f"--ckpt-format torch --bf16 --use-distributed-optimizer --train-iters 4 --save-interval 2 {gathers}"
+    args = toy_args(
+        tmp_path,
+        flags,
+        "--ffn-hidden-size 128 --eval-interval 100 --eval-iters 0 --lr-warmup-iters 0 --lr-decay-iters 20",
+    )
+    fork_training(args, 2).check()
+    folder = tmp_path / "checkpoints"
+    (first,), (second,) = (sorted(folder.glob(f"iter_000000{number}/*/distrib_optim.pt")) for number in (2, 4))
+    whole = fork_training([*args, "--ckpt-step", "2", "--exit-interval", "3"], 2).check()
+    assert [line["iteration"] for line in whole.iterations()][-1] == 3
+    shutil.copy(second, first)
+    torn = fork_training([*args, "--ckpt-step", "2", "--exit-interval", "3"], 2)
+    assert set(torn.statuses) != {0}
+    assert "do not lie as Megatron lays out" in torn.errors[0]

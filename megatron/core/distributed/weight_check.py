@@ -86,7 +86,7 @@ def find_outlying_weights(parameters: Iterable[torch.Tensor], ratio: float = OUT
 
 
 def find_huge_weights(parameters: Iterable[torch.Tensor]) -> list[BadWeight]:
-    """Return the parameters of this rank whose elements are beyond `HUGE_WEIGHT` in the mean: training made them so."""
+    """Return the parameters of this rank beyond `HUGE_WEIGHT` in the root mean square: training made them so."""
     found = []
     for spec, held in (each for parameter in parameters for each in held_of(parameter)):
         values = held.detach()

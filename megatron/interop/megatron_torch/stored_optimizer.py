@@ -60,17 +60,24 @@ _FLOAT8_STEP, _FLOAT8_SMALLEST = 2.0**-4, 2.0**-17
 def is_weight_of(main: torch.Tensor, weight: torch.Tensor, in_float8: torch.Tensor | None = None) -> bool:
     """Return whether a main parameter's element may be rounded to a weight's.
 
-    With ``in_float8``, the whole main parameter, weights may have been gathered in fp8 too (`--fp8-param-gather`).
+    With ``in_float8``, the whole main parameter, weights may have been gathered in fp8 too (`--fp8-param-gather`). Such
+    a weight has a significand of four bits, those of E4M3, since its scale is a power of two.
 
     Shapes: ``main, weight``: one element each.
     """
     rounded = main.to(weight.dtype)
     if bool((rounded == weight).all()) or (bool(rounded.isnan().all()) and bool(weight.isnan().all())):
         return True
-    if in_float8 is None:
+    significand = 16.0 * torch.frexp(weight.float()).mantissa
+    if in_float8 is None or not torch.equal(significand, significand.round()):
         return False
     apart, size = (rounded.float() - weight.float()).abs(), rounded.float().abs()
     return bool((apart <= _FLOAT8_STEP * size).all()) or bool((apart <= _FLOAT8_SMALLEST * in_float8.abs().max()).all())
+
+
+def may_be_in_float8(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a folder's arguments leave open that weights were gathered in fp8; Megatron's say it."""
+    return arguments.get("fp8_param_gather") is not False
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -276,7 +283,7 @@ def _find_layout(
         for bucket_size in (by_arguments, None)
     ]
     fitting = [layout for layout in layouts if layout.num_elements == length]
-    for in_float8 in (False, True):
+    for in_float8 in (False, True) if may_be_in_float8(rank.arguments) else (False,):
         for layout in fitting:
             if _puts_weights_right(rank, file, number, parameters, tensors, layout, in_float8=in_float8):
                 return layout

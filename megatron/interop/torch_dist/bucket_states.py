@@ -25,6 +25,7 @@ from megatron.interop.megatron_torch.stored_optimizer import (
     alone_in_bucket,
     flat_bucket_size,
     is_weight_of,
+    may_be_in_float8,
     optimized_apart,
     plan_flat_buffer,
 )
@@ -156,7 +157,7 @@ class BucketStates:
             for layout in self._layouts(ordered, pp_rank, number)
             if layout.num_elements == buffer.length
         ]
-        for in_float8 in (False, True):
+        for in_float8 in (False, True) if may_be_in_float8(self.arguments) else (False,):
             for placed in layouts:
                 if all(self._is_weight(p, start, buffer.runs, in_float8=in_float8) for p, start in placed):
                     return placed

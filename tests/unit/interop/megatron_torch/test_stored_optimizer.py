@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.kernels.float8.quantised import E4M3, WHOLE, quantise
-from megatron.interop.megatron_torch.stored_optimizer import is_weight_of
+from megatron.interop.megatron_torch.stored_optimizer import is_weight_of, may_be_in_float8
 
 
 @pytest.fixture
@@ -32,3 +32,19 @@ def test_others_are_not(main: torch.Tensor) -> None:
     assert is_weight_of(nan, nan.bfloat16())
     assert not is_weight_of(nan, torch.tensor(1.0), main)
     assert not is_weight_of(torch.tensor(1.0), nan, main)
+
+
+def test_a_weight_of_a_near_iteration_is_not(main: torch.Tensor) -> None:
+    """What moved by a few per cent would be rounded to the same in fp8; a weight that never was in fp8 is no such."""
+    main = main[main.abs() > 1e-6]
+    weight = main.bfloat16()
+    moved = 1.03 * main
+    taken = [is_weight_of(one, other, moved) for one, other in zip(moved, weight, strict=True)]
+    # One in sixteen of bfloat16's numbers is one of E4M3's, too.
+    assert sum(taken) < 0.1 * len(taken)
+
+
+def test_arguments_may_say_that_nothing_was_gathered_in_fp8() -> None:
+    assert may_be_in_float8({})
+    assert may_be_in_float8({"fp8_param_gather": True})
+    assert not may_be_in_float8({"fp8_param_gather": False})
