@@ -140,17 +140,14 @@ def test_a_skipped_iteration_does_not_advance_the_schedule(tmp_path: Path) -> No
             "overflow: ",
             marks=pytest.mark.long,
         ),
-        pytest.param(
-            1,
-            "--lr 1e22 --lr-warmup-iters 0",
-            "weights have grown beyond use: embedding.word_embeddings.weight on rank",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            2,
-            "--lr 1e22 --lr-warmup-iters 0",
-            "weights have grown beyond use: embedding.word_embeddings.weight on rank",
-            marks=pytest.mark.long,
+        *(
+            pytest.param(
+                num_processes,
+                "--lr 1e22 --lr-warmup-iters 0",
+                "weights have grown beyond use: embedding.word_embeddings.weight on rank",
+                marks=pytest.mark.long,
+            )
+            for num_processes in (1, 2)
         ),
     ],
 )

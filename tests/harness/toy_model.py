@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import Device
+from megatron.core.models.float8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ParallelSizes
@@ -55,6 +56,14 @@ def make_model(
     }
     made = GPTConfig(**(settings | config))
     return GPTModel(made, tp, make_rng(tp), seed=SEED, device=device, cp=cp, fills_later=fills_later)
+
+
+def make_float8_model(recipe: str, **config: Any) -> GPTModel:
+    """Return a toy model on one rank whose layers compute in fp8 by a recipe, with the weights of every test."""
+    model = make_model(single_rank_group(), bf16=True, fp8_format="hybrid", fp8_recipe=recipe, **config)
+    load_global_weights(model)
+    compute_in_float8([model], model.config, "cpu")
+    return model
 
 
 def named_values(spec: ParamSpec) -> np.ndarray:

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.models.float8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_group import single_rank_group
 from tests.harness.float8_products import assert_products
-from tests.harness.toy_model import load_global_weights, make_model
+from tests.harness.toy_model import make_float8_model
 
 NARROW = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
 SHAPE: dict[str, Any] = {
@@ -26,18 +24,13 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 144,
     "num_query_groups": 4,
     "ffn_hidden_size": 32,
-    "bf16": True,
-    "fp8_format": "hybrid",
     "add_bias_linear": False,
 }
 LENGTH, BATCH = 24, 2
 
 
 def make(recipe: str, **config: Any) -> GPTModel:
-    model = make_model(single_rank_group(), **{**SHAPE, "fp8_recipe": recipe, **config})
-    load_global_weights(model)
-    compute_in_float8([model], model.config, "cpu")
-    return model
+    return make_float8_model(recipe, **(SHAPE | config))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
