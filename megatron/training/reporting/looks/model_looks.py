@@ -63,8 +63,8 @@ def open_looks(
     if state.pp.size > 1:
         device = runtime.device.torch_device
         links = create_pipeline_links(state.pp, wraps_around=len(shared) > 1, device=device)
-    # Copies share the questions out, and twins are asked the same one, for which the first of them decides. Where copies
-    # share experts or shards of weights, all of them run every pass: they are twins.
+    # Copies share the questions out. Twins are asked the same one, and the first of them decides. Where copies share
+    # experts or shards of weights, all of them run every pass: they are twins.
     runs_together = config.parallel_sizes.has_expert_grid or config.ddp.shards_weights
     copies, twins = (no_dp, state.dp_cp) if runs_together else (state.dp, state.cp)
     alone = replace(state, dp=no_dp, cp=no_cp)
