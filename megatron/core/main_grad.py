@@ -14,7 +14,13 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megatron.core.kernels.accumulation import add_rows, add_wide_product
-from megatron.core.kernels.matrix_product import gradient_library, grouped_gradient, product, uses_onednn
+from megatron.core.kernels.matrix_product import (
+    gradient_library,
+    group_gradient,
+    grouped_gradient,
+    product,
+    uses_onednn,
+)
 
 
 class MainGrad:
@@ -132,9 +138,9 @@ class MainGrad:
             elif total.dtype == left.dtype and not uses_onednn(left.t(), gradient_library(library)):
                 torch.addmm(total, left.t(), right, beta=0 if self.is_empty else 1, out=total)
             elif self.is_empty:
-                total.copy_(product(left.t(), right, library))
+                total.copy_(group_gradient(left, right, library))
             else:
-                total.add_(product(left.t(), right, library))
+                total.add_(group_gradient(left, right, library))
         self.end_contribution()
 
     def add_computed(self, compute: Callable[[], torch.Tensor]) -> None:

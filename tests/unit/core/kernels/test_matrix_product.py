@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -85,6 +87,39 @@ def test_bfloat16_products_of_both_libraries() -> None:
 def test_float64_keeps_its_precision() -> None:
     x, weight = torch.randn(64, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
     assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [[37, 0, 100, 1, 83], [5, 75, 33, 0, 0], [0, 0, 130, 33, 41], [33]])
+def test_a_group_has_its_own_rows_alone(counts: list[int], dtype: torch.dtype, library: str) -> None:
+    """Rows are rounded up: the groups before and behind one are NaN here, and nothing of them may come through."""
+    x, grad = torch.randn(sum(counts), 40).to(dtype), torch.randn(sum(counts), 48).to(dtype)
+    weight, tolerance = torch.randn(len(counts), 48, 40).to(dtype), 1e-5 if dtype is torch.float32 else 1e-2
+    for number, (start, count) in enumerate(zip([0, *itertools.accumulate(counts)], counts)):
+        rows = slice(start, start + count)
+        alone, alone_grad = torch.full_like(x, torch.nan), torch.full_like(grad, torch.nan)
+        alone[rows], alone_grad[rows] = x[rows], grad[rows]
+        for left, right in ((alone, weight), (alone_grad, weight.transpose(1, 2))):
+            result = grouped_product(left, right, counts, library)
+            expected = left[rows].double() @ right[number].double().t()
+            bound = tolerance * (left[rows].double().abs() @ right[number].double().abs().t())
+            assert ((result[rows].double() - expected).abs() <= bound).all()
+            assert result.isnan().sum() == result[:start].numel() + result[rows.stop :].numel()
+        gradient = grouped_gradient(alone_grad, alone, counts, library)[number].double()
+        bound = tolerance * (grad[rows].double().abs().t() @ x[rows].double().abs())
+        assert ((gradient - grad[rows].double().t() @ x[rows].double()).abs() <= bound).all()
+
+
+@pytest.mark.skipif("onednn" not in LIBRARIES, reason="this torch has no oneDNN")
+def test_groups_of_any_size_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else oneDNN would write a program for each of them."""
+    multiplied: set[int] = set()
+    monkeypatch.setattr(matrix_product, "linear_into", lambda output, x, *_, **__: multiplied.add(len(x)))
+    for count in range(512, 1025):
+        grouped_product(torch.empty(2 * count, 8), torch.empty(2, 8, 8), [count, count], "onednn")
+    assert len(multiplied) == 17
+    assert multiplied == {512 + 32 * step for step in range(17)}
 
 
 @pytest.mark.parametrize(
