@@ -283,15 +283,10 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _ZeroedMemory(_Noting):
     """Fill new memory with zeros: the fake backend leaves what it should fill as it is, and a NaN ends the step."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        return result.zero_() if func.overloadpacket in _ALLOCATIONS else result
-
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.overloadpacket is torch.ops.c10d.alltoall_base_ and not args[1].numel():
             # The fake backend fills what arrives with what is sent, and refuses where nothing is.
             output, _, group, output_sizes, _, *further = args
             args = (output, torch.zeros_like(output), group, output_sizes, output_sizes, *further)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        return result.zero_() if func.overloadpacket in _ALLOCATIONS else result

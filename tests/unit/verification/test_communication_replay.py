@@ -283,9 +283,10 @@ def test_a_recorder_is_told_of_groups_rings_reductions_and_threads() -> None:
         collectives.all_reduce(torch.zeros(3), state.tp, "max")
         collectives.start_ring_exchange(torch.zeros(5), state.dp).wait()
         collectives.broadcast_object("anything", state.tp)
-        for sent, received in (((2, 1), (3, 0)), ((0, 0), (0, 0))):
-            # Each rank has numbers of its own; what all must agree on is a row.
-            collectives.all_to_all_rows(torch.zeros(sum(sent), 7), sent, received, state.tp)
+        for sent, received in (((2, 1), (3, 0)), ((0, 0), (2, 1))):
+            # Each rank has numbers of its own, or nothing to send; what all must agree on is a row.
+            rows_of_all, _ = collectives.all_to_all_rows(torch.zeros(sum(sent), 7), sent, received, state.tp)
+            assert torch.equal(rows_of_all, torch.zeros(3, 7))
         thread = threading.Thread(target=collectives.all_reduce, args=(torch.zeros(3), state.tp))
         thread.start()
         thread.join()
