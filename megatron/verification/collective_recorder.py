@@ -159,9 +159,15 @@ def record_run(
 
 
 def record_cell(
-    cell: Cell, model_provider: ModelProvider, forward_step: ForwardStep, dtype: str = "bfloat16"
+    cell: Cell,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    dtype: str = "bfloat16",
+    num_steps: int = 2,
 ) -> list[list[Operation]]:
     """Return what each rank of a cell asks of torch.distributed in a short run.
+
+    Of two steps the second has what the first leaves to it: updated parameters that are gathered while a pass runs.
 
     Raises:
         ConfigurationError: the configuration is refused.
@@ -169,7 +175,8 @@ def record_cell(
     config = resolve_cell(cell.flags, cell.world_size, dtype)
     # A norm of zeros multiplies gradients by the root of 1/epsilon, and through many layers they would overflow.
     config = replace(config, model=replace(config.model, norm_epsilon=1.0))
-    return [record_run(config, rank, model_provider, forward_step, cell.data) for rank in range(cell.world_size)]
+    parts = (model_provider, forward_step, cell.data, num_steps)
+    return [record_run(config, rank, *parts) for rank in range(cell.world_size)]
 
 
 def _check(runtime: Runtime, parts: TrainingParts, timers: Timers) -> None:
@@ -186,6 +193,12 @@ def _check(runtime: Runtime, parts: TrainingParts, timers: Timers) -> None:
 @contextmanager
 def recording(recorder: CollectiveRecorder) -> Iterator[None]:
     """Tell a recorder of everything that this thread asks of torch.distributed, on any backend."""
+    with _Noting(recorder), _noting_groups_and_batches(recorder):
+        yield
+
+
+@contextmanager
+def _noting_groups_and_batches(recorder: CollectiveRecorder) -> Iterator[None]:
     new_group, batch = dist.new_group, dist.batch_isend_irecv
 
     def make_group(ranks: Sequence[int], **options: Any) -> Any:
@@ -196,8 +209,7 @@ def recording(recorder: CollectiveRecorder) -> Iterator[None]:
         with recorder.together():
             return batch(operations)
 
-    replacements = patch.multiple(dist, new_group=make_group, batch_isend_irecv=batch_isend_irecv)
-    with _Noting(recorder), replacements:
+    with patch.multiple(dist, new_group=make_group, batch_isend_irecv=batch_isend_irecv):
         yield
 
 
@@ -207,13 +219,13 @@ def stand_in(rank: int, world_size: int, recorder: CollectiveRecorder | None = N
 
     ``recorder`` is told of all that reaches torch.
     """
-    with _ZeroedMemory(), ExitStack() as stack:  # type: ignore[no-untyped-call]
+    with _ZeroedMemory(recorder), ExitStack() as stack:
         if world_size == 1:
             yield
             return
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         if recorder is not None:
-            stack.enter_context(recording(recorder))
+            stack.enter_context(_noting_groups_and_batches(recorder))
             stack.enter_context(_objects_of_nobody(recorder))
         try:
             yield
@@ -250,26 +262,31 @@ def _call(kind: str, group: dist.ProcessGroup | None, **details: Any) -> Call:
 _ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided}
 
 
-class _ZeroedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fill new memory with zeros: the fake backend leaves what it should fill as it is, and a NaN ends the step."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result.zero_() if func.overloadpacket in _ALLOCATIONS else result
-
-
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tell a recorder of every operator of torch's distributed library."""
+    """Tell a recorder, where there is one, of every operator of torch's distributed library."""
 
-    def __init__(self, recorder: CollectiveRecorder) -> None:
+    def __init__(self, recorder: CollectiveRecorder | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and self._recorder is not None:
             self._recorder.note_dispatched(func, args)
-        return func(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+class _ZeroedMemory(_Noting):
+    """Fill new memory with zeros: the fake backend leaves what it should fill as it is, and a NaN ends the step."""
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.overloadpacket is torch.ops.c10d.alltoall_base_ and not args[1].numel():
+            # The fake backend fills what arrives with what is sent, and refuses where nothing is.
+            output, _, group, output_sizes, _, *further = args
+            args = (output, torch.zeros_like(output), group, output_sizes, output_sizes, *further)
+        result = func(*args, **kwargs)
+        return result.zero_() if func.overloadpacket in _ALLOCATIONS else result

@@ -23,6 +23,18 @@ from megatron.verification.cells import (
 from megatron.verification.expert_cells import DISPATCHERS, EXPERT_SHAPES, ExpertLayout, make_expert_cell
 from megatron.verification.latent_cells import LATENT_SHAPES
 from megatron.verification.prediction_cells import PREDICTION_SHAPES
+from megatron.verification.recipe_cells import (
+    CLIPPING,
+    FUSED_LORA,
+    GROUPS,
+    LORA,
+    MUON,
+    MUP,
+    STILL,
+    UNSPLIT_MUON,
+    Z_LOSS,
+    with_optimizer_on_host,
+)
 from megatron.verification.sharding_cells import WEIGHTS, hybrid
 
 
@@ -31,12 +43,14 @@ def fuzz(seed: int, count: int) -> list[Cell]:
 
     A number's configuration depends on the seed and on it alone. Every fourth model has experts, and every fourth one
     latent attention, further tokens, sinks or layers without positions. Of those with data parallelism some have
-    sharded weights, and some copies of what is sharded.
+    sharded weights, and some copies of what is sharded. Some have another recipe than Adam on all weights.
     """
-    return [
-        _draw_copies(_draw(random.Random(f"{seed}/{number}"), number), random.Random(f"{seed}/{number}/sharding"))
-        for number in range(count)
-    ]
+    cells = []
+    for number in range(count):
+        cell = _draw(random.Random(f"{seed}/{number}"), number)
+        cell = _draw_copies(cell, random.Random(f"{seed}/{number}/sharding"))
+        cells.append(_draw_recipe(cell, random.Random(f"{seed}/{number}/recipe")))
+    return cells
 
 
 _SHARE_OF_WILD = 0.15
@@ -45,6 +59,12 @@ _SHARE_OF_WILD = 0.15
 _STRATEGY = "--data-parallel-sharding-strategy"
 _SHARE_OF_SHARDED = 0.7
 """How many of the configurations with sharded state have sharded weights or copies."""
+
+_RECIPES = (MUON, UNSPLIT_MUON, Z_LOSS, GROUPS, CLIPPING, MUP)
+_WITHOUT_ADAPTERS = ("--mtp-num-layers", "--multi-latent-attention", WEIGHTS)
+"""Flags beside which there are no low-rank adapters."""
+_SHARE_OF_RECIPES = 0.3
+"""How many of the random configurations are trained by one of these, or with the optimizer's state on the host."""
 
 _LATENT_EXPERTS = ("mixtral", "gpt2-experts", "deepseek-experts")
 """Shapes with experts that may have latent attention; its positions are rotary (see "dropping"), its products bare."""
@@ -80,6 +100,20 @@ def _draw_copies(cell: Cell, generator: random.Random) -> Cell:
     alike = math.gcd(stage // tp, stage // of_expert)
     fitting = [number for number in range(2, stage // tp) if alike % number == 0]
     return hybrid(cell, generator.choice(fitting)) if fitting and generator.random() < 0.8 else cell
+
+
+def _draw_recipe(cell: Cell, generator: random.Random) -> Cell:
+    """Draw another optimizer, loss or rates, adapters in place of all weights, or the optimizer's state on the host."""
+    if generator.random() >= _SHARE_OF_RECIPES:
+        return cell
+    if generator.random() < 0.15:
+        return with_optimizer_on_host(cell)
+    recipes = list(_RECIPES)
+    if not any(flag in cell.flags for flag in _WITHOUT_ADAPTERS):
+        still = STILL if "--moe-router-enable-expert-bias" in cell.flags else ()
+        recipes += [(*LORA, *still), (*MUON, *LORA, *still)] if "--num-experts" in cell.flags else [LORA, FUSED_LORA]
+    recipe = generator.choice(recipes)
+    return replace(cell, name=f"{cell.name} {' '.join(recipe)}", model_flags=(*cell.model_flags, *recipe))
 
 
 def _size(flags: Sequence[str], name: str, otherwise: int = 1) -> int:

@@ -27,6 +27,7 @@ from megatron.verification.expert_cells import EXPERT_SHAPES, expert_matrix
 from megatron.verification.latent_cells import LATENT_SHAPES, latent_matrix
 from megatron.verification.prediction_cells import PREDICTION_SHAPES, prediction_matrix
 from megatron.verification.random_cells import fuzz
+from megatron.verification.recipe_cells import recipe_matrix
 from megatron.verification.sharding_cells import sharding_matrix
 
 
@@ -74,8 +75,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
     """Return the cells that the command line asks for."""
-    further = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix(), *sharding_matrix())
-    proved = [*matrix(), *further]
+    of_models = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix())
+    proved = [*matrix(), *of_models, *sharding_matrix(), *recipe_matrix()]
     cells = fuzz(arguments.seed, arguments.fuzz) if arguments.fuzz else proved
     words = arguments.filter.split()
     return [

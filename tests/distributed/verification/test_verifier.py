@@ -126,26 +126,6 @@ def test_a_layout_computes_what_one_process_computes(verifier: Verifier, cell: C
     assert max(report.differences) < 1e-9
 
 
-OFFLOAD = ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.6", "--overlap-cpu-optimizer-d2h-h2d")
-DECOUPLED = ("--decoupled-lr", "3e-2")
-OFFLOADED = (
-    make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2, dp=2, sharding="optim_grads", overlap=True)),
-    make_cell("llama", Layout(tp=2, cp=2, dp=2, sharding="optim"), "uneven", extra=DECOUPLED),
-    make_cell("gpt2", Layout(pp=4, dp=2, schedule="zero-bubble"), extra=DECOUPLED),
-)
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [*OFFLOADED[:1], *(pytest.param(cell, marks=pytest.mark.long) for cell in OFFLOADED[1:])],
-    ids=lambda cell: cell.name,
-)
-def test_an_offloaded_layout_computes_what_one_process_computes_without(verifier: Verifier, cell: Cell) -> None:
-    report = verifier.check(replace(cell, layout_flags=(*cell.layout_flags, *OFFLOAD)))
-    assert report.outcome == "passed", report.describe()
-    assert max(report.differences) < 1e-9
-
-
 @pytest.mark.long
 def test_the_whole_matrix(verifier: Verifier) -> None:
     reports = [verifier.check(cell) for cell in (*matrix(), *expert_matrix())]

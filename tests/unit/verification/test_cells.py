@@ -18,6 +18,7 @@ from megatron.verification.expert_cells import expert_matrix
 from megatron.verification.latent_cells import latent_matrix
 from megatron.verification.prediction_cells import prediction_matrix
 from megatron.verification.random_cells import fuzz
+from megatron.verification.recipe_cells import recipe_matrix
 from megatron.verification.run_cell import resolve_cell
 from megatron.verification.sharding_cells import hybrid, sharding_matrix
 
@@ -122,6 +123,17 @@ def test_random_configurations_have_sharded_weights_and_copies_with_experts_and_
         assert 2 <= with_experts < len(chosen) - 10
 
 
+def test_random_configurations_have_other_recipes_with_experts_and_without() -> None:
+    cells = fuzz(0, 300)
+    for words in ("--optimizer muon", "--lora-rank", "--clip-grad-matrices", "optimizer-cpu-offload"):
+        chosen = [cell for cell in cells if words in cell.name]
+        assert len(chosen) > 3, words
+        assert {"--num-experts" in cell.flags for cell in chosen} == {False, True}, words
+    # Where the state lies is the layout's; everything else is the training's, which one process does too.
+    assert not any("--optimizer-cpu-offload" in cell.reference_flags for cell in cells)
+    assert all(("--optimizer" in cell.reference_flags) == ("--optimizer muon" in cell.name) for cell in cells)
+
+
 def test_most_random_configurations_run_and_a_refusal_says_what_would_work() -> None:
     runs = 0
     for cell in fuzz(0, 100):
@@ -142,8 +154,8 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_lists_the_cells_that_every_word_fits() -> None:
     listed = tool("--list", "--filter", "gpt2 zero-bubble dp2").stdout.splitlines()
     everything = tool("--list").stdout.splitlines()
-    special = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix(), *sharding_matrix())
-    proved = (*matrix(), *special)
+    special = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix())
+    proved = (*matrix(), *special, *sharding_matrix(), *recipe_matrix())
     assert [cell.name for cell in proved] == everything
     assert listed == [name for name in everything if all(word in name for word in ("gpt2", "zero-bubble", "dp2"))]
     assert 0 < len(listed) < len(everything)

@@ -1,0 +1,161 @@
+"""The layouts of trainings by other recipes that are verified: other optimizers, rates and losses, and adapters.
+
+Lion steps by the sign of a moment: its cells have no bias of a key, whose gradient is rounding alone and would go
+either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.verification.cells import MODULES, Cell, Layout, make_cell
+from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
+from megatron.verification.prediction_cells import make_prediction_cell
+
+MUON = ("--optimizer", "muon", "--muon-nesterov", "--muon-extra-scale-factor", "0.2")
+UNSPLIT_MUON = (*MUON, "--muon-no-split-qkv", "--muon-coefficient-type", "simple", "--muon-scale-mode", "shape_scaling")
+LION = ("--optimizer", "lion")
+MUON_WITH_LION = ("--optimizer", "muon", "--muon-scalar-optimizer", "lion")
+
+LORA = ("--lora-rank", "3", "--lora-alpha", "6")
+FUSED_LORA = (*LORA, "--lora-dropout", "0.2")
+SPLIT_LORA = (
+    *(*FUSED_LORA, "--lora-target-modules"),
+    *("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+)
+ATTENTION_LORA = (*LORA, "--lora-target-modules", "q_proj", "v_proj", "linear_proj")
+GATE_LORA = (*LORA, "--lora-target-modules", "linear_qkv", "gate_proj", "linear_fc2")
+EXPERT_LORA = (*LORA, "--lora-target-modules", "linear_fc1", "linear_fc2")
+SECOND_PRODUCT_LORA = (*LORA, "--lora-target-modules", "linear_fc2")
+STILL = ("--moe-router-bias-update-rate", "0")
+
+Z_LOSS = ("--z-loss-coeff", "0.05")
+GROUPS = ("--param-group-overrides", "*.mlp.*:lr_mult=0.25,wd_mult=0", "*norm*:wd_mult=3", "--weight-decay", "0.1")
+CLIPPING = ("--clip-grad-matrices", "0.3", "--clip-grad-embeddings", "0.1", "--clip-grad-vectors", "0.02")
+MUP = ("--use-mup", "--mup-width-mult", "3", "--mup-embedding-mult", "2", "--mup-output-mult", "1.5")
+HEAD_MUP = ("--mup-base-head-dim", "5", "--mup-attn-scale-power", "0.8")
+DECOUPLED = ("--decoupled-lr", "3e-2")
+OFFLOAD = ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.6", "--overlap-cpu-optimizer-d2h-h2d")
+
+_FULL = ("full", "uniform", "1")
+_SHARDED = Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", overlap=True)
+
+
+def with_optimizer_on_host(cell: Cell) -> Cell:
+    """Return the cell with its optimizer's state on the host, which the reference has beside its weights."""
+    return replace(
+        cell, name=f"{cell.name} {OFFLOAD[0].removeprefix('--')}", layout_flags=(*cell.layout_flags, *OFFLOAD)
+    )
+
+
+def recipe_matrix() -> list[Cell]:
+    """Return the layouts of such trainings that every release must pass."""
+    return [*optimizer_matrix(), *adapter_matrix(), *_recipes()]
+
+
+def optimizer_matrix() -> list[Cell]:
+    """Return the layouts of other optimizers than Adam."""
+    return list(_optimizers())
+
+
+def adapter_matrix() -> list[Cell]:
+    """Return the layouts of trainings of low-rank adapters."""
+    return [*_adapters(), *_expert_adapters()]
+
+
+def _optimizers() -> Iterator[Cell]:
+    # Ranks that share a key-value group.
+    yield make_cell("llama-one-group", Layout(tp=4), extra=MUON)
+    for shape in ("gpt2", "llama", "qwen"):
+        yield make_cell(shape, Layout(tp=2), extra=MUON)
+    for layout in (Layout(tp=4), _SHARDED):
+        yield make_cell("llama", layout, extra=UNSPLIT_MUON)
+    for layout in (
+        _SHARDED,
+        Layout(dp=4, sharding="optim"),
+        Layout(dp=4),
+        Layout(cp=2, dp=2, sharding="optim", overlap=True),
+    ):
+        yield make_cell("llama", layout, extra=MUON)
+    yield make_cell("gpt2", Layout(tp=2, pp=2, virtual_stages=2), extra=MUON)
+    yield make_cell("gpt2", Layout(pp=2, schedule="zero-bubble", dp=2, sharding="optim"), extra=MUON)
+    yield make_cell("gpt2-untied", Layout(pp=2, dp=2, sharding="optim"), extra=MUON)
+    yield make_cell("llama", Layout(pp=2, dp=2), extra=MUON_WITH_LION)
+    yield make_cell("llama", Layout(dp=2, sharding="optim"), extra=LION)
+    for shape, expert_layout in (
+        ("mixtral", ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True, sharding="optim")),
+        ("mixtral", ExpertLayout(dp=2, ep=2)),
+        ("mixtral", ExpertLayout(dp=4, ep=2, sharding="optim_grads", overlap=True)),
+        ("mixtral", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)),
+        ("mixtral", ExpertLayout(cp=2, dp=2, etp=2, sharding="optim")),
+        ("qwen3-moe", ExpertLayout(pp=2, dp=2, ep=2)),
+        ("deepseek-experts", ExpertLayout(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True, sharding="optim")),
+        ("gpt2-experts", ExpertLayout(dp=4, ep=2, sharding="optim_grads_params")),
+    ):
+        yield make_expert_cell(shape, expert_layout, extra=MUON)
+
+
+def _adapters() -> Iterator[Cell]:
+    for layout in (
+        Layout(pp=2, virtual_stages=2, offloaded_layers=1, offloads_weights=True),
+        Layout(dp=2, sharding="optim_grads", overlap=True),
+        Layout(tp=2),
+        Layout(dp=2, sharding="optim"),
+    ):
+        yield make_cell("gpt2", layout, extra=FUSED_LORA)
+    yield make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, recompute=MODULES), extra=SPLIT_LORA)
+    yield make_cell("llama", Layout(cp=2), "packed", extra=SPLIT_LORA)
+    yield make_cell("llama", Layout(tp=2, pp=2, schedule="zero-bubble", recompute=_FULL), extra=SPLIT_LORA)
+    # Ranks that share a key-value group, with one adapter for all rows and with one for each part.
+    yield make_cell("llama-one-group", Layout(tp=4), extra=FUSED_LORA)
+    yield make_cell("llama-one-group", Layout(tp=4, sequence_parallel=True), extra=SPLIT_LORA)
+    yield make_cell("llama", Layout(tp=2), extra=(*MUON, "--lora-rank", "3"))
+
+
+def _expert_adapters() -> Iterator[Cell]:
+    spread = ExpertLayout(tp=2, dp=2, ep=2)
+    apart = ExpertLayout(tp=2, sequence_parallel=True, ep=2, etp=1)
+    kept = ("selective", "moe", "moe_act")
+    for shape, layout, data, extra in (
+        ("mixtral", replace(spread, sequence_parallel=True), "plain", ATTENTION_LORA),
+        ("qwen3-moe", ExpertLayout(pp=2, dp=2, ep=2, sharding="optim", overlap=True), "plain", ATTENTION_LORA),
+        ("mixtral", ExpertLayout(cp=2, dp=2, ep=4, recompute=MODULES), "packed", ATTENTION_LORA),
+        ("mixtral", spread, "plain", LORA),
+        ("mixtral", ExpertLayout(dp=2, ep=2, sharding="optim", overlap=True), "plain", GATE_LORA),
+        ("qwen3-moe", ExpertLayout(pp=2, dp=2, ep=2), "plain", GATE_LORA),
+        ("mixtral", apart, "plain", GATE_LORA),
+        ("mixtral", replace(spread, dispatcher="allgather", sharding="optim_grads"), "plain", EXPERT_LORA),
+        ("deepseek-experts", replace(spread, sequence_parallel=True), "plain", (*LORA, *STILL)),
+        ("deepseek-experts", ExpertLayout(tp=2, pp=2, ep=2, etp=1, recompute=_FULL), "plain", (*GATE_LORA, *STILL)),
+        ("dropping", spread, "plain", EXPERT_LORA),
+        ("dropping", apart, "plain", SECOND_PRODUCT_LORA),
+        ("gpt2-experts", ExpertLayout(tp=2, dp=2, ep=4, etp=1), "plain", SECOND_PRODUCT_LORA),
+        ("gpt2-experts", ExpertLayout(tp=2, recompute=_FULL), "plain", LORA),
+        ("mixtral", ExpertLayout(cp=2, dp=2, ep=4, recompute=kept), "packed", GATE_LORA),
+        ("deepseek-experts", replace(spread, recompute=MODULES), "plain", (*LORA, *STILL)),
+        ("qwen3-moe", ExpertLayout(pp=2, ep=2, dp=2, schedule="zero-bubble"), "plain", GATE_LORA),
+        # Ranks that cut an expert have copies of one of its adapter's matrices.
+        ("mixtral", replace(spread, sequence_parallel=True), "plain", (*MUON, "--lora-rank", "3")),
+    ):
+        yield make_expert_cell(shape, layout, data, extra)
+
+
+def _recipes() -> Iterator[Cell]:
+    muon = ("--optimizer", "muon")
+    yield make_cell("gpt2", Layout(tp=2, cp=2), "packed", extra=(*Z_LOSS, *MUP, *HEAD_MUP))
+    yield make_cell("gpt2", Layout(tp=2, pp=2), "uneven", extra=(*Z_LOSS, *GROUPS, *CLIPPING))
+    for extra in (Z_LOSS, MUP):
+        yield make_prediction_cell("qwen-mtp", Layout(tp=2, pp=2, sequence_parallel=True), extra=extra)
+    yield make_cell("llama", Layout(cp=2, dp=2), "uneven", extra=Z_LOSS)
+    yield make_cell("gpt2", Layout(pp=2, schedule="zero-bubble", dp=2, sharding="optim"), extra=Z_LOSS)
+    yield make_cell("gemma2", _SHARDED, extra=Z_LOSS)
+    for extra in ((*CLIPPING, *muon), (*MUP, *muon), (*GROUPS, *muon)):
+        yield make_cell("llama", _SHARDED, extra=extra)
+    yield make_cell("gpt2", Layout(cp=2, dp=2, sharding="optim"), extra=CLIPPING)
+    yield make_cell("llama", Layout(pp=2, dp=2, sharding="optim"), extra=(*GROUPS, "--decoupled-lr", "1e-3"))
+    yield with_optimizer_on_host(make_cell("gpt2", replace(_SHARDED, pp=2)))
+    yield with_optimizer_on_host(
+        make_cell("llama", Layout(tp=2, cp=2, dp=2, sharding="optim"), "uneven", extra=DECOUPLED)
+    )
+    yield with_optimizer_on_host(make_cell("gpt2", Layout(pp=4, dp=2, schedule="zero-bubble"), extra=DECOUPLED))
