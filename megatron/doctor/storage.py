@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,8 +28,13 @@ _KINDS = {
 
 def examine_save(folder: Path, mounts: str) -> Iterator[Finding]:
     """Yield how well the folder of ``--save`` takes checkpoints; files of a probe are gone afterwards."""
-    place = _existing(folder)
     subject = f"--save {folder}"
+    try:
+        place = _existing(folder)
+    except OSError as error:
+        text = f"cannot be made: {error.strerror}: {error.filename}"
+        yield Finding("wrong", subject, text, "change --save, or the rights of the folders above it")
+        return
     kind = file_system_of(place, mounts)
     yield judge(subject, kind in _KINDS, f"on {kind}" + _reason(kind), "save to a disk that stays")
     free = shutil.disk_usage(place).free
@@ -47,10 +54,17 @@ def examine_data(prefix: str, mounts: str) -> Iterator[Finding]:
     """Yield whether the token files of a prefix of ``--data-path`` can be mapped into memory."""
     subject = f"--data-path {prefix}"
     paths = [Path(prefix + suffix) for suffix in (".bin", ".idx")]
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        text = f"{' and '.join(missing)} not found in {paths[0].parent}"
-        yield Finding("wrong", subject, text, "give the prefix of the two files that tools/preprocess_data.py writes")
+    remedy = "give the prefix of the two files that tools/preprocess_data.py writes"
+    try:
+        missing = [path.name for path in paths if not path.is_file()]
+        empty = [path.name for path in paths if path.name not in missing and not path.stat().st_size]
+    except OSError as error:
+        yield Finding("wrong", subject, f"cannot be looked at: {error.strerror}", remedy)
+        return
+    if missing or empty:
+        texts = [(missing, f"not found in {paths[0].parent}"), (empty, "without content")]
+        text = "; ".join(f"{' and '.join(names)} {problem}" for names, problem in texts if names)
+        yield Finding("wrong", subject, text, remedy)
         return
     try:
         for path in paths:
@@ -81,11 +95,20 @@ def _reason(kind: str) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists."""
-    place = folder.resolve()
-    while not place.is_dir():
-        place = place.parent
-    return place
+    """Return the folder, or the nearest one above it that exists.
+
+    Raises:
+        OSError: a file is in its way, or nobody can tell whether it is there.
+    """
+    for place in (folder.absolute(), *folder.absolute().parents):
+        try:
+            is_folder = stat.S_ISDIR(place.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if not is_folder:
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(place))
+        return place.resolve()
+    raise AssertionError("the root is there")
 
 
 def _probe(place: Path, subject: str) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.datasets.history.left_out import LeftOutSamples
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.kernels import attention_choice
 from megatron.core.models.model import Model
@@ -35,6 +36,7 @@ from megatron.dry_run.step_record import StepRecord
 from megatron.planning.gpu import Gpu
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource
+from megatron.training.faults.fault_guard import FaultGuard
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
 from megatron.training.process.initialize import Runtime, make_runtime
 from megatron.training.train_state import TrainState
@@ -122,8 +124,9 @@ def dry_run(
         parts = build_training_parts(config, runtime, _without_values(model_provider), log=lambda line: None)
         _name_memory(recorder, config, parts)
         start_peak_bytes = recorder.record.peak_bytes
-        step = TrainingStep(config, runtime, parts, forward_step, _PhaseTimers(recorder))
-        source = BatchSource(_EmptySamples(config), config, runtime, config.model.vocab_size, 0)
+        guard = _guard(config, runtime, parts, forward_step)
+        step = TrainingStep(config, runtime, parts, forward_step, _PhaseTimers(recorder), guard=guard)
+        source = _source(config, runtime)
         batch_size, train_state = config.training.global_batch_size, TrainState()
         with closing(source):
             for _ in range(num_steps):
@@ -144,6 +147,22 @@ def dry_run(
         num_chunks=len(parts.chunks),
         model_flops=3.0 * model.forward_flops_per_sequence(config.data.seq_length) * batch_size / config.world_size,
         start_peak_bytes=start_peak_bytes,
+    )
+
+
+def _source(config: RunConfig, runtime: Runtime) -> BatchSource:
+    """Return a source of batches of empty samples."""
+    return BatchSource(_EmptySamples(config), config, runtime, config.model.vocab_size, 0)
+
+
+def _guard(config: RunConfig, runtime: Runtime, parts: TrainingParts, forward_step: ForwardStep) -> FaultGuard:
+    """Return what watches the steps of a run, for which there is no checkpoint to go back to."""
+    return FaultGuard(
+        *(config, runtime, parts, forward_step),
+        open_source=lambda consumed_samples, shift: _source(config, runtime),
+        left_out=LeftOutSamples(),
+        newest_known=lambda: None,
+        log=lambda line: None,
     )
 
 

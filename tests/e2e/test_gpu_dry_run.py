@@ -57,7 +57,9 @@ def test_a_stage_of_a_pipeline_is_reported_in_text_json_and_a_picture(tmp_path: 
     ("flags", "answer"),
     [
         (("--rank", "2"), "error: --rank 2 is not in 0..0; change it or --world-size"),
-        (("--world-size", "0"), "error: --world-size 0 is not positive"),
+        (("--world-size", "0"), "error: --world-size 0 is not between 1 and 131072; "),
+        (("--json", "/nowhere/a.json"), "error: --json /nowhere/a.json cannot be written: its folder is not there; "),
+        (("--json", "/"), "error: --json / cannot be written: it is a folder; "),
         (("--gpu", "v100"), "error: --gpu v100: no figures are known for it; possible: "),
         (("--memory-picture", "a.png"), "error: --memory-picture a.png: the picture is SVG; give a name that ends in"),
         (("--hidden-sise", "3"), "error: unknown flag --hidden-sise"),

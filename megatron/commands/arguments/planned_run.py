@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,24 @@ def check_world_size(flag: str, size: int) -> None:
     """
     if not 1 <= size <= MOST_RANKS:
         raise ConfigurationError(f"{flag} {size} is not between 1 and {MOST_RANKS}; give the number of the run's GPUs")
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Refuse a file that a flag names and that could not be written, as far as that shows before.
+
+    Raises:
+        ConfigurationError: its folder is not there, or it is a folder itself, or one of both may not be written to.
+    """
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        problem = "its folder is not there"
+    elif path.is_dir():
+        problem = "it is a folder"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        problem = "permission is missing"
+    else:
+        return
+    raise ConfigurationError(f"{flag} {path} cannot be written: {problem}; give another file")
 
 
 def write_text(flag: str, path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
+from megatron.commands.arguments.planned_run import check_world_size, check_writable, write_text
 from megatron.core.errors import ConfigurationError
 from megatron.dry_run.pretended_cuda import load_pretended_cuda
 from megatron.dry_run.vocabulary import with_known_vocabulary
@@ -82,18 +83,21 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     estimate = estimate_step(run, gpu)
     print(to_text(run, gpu, estimate))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(to_json(run, gpu, estimate), indent=1) + "\n")
+        write_text("--json", arguments.json, json.dumps(to_json(run, gpu, estimate), indent=1) + "\n")
     if arguments.memory_picture is not None:
-        arguments.memory_picture.write_text(draw_memory(run, gpu))
+        write_text("--memory-picture", arguments.memory_picture, draw_memory(run, gpu))
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.world_size < 1:
-        raise ConfigurationError(f"--world-size {arguments.world_size} is not positive")
+    check_world_size("--world-size", arguments.world_size)
     if not 0 <= arguments.rank < arguments.world_size:
         raise ConfigurationError(
             f"--rank {arguments.rank} is not in 0..{arguments.world_size - 1}; change it or --world-size"
         )
+    for flag, path in (("--json", arguments.json), ("--memory-picture", arguments.memory_picture)):
+        if path is not None:
+            # A large model takes a while: not only then.
+            check_writable(flag, path)
     picture = arguments.memory_picture
     if picture is not None and picture.suffix != ".svg":
         raise ConfigurationError(f"--memory-picture {picture}: the picture is SVG; give a name that ends in .svg")

@@ -42,8 +42,9 @@ class InnerOptimizer:
         is_torch = self._is_torch and config.elementwise != "lion"
         self._scales_in_kernel = is_torch and all(p.dtype is torch.float32 for p in parameters)
         # On CPU the host reads for nothing, and then spares the kernel a division and a store.
-        is_fused = bool(self._torch_optimizer.defaults.get("fused")) and all(p.is_cuda for p in parameters)
-        self.decides_on_device = self._scales_in_kernel and is_fused
+        is_fused = self._scales_in_kernel and bool(self._torch_optimizer.defaults.get("fused"))
+        can_decide = is_fused or isinstance(self._torch_optimizer, Lion)
+        self.decides_on_device = can_decide and all(p.is_cuda for p in parameters)
         for parameter in parameters:
             state: dict[str, Any] = {name: torch.zeros_like(parameter) for name in self.state_names}
             if config.elementwise == "adam" and self._is_torch:
@@ -62,8 +63,8 @@ class InnerOptimizer:
     ) -> None:
         """Make a ``step`` where ``is_finite`` is true, and change nothing where it is not.
 
-        The fused kernels on CUDA find out by themselves (``decides_on_device``), so that the host need not wait for
-        them.
+        On CUDA torch's fused kernels and Lion find out by themselves (``decides_on_device``), so that the host need not
+        wait for them.
 
         Shapes: ``is_finite: []`` of bool, ``grad_multiplier: []`` float64.
         """
@@ -72,6 +73,9 @@ class InnerOptimizer:
                 self.step(parameters, float(grad_multiplier))
             return
         if not parameters:
+            return
+        if isinstance(self._torch_optimizer, Lion):
+            self._torch_optimizer.step_if(is_finite, grad_multiplier)
             return
         # torch's own GradScaler hands the fused optimizers the divisor and the verdict through these attributes.
         optimizer: Any = self._torch_optimizer

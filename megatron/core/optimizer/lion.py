@@ -33,3 +33,23 @@ class Lion(torch.optim.Optimizer):
             torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(parameters, updates, alpha=-group["lr"])
             torch._foreach_lerp_(momenta, gradients, 1.0 - beta2)
+
+    @torch.no_grad()
+    def step_if(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
+        """Make a ``step`` from the gradients times a factor where ``is_finite`` is true, and change nothing elsewhere.
+
+        The device decides: the host reads neither number. The gradients stay as they are.
+
+        Shapes: ``is_finite: []`` of bool, ``grad_multiplier: []`` float64.
+        """
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                momentum = self.state[parameter]["exp_avg"]
+                gradient = parameter.grad * grad_multiplier.to(parameter.dtype)
+                update = momentum.lerp(gradient, 1.0 - beta1).sign_()
+                new = (parameter * (1.0 - group["lr"] * group["weight_decay"])).add_(update, alpha=-group["lr"])
+                parameter.copy_(torch.where(is_finite, new, parameter))
+                momentum.copy_(torch.where(is_finite, momentum.lerp(gradient, 1.0 - beta2), momentum))

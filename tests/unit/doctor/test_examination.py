@@ -109,12 +109,24 @@ def test_a_folder_to_save_to_is_tried_and_left_as_it_was(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for folder in ("file", "file/run", "loop/run", "a" * 300):
+        (finding,) = examine_save(tmp_path / folder, "")
+        assert finding.status == "wrong"
+        assert finding.text.startswith("cannot be made: ")
+    assert next(examine_data(str(tmp_path / ("a" * 300)), "")).text == "cannot be looked at: File name too long"
+
+
 def test_token_files_must_be_there_and_hold_something(tmp_path: Path) -> None:
     prefix = str(tmp_path / "corpus")
     assert next(examine_data(prefix, "")).text == f"corpus.bin and corpus.idx not found in {tmp_path}"
     for suffix in (".bin", ".idx"):
         Path(prefix + suffix).write_bytes(b"")
-    assert "cannot be mapped" in next(examine_data(prefix, "")).text
+    assert next(examine_data(prefix, "")).text == "corpus.bin and corpus.idx without content"
+    Path(prefix + ".idx").unlink()
+    assert next(examine_data(prefix, "")).text == f"corpus.idx not found in {tmp_path}; corpus.bin without content"
     for suffix in (".bin", ".idx"):
         Path(prefix + suffix).write_bytes(b"data")
     assert next(examine_data(prefix, "")).status == "ok"

@@ -31,6 +31,7 @@ EXPERTS = (
     *("--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),
 )
 _TO_RANKS = ("--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2")
+LION = ("--optimizer", "lion")
 _DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 
 
@@ -119,6 +120,8 @@ def _features() -> Iterator[DryRunCase]:
         _DROPOUT,
         ("--attention-backend", "unfused"),
         ("--optimizer", "sgd"),
+        LION,
+        ("--optimizer", "muon", "--muon-scalar-optimizer", "lion"),
         ("--clip-grad", "0"),
         ("--log-num-zeros-in-grad",),
         ("--log-params-norm",),

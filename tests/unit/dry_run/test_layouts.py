@@ -16,7 +16,7 @@ from megatron.dry_run.pretended_cuda import find_compiler
 from megatron.planning.activation_memory import saved_bytes
 from megatron.training.config.arguments import resolve_arguments
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
-from tests.unit.dry_run.layouts import EXPERTS, SINKS, layouts
+from tests.unit.dry_run.layouts import EXPERTS, LION, SINKS, layouts
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this")
 
@@ -80,7 +80,7 @@ IN_BLOCKS = {
 
 
 OF_SINKS = {name for name in CASES if name.endswith(" ".join(SINKS))}
-NAMED = {*IN_BLOCKS, *OF_SINKS, STAGES, f"{STAGES} rank 1", f"{GPT2} --log-params-norm"}
+NAMED = {*IN_BLOCKS, *OF_SINKS, STAGES, f"{STAGES} rank 1", f"{GPT2} --log-params-norm", f"{GPT2} {' '.join(LION)}"}
 NAMED |= {name for name, case in CASES.items() if not case.has_triton or name.find(" ".join(EXPERTS)) > 0}
 DEFAULT = NAMED & CASES.keys() | set(random.Random(5).sample(sorted(CASES.keys() - NAMED), 28))
 

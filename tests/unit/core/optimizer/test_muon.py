@@ -171,3 +171,23 @@ def test_lion_follows_its_formula() -> None:
         momentum = 0.7 * momentum + 0.3 * gradient
         torch.testing.assert_close(weight, expected)
         torch.testing.assert_close(lion.state_of(weight, "exp_avg"), momentum)
+
+
+def test_lion_on_a_device_that_decides_makes_the_step_of_the_host_or_none() -> None:
+    config = OptimizerConfig(optimizer="lion", lion_beta1=0.9, lion_beta2=0.7)
+    weights = [random(6).float() for _ in range(2)]
+    on_host, on_device = (InnerOptimizer(config, [([weight], 1.0)]) for weight in weights)
+    on_device.decides_on_device = True
+    factor = torch.tensor(0.375, dtype=torch.float64)
+    for seed in range(3):
+        for lion, weight in zip((on_host, on_device), weights):
+            lion.set_learning_rate(0.1, 0.5)
+            weight.grad = random(6, seed=seed).float()
+            lion.step_if(torch.tensor(True), [weight], factor)
+    before = weights[1].clone(), on_device.state_of(weights[1], "exp_avg").clone()
+    assert torch.equal(weights[0], before[0])
+    assert torch.equal(on_host.state_of(weights[0], "exp_avg"), before[1])
+    weights[1].grad = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0, 0.0, 2.0])
+    on_device.step_if(torch.tensor(False), [weights[1]], factor)
+    assert torch.equal(weights[1], before[0])
+    assert torch.equal(on_device.state_of(weights[1], "exp_avg"), before[1])
