@@ -165,8 +165,8 @@ class MatrixRound:
     def compute(self, values: list[torch.Tensor], function: Compute) -> list[torch.Tensor]:
         """Return for each stretch of this rank its elements of what the function makes of the whole matrices.
 
-        Collective over both groups. Elements outside every piece come back as zero. ``values`` is emptied: its memory is
-        free while matrices are whole.
+        Collective over both groups. Elements outside every piece come back as zero. ``values`` is emptied, so that its
+        memory is free while matrices are whole.
 
         Shapes: ``values``: one ``[end - start]`` for each stretch, in their dtype of arithmetic.
         """
