@@ -24,7 +24,7 @@ from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.kept.further_memory import kept_by_join
 from megatron.planning.kept.kept_inputs import KeptInput, is_in_float8, kept_input
 from megatron.planning.kept.latent_memory import kept_by_latent_attention
-from megatron.planning.kept.norm_memory import kept_behind, kept_by_head_norms, norm_numbers
+from megatron.planning.kept.norm_memory import kept_behind, kept_by_head_norms, norm_numbers, reads_frozen
 from megatron.planning.layer_kinds import LayerKind, layer_kinds
 from megatron.planning.layer_widths import layer_widths
 from megatron.planning.plan import Plan
@@ -74,6 +74,7 @@ def saved_bytes(
     fc1_width = ffn * (2 if config.is_gated else 1)
     modules = config.recomputed_modules
     num_norms = 0 if config.norm_placement == "after" else 2
+    num_reads = 2 - (reads_frozen(config, layer_number) and "layernorm" not in modules)
     in_float8 = is_in_float8(config, layer_number)
 
     def kept(name: str, num_rows: int, out_width: int, in_width: int) -> KeptInput:
@@ -128,8 +129,8 @@ def saved_bytes(
         attention = dict(kept_by_latent_attention(config, tokens, rows, element, exchange, in_float8=in_float8))
     parts = {
         # In front of each norm: its sum, and numbers a token.
-        "stream": 2 * hidden,
-        "norm numbers": num_norms * rows * wide * norm_numbers(config),
+        "stream": num_reads * hidden,
+        "norm numbers": (num_norms and num_reads) * rows * wide * norm_numbers(config),
         "norm outputs": norm_outputs,
         "norms behind": kept_behind(config, rows, element),
         "norms of queries and keys": tokens
@@ -201,13 +202,15 @@ def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBy
     if plan.model.recompute_granularity is not None:
         models.append(_without_recompute(plan.model))
     kinds = layer_kinds(plan.model, plan.seq_length)
-    of_kind: dict[LayerKind, LayerBytes] = {}
-    for number, kind in enumerate(kinds):
-        if kind not in of_kind:
+    of_kind: dict[tuple[LayerKind, bool], LayerBytes] = {}
+    # Behind a frozen embedding a layer keeps less.
+    keys = [(kind, number == 0 and bool(plan.model.lora_rank)) for number, kind in enumerate(kinds)]
+    for number, key in enumerate(keys):
+        if key not in of_kind:
             several = (saved(model, plan.seq_length, plan.micro_batch_size, number) for model in models)
             sizes = [sum(parts.values()) for parts in several]
-            of_kind[kind] = LayerBytes(sizes[0], sizes[-1], kind.has_experts)
-    return [of_kind[kind] for kind in kinds]
+            of_kind[key] = LayerBytes(sizes[0], sizes[-1], key[0].has_experts)
+    return [of_kind[key] for key in keys]
 
 
 # A search asks for the same models thousands of times.

@@ -16,6 +16,8 @@ from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece, spec_of
 
+_Range = tuple[int, int, int]
+"""The number of a local matrix, and where in it a stretch begins and ends."""
 Compute = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 """Return a matrix of the same shape from a matrix and its ``fused_rows``."""
 
@@ -43,14 +45,30 @@ class _LocalMatrix:
         return self.shape[0] * self.shape[1]
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Hold the number of a part, and where in it a stretch of a matrix begins and ends."""
+
+    part: int
+    start: int
+    end: int
+
+
+ROUND_BYTES = 2**26
+"""The matrices of a round, in bytes of each owner."""
+
+
 class MatrixOwners:
-    """Compute with whole matrices that lie in pieces on the ranks of two groups.
+    """Say which rank computes with which whole matrix, where these lie in pieces on the ranks of two groups.
 
     ``parameters`` are this rank's local tensors, the same ones in the same order on all ranks of ``dp``; several may be
     parts of one matrix, and experts have one for each of theirs. Ranks of ``model`` have parts of the same matrices, or
     other experts' matrices. ``parts`` are what this rank has of the parameters: all of each, or with ``is_sharded``
     stretches, which on the ranks of ``dp`` together are the whole. Owners are chosen among the ranks that have a part,
     so that the work, about rows · columns · the smaller of them, is spread evenly over these.
+
+    Matrices are worked on in ``rounds``, so that few are whole at a time. In each an owner has ``round_bytes`` of them
+    at most, or one that is larger; where all ranks of ``dp`` hold all parts, these owners share ``round_bytes``.
     """
 
     def __init__(
@@ -61,79 +79,101 @@ class MatrixOwners:
         dp: Group,
         *,
         is_sharded: bool,
+        round_bytes: int = ROUND_BYTES,
     ) -> None:
-        self._model, self._dp, self._is_sharded = model, dp, is_sharded
-        self._local = [matrix for parameter in parameters for matrix in _local_matrices(parameter)]
-        # Of each part of this rank the stretches of matrices: its number, and where in it they begin and end.
-        self._stretches: list[tuple[int, int, int]] = []
-        mine = []
+        local = [matrix for parameter in parameters for matrix in _local_matrices(parameter)]
         of_parameter: dict[int, list[tuple[int, _LocalMatrix]]] = {}
-        for index, matrix in enumerate(self._local):
+        for index, matrix in enumerate(local):
             of_parameter.setdefault(id(matrix.parameter), []).append((index, matrix))
+        mine: list[tuple[Stretch, _Range]] = []
         for number, part in enumerate(parts):
             for index, matrix in of_parameter[id(part.parameter)]:
                 start = max(part.start, matrix.start)
                 end = min(part.end, matrix.start + matrix.num_elements)
                 if start < end:
-                    self._stretches.append((number, start - part.start, end - part.start))
-                    mine.append((index, start - matrix.start, end - matrix.start))
-        self._ranges = all_gather_objects(mine, dp) if is_sharded else [mine] * dp.size
-        held: dict[str, list[tuple[int, _Held]]] = {}
-        for index, matrix in enumerate(self._local):
+                    of_part = Stretch(number, start - part.start, end - part.start)
+                    mine.append((of_part, (index, start - matrix.start, end - matrix.start)))
+        ranges = [matrix_range for _, matrix_range in mine]
+        ranges_of_ranks = all_gather_objects(ranges, dp) if is_sharded else [ranges] * dp.size
+        held: dict[str, list[_Held]] = {}
+        for matrix in local:
             spec = matrix.spec
-            held.setdefault(spec.name, []).append(
-                (index, _Held(matrix.shape, spec.pieces, spec.is_owner and bool(spec.pieces)))
+            held.setdefault(spec.name, []).append(_Held(matrix.shape, spec.pieces, spec.is_owner and bool(spec.pieces)))
+        held_by_ranks = all_gather_objects(held, model)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for each in all_gather_objects({matrix.spec.name: matrix.spec.global_shape for matrix in local}, model):
+            shapes |= each
+        owner = _choose_owners(shapes, held_by_ranks, dp.size)
+        if not local:
+            self.rounds: tuple[MatrixRound, ...] = ()
+            return
+        # Not of the values that are exchanged: a rank that has none receives those of others.
+        first = local[0].parameter
+        empty = torch.empty(0, dtype=arithmetic_dtype(first.dtype), device=first.device)
+        shared_by = 1 if is_sharded else dp.size
+        round_of = _choose_rounds(shapes, owner, round_bytes // shared_by // empty.itemsize)
+        rounds = []
+        for number in range(max(round_of.values()) + 1):
+            chosen = {index: matrix for index, matrix in enumerate(local) if round_of[matrix.spec.name] == number}
+            rounds.append(
+                MatrixRound(
+                    chosen,
+                    [stretch for stretch, (index, _, _) in mine if index in chosen],
+                    [[each for each in ranges if each[0] in chosen] for ranges in ranges_of_ranks],
+                    held_by_ranks,
+                    {matrix.spec.name: owner[matrix.spec.name] for matrix in chosen.values()},
+                    model,
+                    dp,
+                    empty,
+                    is_sharded=is_sharded,
+                )
             )
-        self._names = {name: tuple(index for index, _ in locals_) for name, locals_ in held.items()}
-        self._held: list[Mapping[str, list[_Held]]] = all_gather_objects(
-            {name: [each for _, each in locals_] for name, locals_ in held.items()}, model
-        )
-        self._owner = self._choose_owners()
+        self.rounds = tuple(rounds)
+
+
+class MatrixRound:
+    """Compute with some of the whole matrices of a `MatrixOwners`, which makes these.
+
+    ``stretches`` are those of the matrices in this rank's parts.
+    """
+
+    def __init__(
+        self,
+        local: Mapping[int, _LocalMatrix],
+        stretches: Sequence[Stretch],
+        ranges_of_ranks: Sequence[Sequence[_Range]],
+        held: Sequence[Mapping[str, Sequence[_Held]]],
+        owner: Mapping[str, tuple[int, int]],
+        model: Group,
+        dp: Group,
+        empty: torch.Tensor,
+        *,
+        is_sharded: bool,
+    ) -> None:
+        self.stretches = tuple(stretches)
+        self._local, self._ranges, self._held, self._owner = local, ranges_of_ranks, held, owner
+        self._model, self._dp, self._empty, self._is_sharded = model, dp, empty, is_sharded
+        self._names: dict[str, list[int]] = {}
+        for index, matrix in local.items():
+            self._names.setdefault(matrix.spec.name, []).append(index)
         owned = [{i for n in self._names_of(dp_rank=d) for i in self._names[n]} for d in range(dp.size)]
         self._own = owned[dp.rank]
         # Of this rank's stretches the numbers of those that each rank owns.
+        mine = ranges_of_ranks[dp.rank]
         self._parts_of = [[n for n, (index, _, _) in enumerate(mine) if index in at] for at in owned]
 
-    def compute(self, values: Sequence[torch.Tensor], function: Compute) -> list[torch.Tensor]:
-        """Return for each part of this rank its elements of what the function makes of the whole matrices.
+    def compute(self, values: list[torch.Tensor], function: Compute) -> list[torch.Tensor]:
+        """Return for each stretch of this rank its elements of what the function makes of the whole matrices.
 
-        Collective over both groups. Elements outside every piece come back as zero.
+        Collective over both groups. Elements outside every piece come back as zero. ``values`` is emptied, so that its
+        memory is free while matrices are whole.
 
-        Shapes: ``values``: one ``[part.end - part.start]`` for each part, in their dtype of arithmetic.
+        Shapes: ``values``: one ``[end - start]`` for each stretch, in their dtype of arithmetic.
         """
-        if not self._local:
-            return []
-        # Not of the values: a rank that has none receives those of others.
-        first = self._local[0].parameter
-        empty = torch.empty(0, dtype=arithmetic_dtype(first.dtype), device=first.device)
-        stretches = [values[number][start:end] for number, start, end in self._stretches]
-        whole = self._to_whole_matrices(stretches, empty)
-        whole = self._through_matrices(whole, function, empty)
-        result: list[list[torch.Tensor]] = [[] for _ in values]
-        for (number, _, _), stretch in zip(self._stretches, self._back_to_stretches(whole, empty), strict=True):
-            result[number].append(stretch)
-        return [several[0] if len(several) == 1 else torch.cat(several) for several in result]
-
-    def _choose_owners(self) -> dict[str, tuple[int, int]]:
-        """Return the ranks within ``dp`` and ``model`` of each matrix's owner: the largest first, to who has least.
-
-        Only matrices of which this rank has a part are among them, though others are counted.
-        """
-        shapes = {matrix.spec.name: matrix.spec.global_shape for matrix in self._local}
-        of_all: dict[str, tuple[int, ...]] = {}
-        for each in all_gather_objects(shapes, self._model):
-            of_all |= each
-        work = {name: shape[0] * shape[1] * min(shape) for name, shape in of_all.items()}
-        loads = {(d, t): 0 for d in range(self._dp.size) for t in range(self._model.size)}
-        owner: dict[str, tuple[int, int]] = {}
-        for name in sorted(work, key=lambda name: (-work[name], name)):
-            places = [(d, t) for d, t in loads if name in self._held[t]]
-            # Of equal ones the first in this order: neighbours in the model go to different data-parallel ranks.
-            place = min(places, key=lambda place: (loads[place], place[1], place[0]))
-            if name in self._names:
-                owner[name] = place
-            loads[place] += work[name]
-        return owner
+        whole = self._to_whole_matrices(values)
+        values.clear()
+        self._through_matrices(whole, function)
+        return self._back_to_stretches(whole)
 
     def _names_of(self, dp_rank: int, model_rank: int | None = None) -> list[str]:
         return [
@@ -142,8 +182,9 @@ class MatrixOwners:
             if self._owner[name][0] == dp_rank and (model_rank is None or self._owner[name][1] == model_rank)
         ]
 
-    def _to_whole_matrices(self, values: Sequence[torch.Tensor], empty: torch.Tensor) -> dict[int, torch.Tensor]:
+    def _to_whole_matrices(self, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the flat local tensors of the matrices that this data-parallel rank owns."""
+        empty = self._empty
         whole = {index: empty.new_zeros(self._local[index].num_elements) for index in self._own}
         if not self._is_sharded or self._dp.size == 1:
             for (index, start, end), value in zip(self._ranges[self._dp.rank], values, strict=True):
@@ -160,11 +201,9 @@ class MatrixOwners:
                 position += end - start
         return whole
 
-    def _through_matrices(
-        self, whole: dict[int, torch.Tensor], function: Compute, empty: torch.Tensor
-    ) -> dict[int, torch.Tensor]:
+    def _through_matrices(self, whole: Mapping[int, torch.Tensor], function: Compute) -> None:
         """Send pieces to the owners within the model, let these compute, and take back what is this rank's."""
-        d, t = self._dp.rank, self._model.rank
+        d, t, empty = self._dp.rank, self._model.rank, self._empty
         by_owner = [self._names_of(d, rank) for rank in range(self._model.size)]
         local = {index: flat.view(self._local[index].shape) for index, flat in whole.items()}
         sent = [
@@ -190,14 +229,16 @@ class MatrixOwners:
                     piece.global_box.shape
                 )
                 position += count
+        del buffer, sent
         for name, spec in specs.items():
-            matrices[name] = function(matrices[name], spec.fused_rows)
+            matrices[name] = function(matrices[name], spec.fused_rows).contiguous()
         returned = [
             [matrices[name][piece.global_box.slices].reshape(-1) for name, piece in self._pieces(rank, own)]
             for rank in range(self._model.size)
         ]
         lengths = [sum(_sizes(self._pieces(t, names))) for names in by_owner]
         buffer = _exchange(returned, lengths, self._model, empty)
+        del returned, matrices
         position = 0
         for names in by_owner:
             for name in names:
@@ -209,7 +250,6 @@ class MatrixOwners:
                             piece.global_box.shape
                         )
                         position += count
-        return whole
 
     def _pieces(self, rank: int, names: Sequence[str], *, senders_only: bool = False) -> list[tuple[str, Piece]]:
         return [
@@ -220,8 +260,9 @@ class MatrixOwners:
             for piece in held.pieces
         ]
 
-    def _back_to_stretches(self, whole: dict[int, torch.Tensor], empty: torch.Tensor) -> list[torch.Tensor]:
+    def _back_to_stretches(self, whole: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """Give every data-parallel rank its stretches of what this one owns, and return this rank's."""
+        empty = self._empty
         sent = [[whole[i][start:end] for i, start, end in ranges if i in self._own] for ranges in self._ranges]
         mine = self._ranges[self._dp.rank]
         lengths = _lengths([[mine[n] for n in numbers] for numbers in self._parts_of])
@@ -234,6 +275,43 @@ class MatrixOwners:
                 result[n] = buffer[position : position + length]
                 position += length
         return result
+
+
+def _choose_owners(
+    shapes: Mapping[str, tuple[int, ...]], held: Sequence[Mapping[str, object]], dp_size: int
+) -> dict[str, tuple[int, int]]:
+    """Return the ranks within ``dp`` and ``model`` of each matrix's owner: the largest first, to who has least.
+
+    ``held`` has the names of the matrices of which each rank of ``model`` has a part.
+    """
+    work = {name: shape[0] * shape[1] * min(shape) for name, shape in shapes.items()}
+    loads = {(d, t): 0 for d in range(dp_size) for t in range(len(held))}
+    owner: dict[str, tuple[int, int]] = {}
+    for name in sorted(work, key=lambda name: (-work[name], name)):
+        places = [(d, t) for d, t in loads if name in held[t]]
+        # Of equal ones the first in this order: neighbours in the model go to different data-parallel ranks.
+        owner[name] = min(places, key=lambda place: (loads[place], place[1], place[0]))
+        loads[owner[name]] += work[name]
+    return owner
+
+
+def _choose_rounds(
+    shapes: Mapping[str, tuple[int, ...]], owner: Mapping[str, tuple[int, int]], most_elements: int
+) -> dict[str, int]:
+    """Return the number of each matrix's round: every owner works through its own, the largest first.
+
+    Owners were chosen in the same order, so that those of a round are of about one size.
+    """
+    now: dict[tuple[int, int], tuple[int, int]] = {}
+    found: dict[str, int] = {}
+    for name, place in owner.items():
+        number, taken = now.get(place, (0, 0))
+        size = shapes[name][0] * shapes[name][1]
+        if taken and taken + size > most_elements:
+            number, taken = number + 1, 0
+        now[place] = (number, taken + size)
+        found[name] = number
+    return found
 
 
 def _local_matrices(parameter: torch.nn.Parameter) -> Iterator[_LocalMatrix]:

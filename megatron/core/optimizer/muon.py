@@ -26,8 +26,8 @@ def is_orthogonalized(spec: ParamSpec) -> bool:
 class Muon:
     """Update parts of matrices from their ``grad``, as `InnerOptimizer` does parts of any parameter.
 
-    The momentum lies where the parameter's part does; whole matrices exist on their owners only, for as long as they
-    are made orthogonal (see `MatrixOwners`). Decay is decoupled: a weight loses learning rate × decay of itself.
+    The momentum lies where the parameter's part does; whole matrices exist on their owners only, those of one round at
+    a time (see `MatrixOwners`). Decay is decoupled: a weight loses learning rate × decay of itself.
     ``multipliers`` are those of the weight decay, one for each parameter.
 
     Every rank of the owners' groups must call ``step`` and ``step_if``, also one without parts.
@@ -61,22 +61,23 @@ class Muon:
 
         Shapes: ``is_finite: []`` of bool, ``grad_multiplier: []`` float64.
         """
-        config, updates, momenta = self._config, [], []
-        for parameter in parameters:
-            assert parameter.grad is not None
-            gradient = parameter.grad * grad_multiplier.to(parameter.dtype)
-            momentum = self._momentum[id(parameter)].lerp(gradient, 1.0 - config.muon_momentum)
-            momenta.append(momentum)
-            updates.append(gradient.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum)
-        updates = self._owners.compute(updates, self._orthogonal)
-        for parameter, momentum, update, multiplier in zip(
-            parameters, momenta, updates, self._multipliers, strict=True
-        ):
-            kept = parameter * (1.0 - self._learning_rate * self._weight_decay * multiplier)
-            new = kept.add_(update, alpha=-self._learning_rate)
-            parameter.copy_(torch.where(is_finite, new, parameter))
-            stored = self._momentum[id(parameter)]
-            stored.copy_(torch.where(is_finite, momentum, stored))
+        config, factor = self._config, grad_multiplier
+        for matrices in self._owners.rounds:
+            updates = []
+            for at in matrices.stretches:
+                parameter = parameters[at.part]
+                assert parameter.grad is not None
+                gradient = parameter.grad[at.start : at.end] * factor.to(parameter.dtype)
+                stored = self._momentum[id(parameter)][at.start : at.end]
+                momentum = stored.lerp(gradient, 1.0 - config.muon_momentum)
+                updates.append(gradient.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum)
+                stored.copy_(torch.where(is_finite, momentum, stored))
+            updates = matrices.compute(updates, self._orthogonal)
+            for at, update in zip(matrices.stretches, updates, strict=True):
+                parameter = parameters[at.part][at.start : at.end]
+                kept = parameter * (1.0 - self._learning_rate * self._weight_decay * self._multipliers[at.part])
+                new = kept.add_(update, alpha=-self._learning_rate)
+                parameter.copy_(torch.where(is_finite, new, parameter))
 
     def step(self, parameters: Sequence[torch.Tensor], grad_multiplier: float) -> None:
         """Update from the gradients times a factor."""

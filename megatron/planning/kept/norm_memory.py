@@ -1,7 +1,8 @@
 """What norms beside the one in front of each branch keep for the backward pass, in bytes.
 
 These are the norms behind attention and feed-forward, and those of queries and keys. A fused norm keeps its input and
-a number or two for each vector; one of plain operations keeps its input in float32, and what it is before its weight.
+a number or two for each vector; one of plain operations keeps its input in float32, and what it is before its weight,
+unless that weight is frozen.
 """
 
 from __future__ import annotations
@@ -14,6 +15,17 @@ def norm_numbers(config: TransformerConfig) -> int:
     return 2 if config.normalization == "LayerNorm" else 1
 
 
+def reads_frozen(config: TransformerConfig, layer_number: int | None) -> bool:
+    """Return whether a layer's first norm keeps nothing: its input is a frozen embedding, and wants no gradient."""
+    is_first = layer_number == 0 and bool(config.lora_rank) and config.norm_placement != "after"
+    return is_first and "linear_qkv" in config.adapted_parts
+
+
+def before_weight(config: TransformerConfig, element: int) -> int:
+    """Return the bytes that a norm of plain operations keeps of a number for the gradient of its weight."""
+    return 0 if config.lora_rank else element
+
+
 def kept_behind(config: TransformerConfig, rows: int, element: int, *, is_plain: bool = False) -> int:
     """Return what a layer's norms behind attention and feed-forward keep of ``rows`` of the residual stream.
 
@@ -21,7 +33,7 @@ def kept_behind(config: TransformerConfig, rows: int, element: int, *, is_plain:
     """
     if config.norm_placement == "before":
         return 0
-    kept = (max(element, 4) + element) if is_plain else element
+    kept = (max(element, 4) + before_weight(config, element)) if is_plain else element
     return 2 * rows * (config.hidden_size * kept + norm_numbers(config) * max(element, 4))
 
 
@@ -39,6 +51,6 @@ def kept_by_head_norms(
     if config.qk_layernorm_across_heads or is_plain:
         vectors = 2 if config.qk_layernorm_across_heads else heads + groups
         unchanged = 0 if is_copied else (queries + keys) * element
-        return unchanged + (queries + keys) * (wide + element) + vectors * wide
+        return unchanged + (queries + keys) * (wide + before_weight(config, element)) + vectors * wide
     unchanged = queries + keys * (2 if is_copied else 1) + queries * (heads > groups)
     return unchanged * element + (heads + groups) * norm_numbers(config) * wide

@@ -11,7 +11,7 @@ from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.kept.further_memory import kept_by_join
 from megatron.planning.kept.kept_inputs import is_in_float8
 from megatron.planning.kept.latent_memory import kept_by_latent_attention
-from megatron.planning.kept.norm_memory import kept_behind, kept_by_head_norms
+from megatron.planning.kept.norm_memory import before_weight, kept_behind, kept_by_head_norms, reads_frozen
 from megatron.planning.layer_widths import key_value_width
 
 _WIDE = 4
@@ -22,9 +22,10 @@ def saved_on_cpu(
 ) -> Mapping[str, int]:
     """Return by part what one layer keeps of one micro-batch.
 
-    To what fused kernels keep come: the input of each RMSNorm in float32, and what it is before its weight, in place of
-    the stream unless the norm's output is computed again from that; the gate behind its activation; and queries and
-    keys before their rotation, as the values lie between them, unless an exchange copies all three.
+    To what fused kernels keep come: the input of each RMSNorm in float32, and what it is before its weight (unless that
+    is frozen), in place of the stream unless the norm's output is computed again from that; the gate behind its
+    activation; and queries and keys before their rotation, as the values lie between them, unless an exchange copies
+    all three.
     """
     parts = dict(saved_bytes(model, seq_length, micro_batch_size, layer_number))
     if model.recompute_granularity == "full":
@@ -35,11 +36,18 @@ def saved_on_cpu(
     modules = model.recomputed_modules
     exchange = model.cp_exchange(model.kind_of(layer_number or 0)) if model.context_parallel_size > 1 else "p2p"
     latent = model.multi_latent_attention
-    is_plain = model.normalization == "RMSNorm"
+    is_plain, has_experts = model.normalization == "RMSNorm", model.moe_layers[model.kind_of(layer_number or 0)]
     parts |= kept_by_join(model, layer_number, rows, element, is_plain=is_plain)
     if is_plain and model.norm_placement != "after":
-        before_weight = element if "layernorm" in modules else 0
-        parts["norms in float32"] = 2 * rows * model.hidden_size * (_WIDE + before_weight)
+        kept_of_weight = before_weight(model, element)
+        of_each = _WIDE + (kept_of_weight if "layernorm" in modules else 0)
+        hidden = rows * model.hidden_size
+        parts["norms in float32"] = (2 - reads_frozen(model, layer_number)) * hidden * of_each
+        if "layernorm" not in modules:
+            parts["stream"] = 2 * hidden * kept_of_weight
+        elif has_experts and not ExpertLayer(model, tokens, micro_batch_size, element).keeps_input():
+            # What nothing keeps is not computed again either.
+            parts["stream"] -= hidden * element
     parts["norms behind"] = kept_behind(model, rows, element, is_plain=is_plain)
     heads, groups = model.num_attention_heads // t, key_value_width(model) // model.head_width
     of_heads = kept_by_head_norms(model, heads, groups, element, is_plain=is_plain, is_copied=exchange != "p2p")
@@ -54,7 +62,7 @@ def saved_on_cpu(
     is_one = model.quick_geglu or model.activation_func_clamp_value is not None or model.glu_linear_offset != 0.0
     if is_one:
         parts["gate"] = 0
-    elif model.is_gated and model.moe_layers[model.kind_of(layer_number or 0)]:
+    elif model.is_gated and has_experts:
         experts = ExpertLayer(model, tokens, micro_batch_size, element)
         gates = experts.given * experts.width + tokens * experts.shared_width * ("shared_experts" not in modules)
         parts["gate"] = gates * element * ("moe" not in modules)

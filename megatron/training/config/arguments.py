@@ -323,10 +323,10 @@ def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
     name, choices = spec.flags[0], spec.options.choices
     if choices is not None and text not in choices:
         foreign = foreign_flags().get(f"{name} {text}")
-        if text in spec.options.not_built:
-            problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}")
-        elif foreign is not None:
+        if foreign is not None:
             problems.append(foreign_answer(name, [text], foreign))
+        elif text in spec.options.not_built:
+            problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}")
         else:
             problems.append(f"{name} {text}: possible values are {', '.join(choices)}")
         return None

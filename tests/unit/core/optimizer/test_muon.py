@@ -130,6 +130,28 @@ def test_each_expert_has_matrices_of_its_own() -> None:
             torch.testing.assert_close(-weight.detach()[expert, rows], expected)
 
 
+def test_rounds_bound_what_is_whole_and_change_no_bit() -> None:
+    """Thirty experts of 7 x 12, of which a round has three, in parts that end within one."""
+    shape, weights, num_wholes = (30, 7, 12), [], []
+    for round_bytes in (2**30, 3 * 7 * 12 * 4):
+        weight = torch.nn.Parameter(random(*shape).float())
+        attach_spec(weight, ParamSpec("experts.weight", shape, full_pieces(shape), is_expert=True))
+        flat, ends = weight.data.view(-1), (0, 1000, weight.numel())
+        parts = [ParamPart(weight, a, b, flat[a:b], torch.zeros(b - a)) for a, b in pairwise(ends)]
+        alone, main = single_rank_group(), [part.values for part in parts]
+        owners = MatrixOwners([weight], parts, alone, alone, is_sharded=False, round_bytes=round_bytes)
+        muon = Muon(OptimizerConfig(optimizer="muon", muon_nesterov=True), main, [1.0, 0.5], owners)
+        muon.set_learning_rate(0.1, 0.3)
+        for seed in (1, 2):
+            for part in parts:
+                part.values.grad = random(*shape, seed=seed).float().view(-1)[part.start : part.end]
+            muon.step(main, 0.5)
+        weights.append(weight.detach())
+        num_wholes.append([sum(at.end - at.start for at in each.stretches) // (7 * 12) for each in owners.rounds])
+    assert num_wholes == [[30], [3] * 10]
+    assert torch.equal(*weights)
+
+
 def test_nothing_changes_where_a_gradient_is_not_finite() -> None:
     weight = torch.nn.Parameter(random(4, 6).float())
     muon, flat = muon_of(weight, OptimizerConfig(optimizer="muon"))

@@ -236,6 +236,10 @@ def test_a_step_of_adapters_holds_no_gradients_and_no_state_of_frozen_weights(la
         predicted = stage_memory(plan, stage, OURS_ON_CPU)
         counted = (held.weights, held.gradients, held.optimizer)
         assert counted == pytest.approx((predicted.weights, predicted.gradients, predicted.optimizer), rel=0.01)
+        kept, ends = activation_parts(plan, stage, layer_bytes(plan, OURS_ON_CPU.saved))
+        # Of the last norm its input in float32 alone: its weight is frozen.
+        ends = 4 * plan.num_rows * plan.model.hidden_size * (ends > 0)
+        assert held.saved == pytest.approx(kept + ends, rel=0.01, abs=40 * plan.num_tokens), stage
 
 
 def test_buckets_are_open_while_weight_gradients_are_put_off() -> None:

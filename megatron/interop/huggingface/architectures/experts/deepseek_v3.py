@@ -33,16 +33,18 @@ class DeepseekV3Family(RotaryDecoderFamily):
         """Return the widths of attention, the experts and the further predictions; note what is not supported."""
         settings.require("attention_bias", False, False, "attention has no biases")
         settings.require("rope_interleave", True, True, "neighbouring channels are rotated together")
-        settings.require("norm_topk_prob", True, True, "scores are divided by their sum")
         settings.require("scoring_func", "sigmoid", "sigmoid", "scores are sigmoids")
         settings.require("topk_method", "noaux_tc", "noaux_tc", "groups are ranked by their best experts")
         settings.require("moe_layer_freq", 1, 1, "first_k_dense_replace says which layers have experts")
         settings.require("rms_norm_eps", _NORM_EPSILON, _NORM_EPSILON, "the norms within attention have it")
         width, experts = settings.integer("moe_intermediate_size", 2048), settings.integer("n_routed_experts", 256)
         fields = expert_fields(settings, experts, width, 8)
+        is_divided = fields["moe_router_topk"] > 1
+        reason = "scores are divided by their sum" if is_divided else "the score of a single expert is its weight"
+        settings.require("norm_topk_prob", is_divided, True, reason)
         layers, dense = settings.integer("num_hidden_layers"), _count(settings, "first_k_dense_replace", 3)
         if dense >= layers:
-            settings.refuse(f"first_k_dense_replace is {dense}: none of {layers} layers has experts")
+            settings.refuse(f"first_k_dense_replace is {dense}: none of {layers} layers has experts; up to {layers - 1} works")
         query_rank = settings.values.get("q_lora_rank", 1536)
         return {
             **fields,
@@ -75,7 +77,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
             "n_group": config.moe_router_num_groups or 1,
             "n_routed_experts": config.num_experts,
             "n_shared_experts": shared // max(config.moe_ffn_hidden_size, 1),
-            "norm_topk_prob": True,
+            "norm_topk_prob": config.moe_router_topk > 1,
             "num_experts_per_tok": config.moe_router_topk,
             "num_nextn_predict_layers": config.num_further_tokens,
             "q_lora_rank": config.q_lora_rank,

@@ -29,7 +29,9 @@ class MixtralFamily(MistralFamily):
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
+        # transformers takes no width of a head for one that follows from the others, where YaRN stretches positions.
         return super().write_settings(config) | {
+            "head_dim": config.kv_channels,
             "intermediate_size": config.moe_ffn_hidden_size,
             "num_experts_per_tok": config.moe_router_topk,
             "num_local_experts": config.num_experts,
