@@ -126,6 +126,10 @@ class Device:
         memory = machine_memory()
         return None if memory is None else memory.installed - memory.available
 
+    def pinned_bytes(self) -> int | None:
+        """Return the machine's memory that this process has pinned, what is kept for later included; None on a CPU."""
+        return torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if self.is_cuda else None
+
     def host_room(self) -> HostRoom | None:
         """Return the machine's available memory and who shares it; None where it is unknown."""
         available = available_bytes()
