@@ -59,6 +59,7 @@ class AllToAllDispatcher(TokenDispatcher):
         coming = all_to_all_first_dim(by_rank, group)
         # The one wait of a layer: how much memory what comes needs is for the host to know.
         going, arriving = torch.stack((by_rank, coming)).tolist()
+        group.ensure_not_given_up()
         sent, received = ([sum(of_rank) for of_rank in counts] for counts in (going, arriving))
         of_experts = RowCounts((sum(of_expert) for of_expert in zip(*arriving)), coming.sum(0))
         choices, slots = ordered.kept(sum(sent))
@@ -90,6 +91,7 @@ class AllGatherDispatcher(TokenDispatcher):
         targets = targets.masked_fill((targets < 0) | (targets >= self.num_local), self.num_local)
         ordered = sort_choices(targets, self.num_local)
         counts = RowCounts(ordered.counts.tolist(), ordered.counts)
+        group.ensure_not_given_up()
         choices, slots = ordered.kept(sum(counts))
         rows = experts(take_rows(x, choices, slots), counts)
         return reduce_scatter_to_sequence_parallel_region(combine(rows, weights, choices, slots), group)
