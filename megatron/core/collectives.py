@@ -162,6 +162,9 @@ class _Together:
         for work in self.works:
             work.wait()
 
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
 
 @dataclass(frozen=True)
 class RingExchange:
@@ -288,7 +291,9 @@ def any_rank(flag: bool, group: Group) -> bool:
     device = "cuda" if dist.get_backend(group.handle) == "nccl" else "cpu"
     total = torch.tensor(float(flag), device=device)
     all_reduce(total, group, "max")
-    return bool(total.item())
+    is_any = bool(total.item())
+    group.ensure_not_given_up()
+    return is_any
 
 
 def raise_on_all_ranks(error: MegatronError | None, group: Group) -> None:

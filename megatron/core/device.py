@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.cuda_graph import CudaGraphBackend, GraphBackend
 from megatron.core.errors import ConfigurationError
+from megatron.core.flight.communication import DeviceMark
 from megatron.core.host_memory.host_copies import CudaHostCopies, HostCopies
 from megatron.core.host_memory.machine_memory import HostRoom, available_bytes, machine_memory
 
@@ -126,6 +127,10 @@ class Device:
         memory = machine_memory()
         return None if memory is None else memory.installed - memory.available
 
+    def pinned_bytes(self) -> int | None:
+        """Return the machine's memory that this process has pinned, what is kept for later included; None on a CPU."""
+        return torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if self.is_cuda else None
+
     def host_room(self) -> HostRoom | None:
         """Return the machine's available memory and who shares it; None where it is unknown."""
         available = available_bytes()
@@ -170,6 +175,13 @@ class Device:
         except RuntimeError as error:
             return f"failed: {error}"
 
+    def marker(self) -> Callable[[], DeviceMark | None] | None:
+        """Return what marks the end of the work that the current stream was given; None on a CPU, which has no queue.
+
+        While work is recorded as a graph, and given to nobody, the mark is None.
+        """
+        return _mark_current_stream if self.is_cuda else None
+
     def start_profiler(self) -> None:
         """Begin the part of the run that nsys --capture-range=cudaProfilerApi records."""
         if self.is_cuda:
@@ -208,6 +220,10 @@ class Device:
         """Give cached blocks back to the driver."""
         if self.is_cuda:
             torch.cuda.empty_cache()
+
+
+def _mark_current_stream() -> torch.cuda.Event | None:
+    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream().record_event()
 
 
 @contextmanager

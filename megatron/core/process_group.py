@@ -67,6 +67,15 @@ class Group:
         """Record that a communication is over or, where it goes on beside as ``work``, return what to wait for."""
         return work if entry is None or self.flight is None else self.flight.end(entry, work)
 
+    def ensure_not_given_up(self) -> None:
+        """Let nothing be decided by numbers that the group's abort has left; to be called when they have been read.
+
+        Raises:
+            GivenUpError: communication was given up.
+        """
+        if self.flight is not None:
+            self.flight.recorder.ensure_not_given_up()
+
     @property
     def size(self) -> int:
         """Return the number of ranks."""

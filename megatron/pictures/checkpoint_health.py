@@ -9,8 +9,9 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, read_index
 from megatron.core.errors import CheckpointError
 from megatron.interop.checkpoint_format import FORMAT_NAMES, detect_format
+from megatron.pictures.files_read import FilesRead
 
-_MOST_NAMED, _MOST_KEPT = 3, 256
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class HealthChecks:
     """Compare checkpoints with their indices; an index is read again where it has changed."""
 
     def __init__(self) -> None:
-        self._indices: dict[Path, tuple[tuple[int, int], Mapping[str, int] | str]] = {}
+        self._sizes = FilesRead(lambda path: _sizes_of(path.parent))
 
     def of(self, folder: Path) -> CheckpointHealth:
         """Return the health of one iteration's folder.
@@ -41,18 +42,10 @@ class HealthChecks:
             return CheckpointHealth(f"cannot be looked at: {error.strerror or error}", is_whole=False)
 
     def _of_native(self, folder: Path) -> CheckpointHealth:
-        path = folder / INDEX_FILE
         try:
-            status = path.stat()
+            sizes = self._sizes.of(folder / INDEX_FILE)
         except FileNotFoundError:
             return CheckpointHealth(f"no {INDEX_FILE}: not finished, or damaged", is_whole=False)
-        mark = (status.st_mtime_ns, status.st_size)
-        known = self._indices.get(folder)
-        if known is None or known[0] != mark:
-            if len(self._indices) >= _MOST_KEPT:
-                self._indices.clear()
-            known = self._indices[folder] = (mark, _sizes_of(folder))
-        sizes = known[1]
         if isinstance(sizes, str):
             return CheckpointHealth(sizes, is_whole=False)
         problems = [problem for name, size in sizes.items() if (problem := _problem(folder / name, size)) is not None]

@@ -13,8 +13,9 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 from megatron.core.errors import DataError
 from megatron.pictures.checkpoint_health import HealthChecks
-from megatron.pictures.metrics_record import MetricsRecord, read_metrics
-from megatron.pictures.run_folder import RunFolder, find_runs
+from megatron.pictures.files_read import FilesRead
+from megatron.pictures.metrics_record import METRICS_FILE, MetricsRecord, read_metrics
+from megatron.pictures.run_folder import RunFolder, find_runs, tell_hang
 from megatron.pictures.run_page import page, to_body
 
 _COMPARED = 6
@@ -50,24 +51,19 @@ class DashboardServer(http.server.ThreadingHTTPServer):
         self.folder = folder
         self.token = token
         self.checks = HealthChecks()
-        self._records: dict[Path, tuple[tuple[int, int], MetricsRecord]] = {}
+        self.hangs = FilesRead(tell_hang)
+        self._records = FilesRead(lambda path: read_metrics(path.parent, str(path.parent.relative_to(folder))))
 
-    def record(self, name: str, run: Path) -> MetricsRecord:
+    def record(self, run: Path) -> MetricsRecord:
         """Return a run as it is now; its file is read again where it has changed.
 
         Raises:
             DataError: it cannot be read, or has no iteration yet.
         """
         try:
-            found = (run / "metrics.jsonl").stat()
+            return self._records.of(run / METRICS_FILE)
         except OSError as error:
             raise DataError(f"{run} cannot be read: {error.strerror}") from error
-        mark = (found.st_mtime_ns, found.st_size)
-        known = self._records.get(run)
-        if known is None or known[0] != mark:
-            known = (mark, read_metrics(run, name))
-            self._records[run] = known
-        return known[1]
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -115,14 +111,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         records, problems = [], []
         for name in chosen:
             try:
-                records.append(self.server.record(name, runs[name]))
+                records.append(self.server.record(runs[name]))
             except DataError as error:
                 problems.append(f'<p class="bad">{escape(str(error))}</p>')
         if not records and not problems:
             return f"<p>No run in {escape(str(self.server.folder))} has written a metrics.jsonl yet.</p>"
         drawn = [to_body(records)] if records else []
-        parts = (part for name in chosen for part in RunFolder(name, runs[name], self.server.checks).parts())
-        return "\n".join([*problems, *drawn, *parts])
+        folders = (RunFolder(name, runs[name], self.server.checks, self.server.hangs) for name in chosen)
+        return "\n".join([*problems, *drawn, *(part for folder in folders for part in folder.parts())])
 
     def _answer(self, status: int, text: str) -> None:
         content = text.encode()

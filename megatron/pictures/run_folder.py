@@ -14,6 +14,7 @@ from megatron.core.errors import DataError
 from megatron.core.pipeline_parallel.simulator import ScheduleError
 from megatron.core.pipeline_parallel.timeline import read_timeline
 from megatron.pictures.checkpoint_health import HealthChecks
+from megatron.pictures.files_read import FilesRead
 from megatron.pictures.metrics_record import METRICS_FILE
 from megatron.pictures.planned_schedule import planned_timeline
 from megatron.training.process.hang.hang_report import HangReportError, read_hang_report
@@ -48,11 +49,12 @@ def _folders_in(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Hold one run's folder, and show what is in it as parts of a page."""
+    """Hold one run's folder, and show what is in it as parts of a page; ``hangs`` tells of reports."""
 
     name: str
     path: Path
     checks: HealthChecks
+    hangs: FilesRead[str]
 
     def parts(self) -> Iterator[str]:
         """Yield the parts: checkpoints, hangs and recorded schedules; nothing for what there is none of."""
@@ -69,7 +71,7 @@ class RunFolder:
                 f"<code>python tools/read_flight.py</code> explains it.</p>"
             )
             if number == 0:
-                yield from _hang(path)
+                yield self._hang(path)
         for path in sorted(self.path.glob("*schedule*.json"))[:_MOST_SHOWN]:
             yield from self._schedule(path)
 
@@ -96,6 +98,12 @@ class RunFolder:
         except (OSError, ValueError):
             return ""
 
+    def _hang(self, path: Path) -> str:
+        try:
+            return self.hangs.of(path)
+        except OSError as error:
+            return f"<p>{escape(path.name)} cannot be read: {escape(str(error.strerror))}</p>"
+
     def _schedule(self, path: Path) -> Iterator[str]:
         try:
             if path.stat().st_size > _LARGEST_SCHEDULE:
@@ -114,8 +122,8 @@ class RunFolder:
             )
 
 
-def _hang(path: Path) -> Iterator[str]:
-    """Yield the first lines of a report of a hang, and who holds up whom."""
+def tell_hang(path: Path) -> str:
+    """Return the first lines of a report of a hang, and who holds up whom, as a part of a page."""
     try:
         if path.stat().st_size > _LARGEST_REPORT:
             raise HangReportError(f"it is larger than {_LARGEST_REPORT} bytes")
@@ -123,10 +131,8 @@ def _hang(path: Path) -> Iterator[str]:
         first = "\n".join([report.time, report.headline(), *report.table()[:_HANG_LINES]])
         culprits = report.culprit_lines()[:_HANG_LINES]
     except (OSError, HangReportError) as error:
-        yield f"<p>{escape(str(error))}</p>"
-        return
+        return f"<p>{escape(str(error))}</p>"
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        yield f"<p>{escape(path.name)} is damaged: {escape(repr(error))}</p>"
-        return
-    yield f'<pre class="wide">{escape(first)}</pre>'
-    yield from (f'<p class="sample">{escape(line)}</p>' for line in culprits)
+        return f"<p>{escape(path.name)} is damaged: {escape(repr(error))}</p>"
+    named = (f'<p class="sample">{escape(line)}</p>' for line in culprits)
+    return "\n".join([f'<pre class="wide">{escape(first)}</pre>', *named])

@@ -51,7 +51,7 @@ def agree(
     Shapes: ``read_along: [n]`` float64.
     """
     values = sum_over_ranks(result, exit_request, runtime, auxiliary_names)
-    return read_agreement(values, auxiliary_names, read_along)
+    return read_agreement(values, runtime, auxiliary_names, read_along)
 
 
 def agree_to_exit(exit_request: ExitRequest | None, runtime: Runtime) -> Agreement:
@@ -91,11 +91,16 @@ def sum_over_ranks(
 
 
 def read_agreement(
-    values: torch.Tensor, auxiliary_names: Sequence[str], read_along: torch.Tensor | None = None
+    values: torch.Tensor, runtime: Runtime, auxiliary_names: Sequence[str], read_along: torch.Tensor | None = None
 ) -> Agreement:
-    """Return what the sums say; the host waits for the device here."""
+    """Return what the sums say; the host waits for the device here.
+
+    Raises:
+        GivenUpError: communication was given up meanwhile, and they say nothing.
+    """
     num_values = len(values)
     read = (values if read_along is None else torch.cat((values, read_along))).tolist()
+    runtime.flight.ensure_not_given_up()
     loss_sum, num_tokens, signals, times, *sums_and_counts = read[:num_values]
     pairs = list(zip(sums_and_counts[::2], sums_and_counts[1::2]))
     auxiliary = {name: total / max(count, 1.0) for name, (total, count) in zip(auxiliary_names, pairs)}

@@ -148,7 +148,7 @@ def _pretrain_once(
         log("> initializing torch distributed ...")
         runtime = initialize_runtime(config, launch, None if member is None else member.store)
         if member is not None:
-            member.links.are_made()
+            member.links.are_made(runtime.flight)
         with _watching(config, runtime):
             continuation = None
             if member is not None:
@@ -159,10 +159,10 @@ def _pretrain_once(
             log(describe_initialized(config, start_time))
             providers = (model_provider, datasets_provider, forward_step)
             _run(Application(config, runtime, tokenizer, *providers, log, launch, continuation), start_time)
-    except InputError as error:
-        return refuse_in_run(reasons_of(error), launch)
     except MegatronError as error:
-        return refuse_in_run(reasons_of(error), launch, status=1)
+        if member is not None and member.links.are_given_up:
+            raise  # What it was read from is no result.
+        return refuse_in_run(reasons_of(error), launch, status=2 if isinstance(error, InputError) else 1)
     except Exception as error:
         if member is not None:
             raise

@@ -237,7 +237,7 @@ class TrainingStep:
 
         with self.timers("optimizer", log_level=1):
             totals = optimizer.begin_step(self.timers, accept)
-        agreement = read_agreement(sums, names, torch.cat((totals, answer)))
+        agreement = read_agreement(sums, self.runtime, names, torch.cat((totals, answer)))
         *read, is_accepted = agreement.read_along
         return replace(agreement, read_along=tuple(read)), is_accepted > 0
 

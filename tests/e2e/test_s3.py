@@ -28,6 +28,8 @@ pytestmark = pytest.mark.long
 SHORT = "--train-iters 6 --save-interval 2 --lr-decay-iters 6 --eval-iters 0 --keep-last 2"
 URL = "s3://bucket/team/run"
 _START_S = 60.0
+_RUN_S = 600.0
+"""A command takes seconds on a machine that does nothing else."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Store:
 
     def run(self, script: str) -> str:
         """Return what a Python script prints there."""
-        return run_command([sys.executable, "-c", script], env=self.environment).check().stdout
+        return run_command([sys.executable, "-c", script], env=self.environment, timeout_s=_RUN_S).check().stdout
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def install(folder: Path, requirements: str) -> Path:
     words = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder]
-    run_command([*words, "-r", REPOSITORY / "requirements" / requirements], timeout_s=600.0).check()
+    run_command([*words, "-r", REPOSITORY / "requirements" / requirements], timeout_s=_RUN_S).check()
     return folder
 
 
@@ -118,20 +120,18 @@ def stored_args(folder: Path, *more: str) -> list[str]:
 def outputs(store: Store, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Train in two parts on two ranks, the second with saves beside training; return what was printed."""
     folder = tmp_path_factory.mktemp("run")
-    local = run_training(toy_args(folder, SHORT), nproc=2).check()
-    first = run_training(stored_args(folder, "--exit-interval", "4"), nproc=2, env=store.environment).check()
-    second = run_training(stored_args(folder, "--async-save"), nproc=2, env=store.environment).check()
+    local = run_training(toy_args(folder, SHORT), nproc=2, timeout_s=_RUN_S).check()
+    on_store = {"nproc": 2, "env": store.environment, "timeout_s": _RUN_S}
+    first = run_training(stored_args(folder, "--exit-interval", "4"), **on_store).check()
+    second = run_training(stored_args(folder, "--async-save"), **on_store).check()
     assert f"loading checkpoint from {URL} at iteration 4" in second.stdout
     assert exact_figures(second.iterations()) == exact_figures(local.iterations())
     return first.stdout + first.stderr + second.stdout + second.stderr
 
 
 def test_a_run_goes_on_bitwise_and_its_checkpoints_are_whole(outputs: str, store: Store) -> None:
-    said = (
-        run_command([sys.executable, "tools/checkpoint/inspect.py", URL, "--verify"], env=store.environment)
-        .check()
-        .stdout
-    )
+    words = [sys.executable, "tools/checkpoint/inspect.py", URL, "--verify"]
+    said = run_command(words, env=store.environment, timeout_s=_RUN_S).check().stdout
     assert "match their checksums" in said
     names = store.run("import s3fs; print(*s3fs.S3FileSystem().ls('bucket/team/run'))").split()
     assert sorted(name.rpartition("/")[2] for name in names) == [
@@ -159,7 +159,7 @@ def test_an_object_is_created_by_one_of_many(outputs: str, store: Store) -> None
         )
         for number in range(4)
     ]
-    said = [process.communicate(timeout=120.0)[0].decode().strip() for process in tries]
+    said = [process.communicate(timeout=_RUN_S)[0].decode().strip() for process in tries]
     assert said.count("mine") == 1 if store.is_atomic else "mine" in said
     kept = store.run("import s3fs; print(s3fs.S3FileSystem().cat_file('bucket/race').decode())").strip()
     assert said[int(kept)] == "mine"
@@ -198,7 +198,7 @@ def test_a_second_run_in_the_folder_is_refused(store: Store, outputs: str, tmp_p
         for line in first.stdout:
             if b"elapsed time per iteration" in line:
                 break
-        second = run_command(words, env=store.environment)
+        second = run_command(words, env=store.environment, timeout_s=_RUN_S)
         assert second.returncode == 2
         assert f"--save {URL} is in use by a training run" in second.stderr
         assert "Traceback" not in second.stderr
@@ -246,8 +246,8 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_a_whole_checkpoint(sto
         assert max(map(int, whole), default=0) >= newest, whole
         newest = max(map(int, whole), default=0)
     assert newest > 0
-    last = run_training(args, env=store.environment, timeout_s=600.0).check()
-    quiet = run_training(toy_args(tmp_path, flags), timeout_s=600.0).check()
+    last = run_training(args, env=store.environment, timeout_s=_RUN_S).check()
+    quiet = run_training(toy_args(tmp_path, flags), timeout_s=_RUN_S).check()
     assert exact_figures(last.metrics) == exact_figures(quiet.metrics)
     kept = saved_iterations(tmp_path / "checkpoints")
     assert store.run(WHOLE).splitlines()[-1].split() == ["whole:", *map(str, kept)]
@@ -277,7 +277,7 @@ def test_of_two_runs_that_start_at_one_moment_one_has_the_folder(store: Store, t
             )
             for run in range(2)
         ]
-        said = [run.communicate(timeout=600.0)[1].decode() for run in runs]
+        said = [run.communicate(timeout=_RUN_S)[1].decode() for run in runs]
         # One may end before the other begins, on a busy machine: then that one follows it.
         assert sorted(run.returncode for run in runs) in ([0, 2], [0, 0]), said
         for run, text in zip(runs, said, strict=True):
@@ -289,7 +289,7 @@ def test_of_two_runs_that_start_at_one_moment_one_has_the_folder(store: Store, t
 
 def test_a_store_that_cannot_be_reached_is_told_in_a_line(store: Store) -> None:
     words = [sys.executable, "tools/checkpoint/inspect.py", URL]
-    result = run_command(words, env={**store.environment, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, timeout_s=300.0)
+    result = run_command(words, env={**store.environment, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, timeout_s=_RUN_S)
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: {URL}")
     assert "Traceback" not in result.stderr

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from megatron.core.host_memory.pinned_memory import Packing, pack, pack_again, side_by_side
+
 Result = TypeVar("Result")
 
 
@@ -54,34 +56,42 @@ class BackgroundTask(Generic[Result]):
 class StagingArea:
     """Copy tensors into host memory that is kept for the next copy: a series of saves allocates once.
 
-    The memory is page-locked where the tensors are on a device; ``synchronize`` waits for the device's copies.
+    Where the tensors are on a device the memory is page-locked, in blocks of powers of two: torch rounds each block up
+    to one. ``synchronize`` waits for the device's copies. ``make`` returns so many bytes, page-locked or not.
     """
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
+    def __init__(
+        self, synchronize: Callable[[], None], make: Callable[[int, bool], torch.Tensor] | None = None
+    ) -> None:
         self._synchronize = synchronize
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._make = make or _empty
+        self._blocks: list[torch.Tensor] = []
+        self._packed: tuple[list[int], Packing] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Return the size of the memory that is held."""
-        return self._memory.numel()
+        return sum(block.numel() for block in self._blocks)
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of the tensors that stay as they are until the next call.
-
-        Tensors of wide types must come first, so that each is aligned.
-        """
-        needed = sum(tensor.nbytes for tensor in tensors)
-        if self._memory.numel() < needed:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old memory is free before the new one is taken
-            is_on_device = any(tensor.device.type != "cpu" for tensor in tensors)
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=is_on_device)
+        """Return copies of the tensors that stay as they are until the next call."""
+        sizes = [tensor.nbytes for tensor in tensors]
+        if self._packed is None or self._packed[0] != sizes:
+            packing = pack_again(sizes, [block.numel() for block in self._blocks])
+            if packing is None:
+                self._blocks = []  # the old memory is free before the new one is taken
+                is_on_device = any(tensor.device.type != "cpu" for tensor in tensors)
+                packing = pack(sizes) if is_on_device else side_by_side(sizes)
+                self._blocks = [self._make(size, is_on_device) for size in packing.blocks]
+            self._packed = sizes, packing
         copies = []
-        start = 0
-        for tensor in tensors:
-            end = start + tensor.nbytes
-            copies.append(self._memory[start:end].view(tensor.dtype).view(tensor.shape))
+        for tensor, (number, start) in zip(tensors, self._packed[1].places):
+            memory = self._blocks[number][start : start + tensor.nbytes] if tensor.nbytes else _empty(0, False)
+            copies.append(memory.view(tensor.dtype).view(tensor.shape))
             copies[-1].copy_(tensor, non_blocking=True)
-            start = end
         self._synchronize()
         return copies
+
+
+def _empty(num_bytes: int, is_pinned: bool) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)

@@ -14,6 +14,18 @@ class PendingWork(Protocol):
         ...
 
 
+class DeviceMark(Protocol):
+    """Be a place in the work that a device was given."""
+
+    def query(self) -> bool:
+        """Return whether the device has come past it; from any thread, and without a wait.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Communication:
     """Describe one communication of a rank.

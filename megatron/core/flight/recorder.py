@@ -8,25 +8,29 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.flight.communication import Communication, PendingWork, format_ranks
+from megatron.core.flight.communication import Communication, DeviceMark, PendingWork, format_ranks
 
 if TYPE_CHECKING:
     import torch
 
 _CAPACITY = 1024
 # The fields of an entry, a list: it is made for every communication, and an object would take twice as long.
-_CHANNEL, _SEQUENCE, _OPERATION, _BYTES, _SHAPE, _CODE, _INSTRUCTION, _START, _END = range(9)
+_CHANNEL, _SEQUENCE, _OPERATION, _BYTES, _SHAPE, _CODE, _INSTRUCTION, _START, _END, _REACHED, _PASSED = range(11)
 
 _now = time.monotonic
 
 Entry = list[Any]
 """One communication in the ring; `FlightRecorder.describe` says what is in it."""
+
+
+class GivenUpError(RuntimeError):
+    """Report that what a rank communicates has been given up: what was read from its device since is no result."""
 
 
 class Channel:
@@ -57,7 +61,9 @@ class Channel:
             caller = caller.f_back
         caller = caller or function
         shape = None if tensor is None else tensor.shape
-        entry = [self, sequence, operation, num_bytes, shape, caller.f_code, caller.f_lasti, _now(), None]
+        entry = [self, sequence, operation, num_bytes, shape, caller.f_code, caller.f_lasti, _now(), None, None, None]
+        if recorder.mark is not None:
+            entry[_REACHED] = recorder.mark()
         recorder.num_begun = count = recorder.num_begun + 1
         self._ring[count % _CAPACITY] = recorder.blocked = entry
         return entry
@@ -67,7 +73,12 @@ class Channel:
         recorder = self.recorder
         recorder.blocked = None
         if work is not None:
-            return _RecordedWork(work, entry, recorder)
+            recorded = _RecordedWork(work, entry, recorder)
+            if recorder.mark is not None:
+                entry[_PASSED] = recorded
+            return recorded
+        if recorder.mark is not None:
+            entry[_PASSED] = recorder.mark()
         entry[_END] = now = _now()
         recorder.waited_s += now - entry[_START]
         recorder.num_ended += 1
@@ -88,11 +99,31 @@ class _RecordedWork:
         recorder, begun = self._recorder, _now()
         recorder.blocked = self._entry
         result = self._work.wait()
+        if recorder.mark is not None:
+            self._entry[_PASSED] = recorder.mark()
         self._entry[_END] = now = _now()
         recorder.waited_s += now - begun
         recorder.num_ended += 1
         recorder.blocked = None
         return result
+
+    def query(self) -> bool:
+        """Return whether what goes on beside is known to be over."""
+        is_completed: Callable[[], bool] | None = getattr(self._work, "is_completed", None)
+        return is_completed is not None and is_completed()
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """Say how far a device has come with communications that the host has left to it.
+
+    ``blocked`` is the oldest that it has reached and not got past, ``ahead`` the oldest that it has not reached.
+    ``entered`` counts those that it has reached, by channel.
+    """
+
+    blocked: Entry | None
+    ahead: Entry | None
+    entered: Mapping[str, int]
 
 
 @dataclass(eq=False)
@@ -102,7 +133,9 @@ class FlightRecorder:
     ``blocked`` is the communication that it is in or waits for, ``waited_s`` all time that it was in one. ``phase`` is
     the last part of a run that began. ``reading`` has the samples that threads are reading, by the thread's number.
     ``longest_step_s`` falls slowly, so that one long iteration is forgotten. ``num_begun`` and ``num_ended`` count
-    communications, ``ticks`` all else that got done.
+    communications, ``ticks`` all else that got done. ``is_given_up`` says that the communicators are being aborted:
+    what was under way ends without a result. ``mark`` makes a mark at the end of what the device has been given, where
+    there is a device that the host does not wait for; None where marks are not to be had just then.
     """
 
     phase: str = "setup"
@@ -114,9 +147,11 @@ class FlightRecorder:
     ticks: int = 0
     waited_s: float = 0.0
     blocked: Entry | None = None
+    is_given_up: bool = False
     reading: dict[int, Sequence[int]] = field(default_factory=dict)
     ring: list[Entry | None] = field(default_factory=lambda: [None] * _CAPACITY)
     channels: dict[str, Channel] = field(default_factory=dict)
+    mark: Callable[[], DeviceMark | None] | None = None
 
     def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
         """Return the channel of this name among these ranks."""
@@ -127,6 +162,19 @@ class FlightRecorder:
     def moves(self) -> int:
         """Return a number that grows with everything that this rank gets done."""
         return self.num_begun + self.num_ended + self.ticks
+
+    def give_up(self) -> None:
+        """Say that the communicators are going to be aborted; to be called before they are."""
+        self.is_given_up = True
+
+    def ensure_not_given_up(self) -> None:
+        """Let nothing be decided by numbers that an abort has left; to be called when they have been read.
+
+        Raises:
+            GivenUpError: communication was given up.
+        """
+        if self.is_given_up:
+            raise GivenUpError("communication was given up, since a rank was lost or hangs: what was read is no result")
 
     def enter(self, phase: str) -> None:
         """Say which part of the run begins."""
@@ -168,10 +216,37 @@ class FlightRecorder:
             seconds=None if end is None else end - entry[_START],
         )
 
+    def on_device(self) -> DeviceView | None:
+        """Return how far the device has come, None where the host waits for every communication; waits for nothing.
+
+        What has left the ring counts as passed.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        if self.mark is None:
+            return None
+        entered = {name: channel.entered for name, channel in list(self.channels.items())}
+        blocked = ahead = None
+        for entry in self._in_order():
+            reached, passed = entry[_REACHED], entry[_PASSED]
+            if reached is None or (passed is not None and passed.query()):
+                continue
+            if reached.query():
+                blocked = blocked or entry
+            else:
+                ahead = ahead or entry
+                name = entry[_CHANNEL].name
+                entered[name] = min(entered[name], entry[_SEQUENCE] - 1)
+        return DeviceView(blocked, ahead, entered)
+
     def latest(self) -> list[Communication]:
         """Return what is in the ring, the oldest first."""
-        entries = [entry for entry in self.ring if entry is not None]
-        return [self.describe(entry) for entry in sorted(entries, key=lambda entry: entry[_START])]
+        return [self.describe(entry) for entry in self._in_order()]
+
+    def _in_order(self) -> list[Entry]:
+        entries = [entry for entry in list(self.ring) if entry is not None]
+        return sorted(entries, key=lambda entry: entry[_START])
 
 
 def _line(code: CodeType, instruction: int) -> int:

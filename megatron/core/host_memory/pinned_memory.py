@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 _BLOCKS = tuple(2**exponent for exponent in range(26, 31))
+_SMALLEST_OF_MANY = 2**20
 _ALIGNMENT = 256
 _SHARE_WASTED = 7
 """A block may be so much larger than the tensors that fill it: a seventh of them."""
@@ -30,7 +31,7 @@ class PinnedMemory:
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory for a contiguous tensor's values."""
         assert tensor.is_contiguous(), "a copy would lie in another order"
-        needed = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        needed = _aligned(tensor.nbytes)
         size = _shared_size(needed)
         if size is None:
             return self._make(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
@@ -51,6 +52,70 @@ class _OpenBlock:
 
     storage: weakref.ref[torch.UntypedStorage]
     used: int = 0
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Say in which block each tensor of a list lies and at which byte of it, and how large the blocks are."""
+
+    places: tuple[tuple[int, int], ...]
+    blocks: tuple[int, ...]
+
+
+def pack(sizes: Sequence[int]) -> Packing:
+    """Return where tensors of so many bytes lie in blocks of powers of two, which together are hardly larger.
+
+    The blocks are never larger than the one power of two that holds all tensors. One tensor alone has one block.
+    """
+    total = sum(map(_aligned, sizes))
+    whole = max(1 << max(total - 1, 0).bit_length(), _ALIGNMENT)
+    largest = [2**exponent for exponent in range(_BLOCKS[-1].bit_length() - 1, whole.bit_length())]
+    plans = [_packed_into(sizes, [whole]), *(_packed_into(sizes, [], limit) for limit in largest or [whole])]
+    return min((plan for plan in plans if plan is not None), key=lambda plan: (sum(plan.blocks), len(plan.blocks)))
+
+
+def side_by_side(sizes: Sequence[int]) -> Packing:
+    """Return where tensors lie in one block that is no larger than they are together."""
+    total = sum(map(_aligned, sizes))
+    packing = _packed_into(sizes, [total])
+    assert packing is not None
+    return packing
+
+
+def pack_again(sizes: Sequence[int], blocks: Sequence[int]) -> Packing | None:
+    """Return where tensors lie in blocks that are there, None where some found no place.
+
+    A list that `pack` had more choice for may find none in the blocks that it was given.
+    """
+    return _packed_into(sizes, blocks)
+
+
+def _packed_into(sizes: Sequence[int], blocks: Sequence[int], limit: int = 0) -> Packing | None:
+    """Put the largest tensor first, each where it leaves least; up to a ``limit`` blocks are added for what is left."""
+    made, used = list(blocks), [0] * len(blocks)
+    places = [(0, 0)] * len(sizes)
+    left = sum(map(_aligned, sizes))
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        needed = _aligned(sizes[number])
+        if not needed:
+            continue
+        fitting = [block for block, size in enumerate(made) if size - used[block] >= needed]
+        if not fitting:
+            if not limit:
+                return None
+            of_rest = min(1 << (left.bit_length() - 1), limit)
+            made.append(max(1 << (needed - 1).bit_length(), of_rest, _SMALLEST_OF_MANY))
+            used.append(0)
+            fitting = [len(made) - 1]
+        block = min(fitting, key=lambda block: made[block] - used[block])
+        places[number] = block, used[block]
+        used[block] += needed
+        left -= needed
+    return Packing(tuple(places), tuple(made))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _shared_size(needed: int) -> int | None:

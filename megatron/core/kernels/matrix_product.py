@@ -14,7 +14,7 @@ took 1.7 ms by a new program and 1.0 ms by a known one. So the rows of a group a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,33 @@ _ALIGNMENT = 8
 """What the sizes of matrices that are multiplied in one launch are multiples of."""
 _MULTIPLIES_GROUPS = (9, 10)
 """Compute capabilities, by their first number, for which torch has a kernel of grouped products."""
+
+
+class RowCounts(tuple[int, ...]):
+    """Hold how many rows each group has, which the host knows, and keep for a device where each group ends.
+
+    ``on_device`` are the same numbers where the rows are. Without them the ends go there in one copy.
+
+    Shapes: ``on_device: [groups]``.
+    """
+
+    on_device: torch.Tensor | None
+    _ends: torch.Tensor | None
+
+    def __new__(cls, counts: Iterable[int], on_device: torch.Tensor | None = None) -> RowCounts:
+        self = super().__new__(cls, counts)
+        self.on_device, self._ends = on_device, None
+        return self
+
+    def ends(self, device: torch.device) -> torch.Tensor:
+        """Return how many rows lie before each group's end; made at the first call.
+
+        Shapes: ``-> [groups]`` int32.
+        """
+        if self._ends is None:
+            counts = torch.tensor(self) if self.on_device is None else self.on_device
+            self._ends = counts.cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+        return self._ends
 
 
 def linear(
@@ -117,6 +144,11 @@ def has_library(library: str, dtype: torch.dtype) -> bool:
     return _HAS_ONEDNN and dtype is torch.float32
 
 
+def row_counts(counts: Sequence[int]) -> RowCounts:
+    """Return numbers of rows as `RowCounts`, themselves where they are."""
+    return counts if isinstance(counts, RowCounts) else RowCounts(counts)
+
+
 def grouped_product(
     x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], library: str = "auto"
 ) -> torch.Tensor:
@@ -125,7 +157,7 @@ def grouped_product(
     Shapes: ``x: [n, in]``, ``weight: [groups, out, in]``, counts that sum to n ``-> [n, out]``.
     """
     if _is_one_launch(x, weight):
-        result: torch.Tensor = torch._grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts, x.device))
+        result: torch.Tensor = torch._grouped_mm(x, weight.transpose(1, 2), offs=row_counts(counts).ends(x.device))
         return result
     output = x.new_empty(len(x), weight.shape[1])
     start = 0
@@ -148,7 +180,7 @@ def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int],
     Shapes: ``grad: [n, out]``, ``x: [n, in]``, counts that sum to n ``-> [groups, out, in]``.
     """
     if _is_one_launch(grad, x):
-        result: torch.Tensor = torch._grouped_mm(grad.t(), x, offs=_ends(counts, x.device))
+        result: torch.Tensor = torch._grouped_mm(grad.t(), x, offs=row_counts(counts).ends(x.device))
         return result
     total = x.new_empty(len(counts), grad.shape[1], x.shape[1])
     for into, rows, of_group in zip(total, grad.split_with_sizes(list(counts)), x.split_with_sizes(list(counts))):
@@ -193,7 +225,3 @@ def _is_one_launch(left: torch.Tensor, right: torch.Tensor) -> bool:
     # Numbers of rows need not be: where these are summed over, they are not what lies together.
     is_aligned = all(size % _ALIGNMENT == 0 for size in (left.shape[1], *right.shape[1:]))
     return is_aligned and (capability is None or capability[0] in _MULTIPLIES_GROUPS)
-
-
-def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import Device, MemoryUse
 from megatron.core.errors import ConfigurationError
+from megatron.core.flight.communication import DeviceMark
 from megatron.core.host_memory.host_copies import HostCopies
 from megatron.core.host_memory.machine_memory import HostRoom
 from megatron.planning.gpu import Gpu
@@ -68,6 +69,10 @@ class PretendedDevice(Device):
             ConfigurationError: always.
         """
         raise ConfigurationError("--cuda-graph-impl local has no dry run: leave it out, its kernels are the same")
+
+    def marker(self) -> Callable[[], DeviceMark | None] | None:
+        """Return nothing: what is communicated is over at once."""
+        return None
 
     def memory_use(self) -> MemoryUse:
         """Return zeros: the memory of the step is in its record."""

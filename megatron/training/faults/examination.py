@@ -162,7 +162,7 @@ class Examination:
         self.prepare()
         with closing(self.open_source(begun.consumed_samples if consumed is None else consumed, shift)) as source:
             result = step.compute(source, begun, shift)
-        return self.first(read_agreement(sum_over_ranks(result, None, self.runtime), ()))
+        return self.first(read_agreement(sum_over_ranks(result, None, self.runtime), self.runtime, ()))
 
     def _ranks_that_keep_it(self, step: TrainingStep, begun: BegunStep, first: Observed) -> list[RankTrace]:
         """Return the ranks that compute another result than the ranks that hold the same part of other copies."""

@@ -128,14 +128,18 @@ def _tflops(value: float) -> str:
 
 
 def format_memory(rank: int, iteration: int, device: Device, with_device: bool = False) -> str:
-    """Return the memory figures of one rank in MiB; ``with_device`` adds those of all processes on its device."""
-    use = device.memory_use()
+    """Return the memory figures of one rank in MiB; ``with_device`` adds those of all processes on its device.
+
+    On a device they end with the machine's memory that is pinned for copies.
+    """
+    use, pinned = device.memory_use(), device.pinned_bytes()
     used = device.used_bytes() if with_device else None
+    of_machine = "" if pinned is None else f" | pinned: {pinned / 2**20:.2f}"
     of_device = "" if used is None else f" | total device memory used: {used / 2**20:.2f}"
     return (
         f"[Rank {rank}] (after {iteration} iterations) memory (MB) | allocated: {use.allocated:.2f} | "
         f"max allocated: {use.max_allocated:.2f} | reserved: {use.reserved:.1f} | max reserved: {use.max_reserved:.1f}"
-        f"{of_device}"
+        f"{of_machine}{of_device}"
     )
 
 

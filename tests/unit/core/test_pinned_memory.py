@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import weakref
 from collections import Counter
@@ -9,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron.core.host_memory.pinned_memory import PinnedMemory
+from megatron.core.host_memory.pinned_memory import PinnedMemory, pack, pack_again
 
 MIB, GIB = 2**20, 2**30
 
@@ -110,3 +111,34 @@ def test_what_is_very_large_has_a_block_of_its_own() -> None:
     kept = [memory.empty_like(like(size * MIB)) for size in (513, 160, 512, 90)]
     assert [tensor.nbytes for tensor in kept] == [513 * MIB, 160 * MIB, 512 * MIB, 90 * MIB]
     assert blocks.sizes == [513 * MIB, 512 * MIB, 512 * MIB]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_list_of_tensors_is_packed_into_powers_of_two_hardly_larger_than_they_are(seed: int) -> None:
+    """Never more than the one block that torch would round up, and for a rank's share of a checkpoint far less."""
+    draw = random.Random(seed)
+    largest = draw.choice([2**20, 100 * MIB, 900 * MIB])
+    sizes = [draw.randint(0, largest) if draw.random() < 0.5 else draw.randint(0, 4096) for _ in range(200)]
+    packing = pack(sizes)
+    assert all(block == rounded(block) for block in packing.blocks)
+    assert sum(packing.blocks) <= rounded(sum(-(-size // 256) * 256 for size in sizes))
+    assert sum(packing.blocks) <= 1.1 * sum(sizes) + 2 * MIB
+    by_block: dict[int, list[tuple[int, int]]] = {}
+    for (block, start), size in zip(packing.places, sizes):
+        if size:
+            assert start % 256 == 0
+            assert start + size <= packing.blocks[block]
+            by_block.setdefault(block, []).append((start, start + size))
+    for places in by_block.values():
+        ordered = sorted(places)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ordered))
+    fewer = pack_again(sizes[:100], packing.blocks)
+    assert fewer is not None
+    assert fewer.blocks == packing.blocks
+    assert pack_again([*sizes, sum(packing.blocks)], packing.blocks) is None
+
+
+def test_one_tensor_has_one_block_and_no_tensor_a_small_one() -> None:
+    assert pack([5 * GIB]).blocks == (8 * GIB,)
+    assert pack([5 * GIB, *[100 * MIB] * 30]).blocks == (8 * GIB,)
+    assert sum(pack([]).blocks) <= 256

@@ -24,7 +24,16 @@ EIGHT_BILLION = (*LLAMA_8B, *COMMON, "--global-batch-size", "32")
 SHORT = ("--num-layers", str(LAYERS), "--global-batch-size")
 HALVED = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 WHOLE = (DryRunCase("bf16", EIGHT_BILLION, 8), DryRunCase("fp8", (*EIGHT_BILLION, *FP8), 8, num_steps=2))
+EXPERTS = (
+    *("--num-layers", "1", "--hidden-size", "256", "--num-attention-heads", "4", "--ffn-hidden-size", "512"),
+    *("--seq-length", "128", "--max-position-embeddings", "128", "--micro-batch-size", "1", "--global-batch-size", "1"),
+    *("--num-experts", "6", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "256", "--disable-bias-linear"),
+    *("--bf16", "--fp8-format", "hybrid", "--vocab-size", "256", "--tokenizer-type", "NullTokenizer", "--mock-data"),
+    *("--lr", "1e-4", "--train-iters", "2", "--fp8-recipe"),
+)
 CASES = (
+    DryRunCase("experts blockwise", (*EXPERTS, "blockwise")),
+    DryRunCase("experts mxfp8", (*EXPERTS, "mxfp8"), gpu="b200"),
     DryRunCase("fp8", (*EIGHT_BILLION, *FP8, *SHORT, "16"), 8, num_steps=2),
     DryRunCase("bf16 halved", (*EIGHT_BILLION, *HALVED, *SHORT, "8"), 8, num_steps=2),
     DryRunCase("fp8 halved", (*EIGHT_BILLION, *HALVED, *FP8, "--fp8-param-gather", *SHORT, "8"), 8, num_steps=2),
@@ -74,6 +83,20 @@ def test_the_layers_products_are_scaled_ones_and_every_operand_is_cast_once(repo
     assert operations["float8_cast.cast_program"] == 4 * linear_layers
     # The output layer stays: forward, input gradient, weight gradient.
     assert sum(operations.get(name, 0) for name in ("mm", "addmm")) == 3 * MICROBATCHES
+
+
+@needs_compiler
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_experts_products_are_scaled_ones_whatever_their_number_of_rows(
+    reports: dict[str, dict[str, Any]], recipe: str
+) -> None:
+    """Six experts share 256 rows: 42 or 43 are no whole number of blocks, of 128 or of 32."""
+    operations = reports[f"experts {recipe}"]["by_operation"]
+    # Three products of each of two matrices of an expert, and of the attention's two; of each kind one is tried.
+    tried = operations["_scaled_mm"] + operations.get("_scaled_mm_v2", 0) - 3 * (2 * 6 + 2)
+    assert 0 <= tried <= 3
+    # The router and the output layer.
+    assert operations["mm"] == 3 + 3
 
 
 @needs_compiler

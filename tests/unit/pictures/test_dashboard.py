@@ -19,9 +19,10 @@ from megatron.core.flight.communication import Communication
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.timeline import write_timeline
+from megatron.pictures import run_folder
 from megatron.pictures.dashboard_server import DashboardServer, address
 from megatron.training.process.hang.diagnosis import Culprit, Diagnosis
-from megatron.training.process.hang.hang_report import HangReport
+from megatron.training.process.hang.hang_report import HangReport, read_hang_report
 from megatron.training.process.hang.processes import ProcessName
 from megatron.training.process.hang.rank_state import RankState
 from tests.unit.pictures.test_plot import titles, write_run
@@ -150,7 +151,7 @@ def test_each_checkpoint_has_its_health(server: DashboardServer) -> None:
     assert get(server, "body")[1].count(WHOLE) == 3
 
 
-def test_the_last_report_of_a_hang_is_told(server: DashboardServer) -> None:
+def test_the_last_report_of_a_hang_is_told(server: DashboardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     run = server.folder / "first"
     blocked = Communication("tp ranks 0,1", 7, "all_reduce", 64, (4, 4), "a/<b>.py:12", 30.0, None)
     process = ProcessName("node", "machine", 41, 5)
@@ -174,11 +175,18 @@ def test_the_last_report_of_a_hang_is_told(server: DashboardServer) -> None:
     assert f'<p class="sample">{escape(culprit)}</p>' in text
     assert text.count('<pre class="wide">') == 1
     assert text.count("A hang was reported") == 2
+    times_read: list[Path] = []
+    monkeypatch.setattr(
+        run_folder, "read_hang_report", lambda path: (times_read.append(path), read_hang_report(path))[1]
+    )
+    assert told == get(server, "body")[1].partition('<pre class="wide">')[2].partition("</pre>")[0].splitlines()
+    assert not times_read
     damaged = json.loads(written.read_text(encoding="utf-8"))
     damaged["culprits"][0]["rank"] = 9
     written.write_text(json.dumps(damaged), encoding="utf-8")
     text = get(server, "body")[1]
     assert f"{written.name} is damaged" in text
+    assert times_read == [written]
     assert '<table id="runs">' in text
 
 

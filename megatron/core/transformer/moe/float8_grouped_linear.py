@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.kernels.float8.quantised import WHOLE, Quantised
 from megatron.core.kernels.float8.scaled_product import scaled_product
-from megatron.core.kernels.matrix_product import grouped_gradient
+from megatron.core.kernels.matrix_product import RowCounts, grouped_gradient, row_counts
 from megatron.core.main_grad import main_grad_of
 
 _MULTIPLE = 16
-"""Of so many rows are what a device's fp8 products sum over; rows of zeros make up for what is missing."""
+"""Of so many rows are what a device's fp8 products sum over; rows of zeros make up for what is missing.
+
+Of scales for blocks along the rows a device's products take whole blocks alone.
+"""
 _Operands = list[tuple[Quantised, Quantised] | None]
 
 
@@ -27,7 +30,7 @@ class _Float8GroupedLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        counts: tuple[int, ...],
+        counts: RowCounts,
         adds_bias: bool,
         library: str,
         quantisers: Sequence[Float8Quantisers],
@@ -45,7 +48,7 @@ class _Float8GroupedLinear(torch.autograd.Function):
                 continue
             own = quantisers[number]
             quantised = own.weight(weight[number], transpose=False, records=records, scale=None)
-            plain, _ = own.matrix("input", _padded(rows), transpose=False, records=records)
+            plain, _ = own.matrix("input", _padded(rows, _MULTIPLE), transpose=False, records=records)
             into.copy_(scaled_product(plain, quantised, x.dtype, library=library)[: len(rows)])
             if bias is not None and adds_bias:
                 into += bias[number]
@@ -63,6 +66,7 @@ class _Float8GroupedLinear(torch.autograd.Function):
         in_fp8 = needs_weight_grad and quantisers[0].recipe.has_weight_gradients
         x_grad = grad.new_empty(len(grad), weight.shape[2]) if needs_x_grad else None
         operands: _Operands = []
+        multiple = max(_MULTIPLE, quantisers[0].recipe.blocks.columns) if in_fp8 and grad.is_cuda else _MULTIPLE
         start = 0
         for number, rows in enumerate(grad.split_with_sizes(counts)):
             end = start + len(rows)
@@ -70,12 +74,12 @@ class _Float8GroupedLinear(torch.autograd.Function):
                 operands.append(None)
                 continue
             own, (x_scale, weight_scale) = quantisers[number], ctx.scales[number]
-            plain, turned = own.matrix("grad", _padded(rows), transpose=in_fp8, records=ctx.records)
+            plain, turned = own.matrix("grad", _padded(rows, multiple), transpose=in_fp8, records=ctx.records)
             if x_grad is not None:
                 quantised = own.weight(weight[number], transpose=True, records=False, scale=weight_scale)
                 x_grad[start:end] = scaled_product(plain, quantised, grad.dtype, library=library)[: len(rows)]
             if turned is not None:
-                operands.append((turned, own.input_again(_padded(x[start:end]), x_scale, True, None)))
+                operands.append((turned, own.input_again(_padded(x[start:end], multiple), x_scale, True, None)))
             start = end
         weight_grad = None
         if in_fp8 and ctx.main_grad is not None:
@@ -110,13 +114,13 @@ def float8_grouped_linear(
 
     Shapes: as those of `grouped_linear`.
     """
-    arguments = (x, weight, bias, tuple(counts), adds_bias, library, quantisers, torch.is_grad_enabled())
+    arguments = (x, weight, bias, row_counts(counts), adds_bias, library, quantisers, torch.is_grad_enabled())
     result: torch.Tensor = _Float8GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
-def _padded(rows: torch.Tensor) -> torch.Tensor:
-    missing = -len(rows) % _MULTIPLE
+def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    missing = -len(rows) % multiple
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.kernels.matrix_product import grouped_gradient, grouped_product
+from megatron.core.kernels.matrix_product import RowCounts, grouped_gradient, grouped_product, row_counts
 from megatron.core.main_grad import Receiver, main_grad_of
 
 
@@ -18,7 +18,7 @@ class _GroupedLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        counts: tuple[int, ...],
+        counts: RowCounts,
         adds_bias: bool,
         library: str,
     ) -> torch.Tensor:
@@ -68,6 +68,6 @@ def grouped_linear(
     [n, out]``.
     """
     result: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, tuple(counts), adds_bias, library
+        x, weight, bias, row_counts(counts), adds_bias, library
     )
     return result

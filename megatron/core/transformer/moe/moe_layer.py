@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.kernels.matrix_product import RowCounts
 from megatron.core.layer_output import LayerOutput
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
@@ -118,13 +118,15 @@ class MoELayer(nn.Module):
         assert capacity is not None
         return partial(self._run_padded, self.groups.model.size * min(capacity, rows.num_rows))
 
-    def _run_padded(self, most: int, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        starts = [expert * most - first for expert, first in enumerate(accumulate(counts, initial=0))][:-1]
-        # Two short lists, for which a device is not waited for; a list of all places would be.
-        moved, times = torch.tensor([starts, counts]).to(rows.device, non_blocking=True)
+    def _run_padded(self, most: int, rows: torch.Tensor, counts: RowCounts) -> torch.Tensor:
+        times = counts.on_device
+        assert times is not None
+        # How far each expert's rows move, from where the rows before them end to where its own space begins.
+        moved = most * torch.arange(len(counts), device=rows.device) + times - times.cumsum(0)
         places = torch.arange(len(rows), device=rows.device) + moved.repeat_interleave(times, output_size=len(rows))
         padded = rows.new_zeros(most * len(counts), rows.shape[1]).index_copy(0, places, rows)
-        output: torch.Tensor = self.experts(padded, [most] * len(counts)).index_select(0, places)
+        filled = RowCounts([most] * len(counts), torch.full_like(times, most))
+        output: torch.Tensor = self.experts(padded, filled).index_select(0, places)
         return output
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.collectives import all_to_all_first_dim
+from megatron.core.kernels.matrix_product import RowCounts
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -21,7 +22,7 @@ from megatron.core.transformer.moe.exchange import all_to_all, combine, reorder,
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.router import Routing
 
-Experts = Callable[[torch.Tensor, list[int]], torch.Tensor]
+Experts = Callable[[torch.Tensor, RowCounts], torch.Tensor]
 """Return what experts make of rows in their order, given how many rows each of this rank's has."""
 Meanwhile = Callable[[], None]
 
@@ -58,8 +59,9 @@ class AllToAllDispatcher(TokenDispatcher):
         coming = all_to_all_first_dim(by_rank, group)
         # The one wait of a layer: how much memory what comes needs is for the host to know.
         going, arriving = torch.stack((by_rank, coming)).tolist()
+        group.ensure_not_given_up()
         sent, received = ([sum(of_rank) for of_rank in counts] for counts in (going, arriving))
-        of_experts = [sum(of_expert) for of_expert in zip(*arriving)]
+        of_experts = RowCounts((sum(of_expert) for of_expert in zip(*arriving)), coming.sum(0))
         choices, slots = ordered.kept(sum(sent))
         rows = take_rows(x, choices, slots)
         if group.size == 1:
@@ -88,7 +90,8 @@ class AllGatherDispatcher(TokenDispatcher):
         targets = gather_from_sequence_parallel_region(routing.indices, group) - self.groups.rank * self.num_local
         targets = targets.masked_fill((targets < 0) | (targets >= self.num_local), self.num_local)
         ordered = sort_choices(targets, self.num_local)
-        counts = ordered.counts.tolist()
+        counts = RowCounts(ordered.counts.tolist(), ordered.counts)
+        group.ensure_not_given_up()
         choices, slots = ordered.kept(sum(counts))
         rows = experts(take_rows(x, choices, slots), counts)
         return reduce_scatter_to_sequence_parallel_region(combine(rows, weights, choices, slots), group)

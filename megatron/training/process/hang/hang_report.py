@@ -71,7 +71,9 @@ class HangReport:
         rows = [("rank", "process", "idle", "phase", "waits in", "for")]
         for rank, state in sorted(self.states.items())[:_MOST_RANKS]:
             awaited = self.diagnosis.waits_for.get(rank, ())
-            waits_in = "" if state.blocked is None else describe_communication(state.blocked)
+            waits_in = "" if state.waits_in is None else describe_communication(state.waits_in)
+            if waits_in and state.blocked is None:
+                waits_in += " on its device"
             process = f"{self.processes.get(rank, '')} ({state.process.host}:{state.process.pid})"
             phase = "left" if state.left else f"{state.phase}, iteration {state.iteration + 1}"
             whom = f"rank {format_ranks(awaited)}" if awaited else "-"
@@ -136,16 +138,26 @@ class HangReport:
             doing = f"does not answer{f' at {place}' if place else ''}, last heard of in phase {state.phase},"
         else:
             doing = f"is {process}, last heard of in phase {state.phase},"
+        doing += _device_words(state)
         if answer.get("reading"):
             doing += f", reading samples {answer['reading']}"
-        if self.diagnosis.is_circle and state.blocked is not None:
+        if self.diagnosis.is_circle and state.waits_in is not None:
             awaited = format_ranks(self.diagnosis.waits_for.get(rank, ()))
-            return f"{who} waits in {describe_communication(state.blocked)} for rank {awaited}, which waits in another"
+            return f"{who} waits in {describe_communication(state.waits_in)} for rank {awaited}, which waits in another"
         if culprit.waits_in is None:
             return f"{who} {doing}"
         has = "is inside" if culprit.has_entered else "has not entered"
         waiting = f", where rank {format_ranks(culprit.waiting)} waits" if culprit.waiting else ""
         return f"{who} {doing} and {has} {describe_communication(culprit.waits_in)}{waiting}"
+
+
+def _device_words(state: RankState) -> str:
+    """Return what a device does that waits in no communication; "" for others."""
+    if state.on_device is None or state.waits_in is not None:
+        return ""
+    if state.on_device.ahead is None:
+        return ", with a device that has finished what it was given to communicate,"
+    return f", with a device that is at work before {describe_communication(state.on_device.ahead)},"
 
 
 def describe_communication(communication: Communication) -> str:

@@ -30,11 +30,33 @@ _WAITING_FILES = (
 
 
 @dataclasses.dataclass(frozen=True)
+class DeviceState:
+    """Hold how far a rank's device has come with the communications that the host has left to it.
+
+    ``blocked`` is the oldest that it has reached and not finished, and ``ahead`` the oldest that it has not reached.
+    ``entered`` counts those that it has reached, by channel.
+    """
+
+    blocked: Communication | None
+    ahead: Communication | None
+    entered: Mapping[str, int]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DeviceState:
+        """Read back what `dataclasses.asdict` makes of one."""
+        blocked, ahead = (
+            None if values[name] is None else Communication(**values[name]) for name in ("blocked", "ahead")
+        )
+        return cls(blocked, ahead, values["entered"])
+
+
+@dataclasses.dataclass(frozen=True)
 class RankState:
     """Hold where a rank stands; ``beat`` grows each time that it says so.
 
     ``idle_s`` is for how long nothing has got done, and ``allowance_s`` how long that may be in this phase.
-    ``entered`` counts the communications that it has begun, by channel. ``left`` says that it watches no more.
+    ``entered`` counts the communications that it has begun, by channel; where they are left to a device and nothing
+    gets done, ``on_device`` says how far that has come. ``left`` says that it watches no more.
     ``error_file`` is where the launcher reads why a process failed; empty where it does not. ``stack_file`` is
     where the process writes its stacks where it cannot answer.
     """
@@ -48,9 +70,20 @@ class RankState:
     allowance_s: float = 0.0
     entered: Mapping[str, int] = dataclasses.field(default_factory=dict)
     blocked: Communication | None = None
+    on_device: DeviceState | None = None
     left: bool = False
     error_file: str = ""
     stack_file: str = ""
+
+    @property
+    def waits_in(self) -> Communication | None:
+        """Return the communication that the process waits in, or else its device."""
+        return self.on_device.blocked if self.blocked is None and self.on_device is not None else self.blocked
+
+    def num_entered(self, channel: str, by_device: bool) -> int:
+        """Return how many communications of a channel it has begun, or with ``by_device`` its device, where it has one."""
+        counts = self.on_device.entered if by_device and self.on_device is not None else self.entered
+        return counts.get(channel, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return this as JSON-ready values."""
@@ -64,6 +97,8 @@ class RankState:
         known["process"] = ProcessName(**known["process"])
         if known.get("blocked") is not None:
             known["blocked"] = Communication(**known["blocked"])
+        if known.get("on_device") is not None:
+            known["on_device"] = DeviceState.from_dict(known["on_device"])
         return cls(**known)
 
 
@@ -71,6 +106,18 @@ def blocked_in(recorder: FlightRecorder) -> Communication | None:
     """Return the communication that this rank is in, or None where it is in none."""
     entry = recorder.blocked
     return None if entry is None else recorder.describe(entry)
+
+
+def device_state(recorder: FlightRecorder) -> DeviceState | None:
+    """Return how far this rank's device has come; None where the host waits for all, or the device has failed."""
+    try:
+        view = recorder.on_device()
+    except RuntimeError:  # The report has what it failed with, as the state of its queue.
+        return None
+    if view is None:
+        return None
+    blocked, ahead = (None if entry is None else recorder.describe(entry) for entry in (view.blocked, view.ahead))
+    return DeviceState(blocked, ahead, view.entered)
 
 
 def full_answer(recorder: FlightRecorder, device: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ class Surroundings:
 
     ``names`` are the processes of all ranks. ``folder`` is where reports are kept, ``error_file`` where the launcher
     reads why a process failed, ``stack_file`` where this one writes its stacks if it cannot answer. ``count_failure``
-    tells the run that it has failed, ``device`` describes the device, ``abort`` gives up what it communicates, and
-    ``leave`` ends the process with a status.
+    tells the run that it has failed, ``device`` describes the device, which ``attend`` makes that of a thread,
+    ``abort`` gives up what it communicates, and ``leave`` ends the process with a status.
     """
 
     rank: int
@@ -45,5 +45,6 @@ class Surroundings:
     stack_file: str = ""
     count_failure: Callable[[], object] = lambda: None
     device: Callable[[], Mapping[str, Any]] = dict
+    attend: Callable[[], None] = lambda: None
     abort: Callable[[], None] = lambda: None
     leave: Callable[[int], object] = os._exit

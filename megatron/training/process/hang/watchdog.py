@@ -23,7 +23,7 @@ from megatron.training.process.hang.hang_report import HangReport
 from megatron.training.process.hang.locked_stacks import ask_for_stacks
 from megatron.training.process.hang.patience import Patience
 from megatron.training.process.hang.processes import ProcessName, is_silent_for_good, kill, state_of
-from megatron.training.process.hang.rank_state import RankState, blocked_in, full_answer
+from megatron.training.process.hang.rank_state import RankState, blocked_in, device_state, full_answer
 from megatron.training.process.hang.surroundings import Store, Surroundings
 
 _ANSWER_S = 3.0
@@ -90,6 +90,7 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
+            self._around.attend()
             while not self._closing.wait(self._beat_s) and self._round():
                 pass
         except RuntimeError:  # the store is gone, and the run with it
@@ -117,17 +118,19 @@ class Watchdog:
 
     def _publish_state(self, left: bool = False) -> None:
         self._beat += 1
-        recorder = self._recorder
+        recorder, idle_s = self._recorder, self._patience.idle_s()
         state = RankState(
             rank=self._rank,
             process=self._around.names[self._rank],
             beat=self._beat,
             phase=recorder.phase,
             iteration=recorder.iteration,
-            idle_s=self._patience.idle_s(),
+            idle_s=idle_s,
             allowance_s=self._patience.allowance_s(),
             entered={name: channel.entered for name, channel in list(recorder.channels.items())},
             blocked=blocked_in(recorder),
+            # A device that gets on is not asked.
+            on_device=device_state(recorder) if idle_s > 2 * self._beat_s else None,
             left=left,
             error_file=self._around.error_file,
             stack_file=self._around.stack_file,
@@ -310,6 +313,7 @@ class Watchdog:
                 phase=self._recorder.phase,
                 iteration=self._recorder.iteration,
                 blocked=blocked,
+                on_device=device_state(self._recorder),
                 entered={name: channel.entered for name, channel in list(self._recorder.channels.items())},
             ),
         }

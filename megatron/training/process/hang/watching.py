@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,16 @@ def _open(
         stack_file=stack_file,
         count_failure=is_first_failure if leave_with == 1 else lambda: None,
         device=lambda: _describe(device),
-        abort=abort_communication,
+        attend=device.make_current,
+        abort=partial(_give_up, recorder),
         leave=lambda status: os._exit(leave_with),
     )
     return Watchdog(store, recorder, patience, surroundings, min(_LONGEST_BEAT_S, patience.silence_s / _BEATS))
+
+
+def _give_up(recorder: FlightRecorder) -> None:
+    recorder.give_up()
+    abort_communication()
 
 
 def _describe(device: Device) -> dict[str, Any]:

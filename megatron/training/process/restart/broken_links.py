@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megatron.core.flight.recorder import FlightRecorder, GivenUpError
 from megatron.training.process.restart.rendezvous import Generation
 
 _STORE_TIMEOUT = timedelta(minutes=5)
@@ -28,13 +29,28 @@ class GroupLinks:
     def __init__(self) -> None:
         self._before = _sockets()
         self._own: set[str] | None = None
+        self._flight: FlightRecorder | None = None
 
-    def are_made(self) -> None:
-        """Note that all groups exist: sockets that are opened from now on belong to others."""
+    def are_made(self, flight: FlightRecorder) -> None:
+        """Note that all groups exist: sockets that are opened from now on belong to others.
+
+        ``flight`` is told before the groups are shut down.
+        """
         self._own = set(_sockets()) - set(self._before)
+        self._flight = flight
+
+    @property
+    def are_given_up(self) -> bool:
+        """Return whether groups that were made have been shut down, or are about to be."""
+        return self._flight is not None and self._flight.is_given_up
 
     def shut_down(self) -> None:
-        """End every wait on the groups, in whichever thread, with an error."""
+        """End every wait on the groups, in whichever thread: with an error, or on NCCL with numbers that say nothing.
+
+        Who reads those asks `FlightRecorder.ensure_not_given_up` afterwards.
+        """
+        if self._flight is not None:
+            self._flight.give_up()
         for name, descriptor in _sockets().items():
             if name not in self._before if self._own is None else name in self._own:
                 _shut_down(descriptor)
@@ -55,7 +71,7 @@ def leave_groups() -> None:
 
 def is_broken_communication(error: BaseException) -> bool:
     """Return whether an error says that another rank could not be reached, or was waited for in vain."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistError | GivenUpError):
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(name in text for name in ("gloo", "NCCL", "Connection closed"))

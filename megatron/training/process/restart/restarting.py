@@ -99,7 +99,7 @@ def train_with_restarts(
             watch.close()
             return status
         except Exception as error:  # noqa: BLE001 whatever it is, this generation is over
-            is_lost_peer = is_broken_communication(error) or rendezvous.is_over(generation)
+            is_lost_peer = links.are_given_up or is_broken_communication(error) or rendezvous.is_over(generation)
             if not is_lost_peer:
                 traceback.print_exc()
                 return REPLACE

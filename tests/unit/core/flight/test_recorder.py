@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.flight.communication import format_ranks, parse_ranks
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight.recorder import FlightRecorder, GivenUpError
 from megatron.core.parallel_state import record_flight
 from megatron.core.process_group import Group
 
@@ -133,3 +133,111 @@ def test_every_collective_is_recorded() -> None:
     ]
     assert len(functions) == 12
     assert [f.__name__ for f in functions if "group.begin(" not in inspect.getsource(f)] == []
+
+
+@dataclass
+class Mark:
+    """Stand for an event of a device: past it once the device has come so far."""
+
+    place: int
+    device: PretendedDevice
+
+    def query(self) -> bool:
+        if self.device.failure:
+            raise RuntimeError(self.device.failure)
+        return self.device.reached >= self.place
+
+
+@dataclass
+class PretendedDevice:
+    """Stand for a device that works through what it is given: kernels and marks, as far as ``reached``."""
+
+    given: int = 0
+    reached: int = 0
+    failure: str = ""
+
+    def mark(self) -> Mark:
+        self.given += 1
+        return Mark(self.given, self)
+
+
+class BesideWork(Work):
+    """Stand for a communication beside, which a device has done when ``device`` says so."""
+
+    is_over = False
+
+    def is_completed(self) -> bool:
+        return self.is_over
+
+
+def names_on(recorder: FlightRecorder) -> tuple[str | None, str | None, dict[str, int]]:
+    view = recorder.on_device()
+    assert view is not None
+    said = (None if entry is None else recorder.describe(entry) for entry in (view.blocked, view.ahead))
+    blocked, ahead = (None if each is None else f"{each.operation} #{each.sequence} of {each.channel}" for each in said)
+    return blocked, ahead, dict(view.entered)
+
+
+def test_a_host_that_waits_for_all_has_nothing_to_ask_a_device() -> None:
+    recorder, group = recorded_group()
+    group.end(start(group, "all_reduce"))
+    assert recorder.on_device() is None
+
+
+def test_the_oldest_communication_that_a_device_has_not_finished_is_known() -> None:
+    device = PretendedDevice()
+    recorder = FlightRecorder(mark=device.mark)
+    tp, dp = (record_flight(Group((name,), (0, 1), 0), recorder) for name in ("tp", "dp"))
+    for group, operation in ((tp, "all_reduce"), (dp, "all_gather"), (tp, "reduce_scatter")):
+        group.end(start(group, operation))
+    assert recorder.blocked is None
+    # Two marks each: before and behind.
+    assert names_on(recorder) == (None, "all_reduce #1 of tp[0,1]", {"tp[0,1]": 0, "dp[0,1]": 0})
+    device.reached = 1
+    assert names_on(recorder) == (
+        "all_reduce #1 of tp[0,1]",
+        "all_gather #1 of dp[0,1]",
+        {"tp[0,1]": 1, "dp[0,1]": 0},
+    )
+    device.reached = 3
+    assert names_on(recorder)[0] == "all_gather #1 of dp[0,1]"
+    device.reached = 4
+    assert names_on(recorder) == (None, "reduce_scatter #2 of tp[0,1]", {"tp[0,1]": 1, "dp[0,1]": 1})
+    device.reached = 6
+    assert names_on(recorder) == (None, None, {"tp[0,1]": 2, "dp[0,1]": 1})
+    device.failure = "CUDA error: an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        recorder.on_device()
+
+
+def test_a_communication_beside_is_asked_for_itself_until_it_is_waited_for() -> None:
+    device = PretendedDevice(reached=1)
+    recorder = FlightRecorder(mark=device.mark)
+    group = record_flight(Group(("dp",), (0, 1), 0), recorder)
+    work = BesideWork(recorder)
+    pending = group.end(start(group, "reduce_scatter"), work)
+    assert pending is not None
+    assert names_on(recorder)[0] == "reduce_scatter #1 of dp[0,1]"
+    work.is_over = True
+    assert names_on(recorder)[0] is None
+    work.is_over = False
+    pending.wait()
+    assert names_on(recorder)[0] == "reduce_scatter #1 of dp[0,1]"
+    device.reached = 2
+    assert names_on(recorder)[0] is None
+
+
+def test_what_is_recorded_as_a_graph_is_given_to_no_device() -> None:
+    recorder = FlightRecorder(mark=lambda: None)
+    group = record_flight(Group(("tp",), (0, 1), 0), recorder)
+    group.end(start(group, "all_reduce"))
+    assert names_on(recorder) == (None, None, {"tp[0,1]": 1})
+
+
+def test_numbers_that_were_given_up_are_refused() -> None:
+    recorder, group = recorded_group()
+    group.ensure_not_given_up()
+    recorder.give_up()
+    with pytest.raises(GivenUpError, match="what was read is no result"):
+        group.ensure_not_given_up()
+    Group(("tp",), (0,), 0).ensure_not_given_up()

@@ -92,5 +92,8 @@ def test_the_memory_line_has_what_all_processes_use_where_that_is_known(monkeypa
     monkeypatch.setattr(Device, "used_bytes", lambda self: 3 * 2**19)
     line = format_memory(3, 20, device, with_device=True)
     assert re.fullmatch(rf"{plain} \| total device memory used: 1\.50", line)
+    monkeypatch.setattr(Device, "pinned_bytes", lambda self: 5 * 2**18)
+    assert format_memory(3, 20, device, with_device=True).endswith(" | pinned: 1.25 | total device memory used: 1.50")
+    monkeypatch.setattr(Device, "pinned_bytes", lambda self: None)
     monkeypatch.setattr(Device, "used_bytes", lambda self: None)
     assert re.fullmatch(plain, format_memory(3, 20, device, with_device=True))

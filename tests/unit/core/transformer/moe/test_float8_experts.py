@@ -14,6 +14,7 @@ from megatron.core.fp8.float8_state import Float8State
 from megatron.core.main_grad import MainGrad, attach_main_grad
 from megatron.core.models.float8_layers import compute_in_float8
 from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.moe import float8_grouped_linear as float8_grouped_linear_module
 from megatron.core.transformer.moe.float8_grouped_linear import float8_grouped_linear
 from megatron.core.transformer.moe.grouped_linear import grouped_linear
 from tests.harness.toy_model import load_global_weights, make_batch, make_model
@@ -101,6 +102,26 @@ def test_products_are_those_of_each_experts_quantised_operands(recipe: str) -> N
         assert_near(main_grad.tensor[number], back_turned @ left_turned.t(), rounded=False)
         assert_near(bias.grad[number], of_output.double().sum(dim=0))
         start += count
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_whole_blocks_of_rows_change_no_number_but_the_order_of_sums(
+    monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """A device's products take whole blocks: there, rows of zeros fill them."""
+    gradients = []
+    for multiple in (16, 128):
+        monkeypatch.setattr(float8_grouped_linear_module, "_MULTIPLE", multiple)
+        x, weight, _, grad = operands()
+        main_grad = MainGrad(torch.empty(len(COUNTS), OUTER, INNER))
+        attach_main_grad(weight, main_grad)
+        quantisers = quantisers_of(recipe)
+        output = float8_grouped_linear(x, weight, None, COUNTS, quantisers, adds_bias=True, library="auto")
+        output.backward(grad)
+        assert x.grad is not None
+        gradients.append((output.detach(), x.grad, main_grad.tensor))
+    for few, many in zip(*gradients):
+        assert_near(many, few.double(), rounded=few.dtype is torch.bfloat16)
 
 
 def test_each_experts_amaxes_are_noted_beside_none_of_one_without_tokens() -> None:

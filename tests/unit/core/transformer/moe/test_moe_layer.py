@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.kernels import matrix_product
 from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
+from megatron.core.kernels.matrix_product import RowCounts
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
@@ -100,6 +103,38 @@ def test_padding_to_capacity_changes_no_number() -> None:
         make_layer(moe_pad_expert_input_to_capacity=pads, **capacity)[1](x).hidden for pads in (False, True)
     )
     torch.testing.assert_close(plain, padded, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(("dispatcher", "pads"), [("alltoall", False), ("alltoall", True), ("allgather", False)])
+def test_products_in_one_launch_are_told_once_where_groups_end(
+    monkeypatch: pytest.MonkeyPatch, dispatcher: str, pads: bool
+) -> None:
+    """Six products of a layer, both passes together: their groups' ends are made once, of numbers on the device."""
+    shape = {"moe_ffn_hidden_size": 16, "hidden_size": 32, "num_attention_heads": 4, "kv_channels": 8}
+    padded = {"moe_expert_capacity_factor": 0.6, "moe_pad_expert_input_to_capacity": True} if pads else {}
+    settings = {**shape, **padded, "params_dtype": "bfloat16", "bf16": True, "add_bias_linear": False}
+    _, layer = make_layer(moe_token_dispatcher_type=dispatcher, **settings)
+    x = torch.randn(7, 3, 32, generator=torch.Generator().manual_seed(5)).bfloat16().requires_grad_()
+    inputs = [x, *layer.experts.parameters()]
+    told: list[tuple[RowCounts, torch.Tensor]] = []
+    ends = RowCounts.ends
+
+    def ends_told(counts: RowCounts, device: torch.device) -> torch.Tensor:
+        assert counts.on_device is not None
+        told.append((counts, ends(counts, device)))
+        return told[-1][1]
+
+    monkeypatch.setattr(RowCounts, "ends", ends_told)
+    results = []
+    for is_one_launch in (False, True):
+        monkeypatch.setattr(matrix_product, "_is_one_launch", lambda *operands, answer=is_one_launch: answer)
+        output = layer(x).hidden
+        results.append((output, *torch.autograd.grad(output.float().square().sum(), inputs)))
+    assert len(told) == 6
+    assert all(made is told[0][1] for _, made in told)
+    assert told[0][1].tolist() == list(accumulate(told[0][0]))
+    for looped, launched in zip(*results):
+        torch.testing.assert_close(launched, looped, rtol=2**-6, atol=2**-6 * float(looped.detach().abs().max()))
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:

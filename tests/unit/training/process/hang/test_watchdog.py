@@ -20,6 +20,7 @@ from megatron.training.process.hang.hang_report import HangReportError, read_han
 from megatron.training.process.hang.patience import Patience
 from megatron.training.process.hang.processes import kill, state_of, this_process
 from megatron.training.process.hang.watchdog import Surroundings, Watchdog
+from tests.unit.core.flight.test_recorder import PretendedDevice
 
 SECONDS = 0.6
 BEAT_S = 0.05
@@ -101,6 +102,33 @@ def test_who_has_not_entered_is_named_and_all_end(ranks: Ranks, capsys) -> None:
     assert last.endswith(", where rank 0 waits")
     told = json.loads((ranks.folder / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
     assert told == last
+
+
+def test_a_device_that_does_not_come_to_a_communication_is_named_where_hosts_wait_for_none(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on NCCL: both hosts have begun all and read a number; one device is in a kernel that does not end."""
+    for recorder, reached in zip(ranks.recorders, (5, 4)):
+        device = PretendedDevice(reached=reached)
+        recorder.mark = device.mark
+        channel = recorder.channel("tp", (0, 1))
+        for _ in range(4):
+            channel.end(channel.begin("all_reduce", None, 96))
+    assert ranks.ended.wait(SOON_S)
+    said = capsys.readouterr().err.splitlines()
+    (waiting,) = [line for line in said if line.startswith("0 ") and "all_reduce #3 of tp[0,1], 96 bytes" in line]
+    assert " on its device " in waiting
+    assert waiting.endswith("rank 1")
+    last = said[-1]
+    assert last.startswith(f"HANG: rank 1 on {this_process().host} (pid {os.getpid()}) is in phase forward at ")
+    assert ", with a device that is at work before all_reduce #3 of tp[0,1], 96 bytes (" in last
+    assert ", and has not entered all_reduce #3 of tp[0,1], 96 bytes (" in last
+    assert last.endswith(", where rank 0 waits")
+    (path,) = ranks.folder.glob("hang-*.json")
+    report = read_hang_report(path)
+    assert report.culprit_lines() == [last.removeprefix("HANG: ")]
+    assert report.states[0].on_device is not None
+    assert dict(report.states[0].on_device.entered) == {"tp[0,1]": 3}
 
 
 def test_the_report_is_kept_and_read_back(ranks: Ranks, capsys) -> None:

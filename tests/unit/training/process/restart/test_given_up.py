@@ -1,0 +1,66 @@
+"""Numbers that an abort of communication has left decide nothing: not a step, not a restart, not an exit status."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.errors import ConfigurationError, MegatronError, TrainingError
+from megatron.core.flight.recorder import FlightRecorder, GivenUpError
+from megatron.training import pretrain
+from megatron.training.agreement import agree_to_exit
+from megatron.training.config.arguments import resolve_arguments
+from megatron.training.process.hang import watching
+from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime
+from megatron.training.process.restart import broken_links
+from megatron.training.process.restart.broken_links import GroupLinks, is_broken_communication
+from megatron.training.process.restart.restarting import Membership
+from tests.unit.training.config.command_lines import MINIMAL
+
+
+def test_sums_that_were_given_up_while_they_were_read_are_no_agreement() -> None:
+    runtime = initialize_runtime(resolve_arguments([*MINIMAL], 1).config, LaunchEnvironment())
+    assert not agree_to_exit(None, runtime).signal_received
+    runtime.flight.give_up()
+    with pytest.raises(GivenUpError) as raised:
+        agree_to_exit(None, runtime)
+    assert is_broken_communication(raised.value)
+
+
+@pytest.mark.parametrize("is_hang", [False, True])
+def test_a_rank_knows_that_it_gives_up_before_communicators_are_aborted(
+    monkeypatch: pytest.MonkeyPatch, is_hang: bool
+) -> None:
+    flight, known = FlightRecorder(), []
+    monkeypatch.setattr(broken_links, "abort_communicators", lambda: known.append(flight.is_given_up))
+    monkeypatch.setattr(watching, "abort_communication", lambda: known.append(flight.is_given_up))
+    links = GroupLinks()
+    links.are_made(flight)
+    assert not links.are_given_up
+    if is_hang:
+        watching._give_up(flight)
+    else:
+        links.shut_down()
+    assert known == [True]
+    assert links.are_given_up
+
+
+@pytest.mark.parametrize("error", [TrainingError("not finite"), ConfigurationError("wrong")])
+def test_an_error_that_was_read_from_what_was_given_up_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, error: MegatronError
+) -> None:
+    def fail(config: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pretrain, "check_packages", fail)
+    flight, links = FlightRecorder(), GroupLinks()
+    links.are_made(flight)
+    member = Membership(None, None, links, None)  # type: ignore[arg-type]
+
+    def attempt() -> int:
+        nothing = (None,) * 4
+        return pretrain._pretrain_once(None, LaunchEnvironment(), *nothing, 0.0, member)  # type: ignore[arg-type]
+
+    assert attempt() == (2 if isinstance(error, ConfigurationError) else 1)
+    flight.give_up()
+    with pytest.raises(type(error)):
+        attempt()
