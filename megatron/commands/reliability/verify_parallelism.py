@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
     """Record and replay the cells, and print one line each, with a line more for each rule that is broken."""
     import pretrain_gpt
-    from megatron.core.errors import ConfigurationError
+    from megatron.core.errors import ConfigurationError, TrainingError
     from megatron.verification.collective_recorder import record_cell
     from megatron.verification.communication_replay import communication_problems
 
@@ -124,6 +124,8 @@ def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
             logs = record_cell(cell, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
         except ConfigurationError as error:
             outcome, reasons = "refused", list(error.problems)
+        except TrainingError as error:
+            outcome, reasons = "failed", str(error).splitlines()
         else:
             reasons = communication_problems(logs)
             outcome = "failed" if reasons else "passed"

@@ -14,7 +14,7 @@ import pretrain_gpt
 from megatron.commands.reliability import verify_parallelism
 from megatron.core import collectives
 from megatron.core.device import Device
-from megatron.core.errors import ConfigurationError
+from megatron.core.errors import ConfigurationError, TrainingError
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.request import GenerationRequest
 from megatron.core.inference.sampling_config import SamplingConfig
@@ -23,6 +23,7 @@ from megatron.core.parallel_state import Communicators, create_parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks
 from megatron.interop.inference_model import inference_stage
+from megatron.verification import collective_recorder
 from megatron.verification.cells import PP_OVERLAP, TP_OVERLAP, Cell, Layout, make_cell
 from megatron.verification.collective_recorder import CollectiveRecorder, record_cell, record_run, stand_in
 from megatron.verification.communication_replay import (
@@ -321,6 +322,23 @@ def test_the_command_replays_cells_and_refuses_what_cannot_be(
     monkeypatch.setattr(PipelineLinks, "post_receives_ahead", property(lambda links: True))
     assert verify_parallelism.main(["--communication"]) == 1
     assert INDEPENDENT in capsys.readouterr().out
+
+
+def test_a_cell_that_cannot_be_recorded_does_not_end_the_replay_of_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise TrainingError("no parameter was changed\na gradient is not finite")
+
+    cells = [make_cell("gpt2", Layout(dp=2)), make_cell("gpt2", Layout(tp=2))]
+    monkeypatch.setattr(verify_parallelism, "choose_cells", lambda arguments: cells)
+    monkeypatch.setattr(collective_recorder, "record_cell", fail)
+    assert verify_parallelism.main(["--communication"]) == 1
+    reasons = ["        no parameter was changed", "        a gradient is not finite"]
+    assert capsys.readouterr().out.splitlines() == [
+        *(line for cell in cells for line in (f"failed  {cell.name}", *reasons)),
+        "0 passed, 2 failed, 0 refused at parse time",
+    ]
 
 
 def record_generation(rank: int, tp: int, pp: int) -> list[Operation]:
