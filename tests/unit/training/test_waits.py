@@ -30,8 +30,9 @@ from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.timers import Timers
 from megatron.training.config.arguments import parse_arguments
 from megatron.training.config.run_config import RunConfig
+from megatron.training.evaluation import evaluate
 from megatron.training.faults.fault_guard import FaultGuard
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import TrainingParts, build_training_parts
 from megatron.training.process.initialize import Runtime
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import TrainingStep
@@ -42,6 +43,7 @@ FLAGS = (
     f"--seq-length {LENGTH} --max-position-embeddings {LENGTH} --micro-batch-size {BATCH} "
     f"--global-batch-size {BATCH * NUM_MICROBATCHES} --tokenizer-type NullTokenizer --vocab-size 52"
 )
+LION = " --optimizer lion"
 WATCHED = " --spike-policy stop --check-for-large-grads"
 LLAMA = (
     " --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention \
@@ -118,8 +120,7 @@ def _kernels_take_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InnerOptimizer, "__init__", init)
 
 
-def steps(flags: str) -> Iterator[Crossings]:
-    """Yield what crosses between host and device in the first step, the second, …"""
+def build(flags: str) -> tuple[RunConfig, Runtime, TrainingParts]:
     config = parse_arguments(flags.split())
     is_rotary = config.model.position_embedding_type == "rope"
     model = dataclasses.replace(config.model, vocab_size=52, scale_embeddings=is_rotary)
@@ -127,7 +128,12 @@ def steps(flags: str) -> Iterator[Crossings]:
     device = MetaDevice("cpu")
     state = create_parallel_state()
     runtime = Runtime(device, state, RngStreams(device, 1, state.place))
-    parts = build_training_parts(config, runtime, provide, lambda line: None)
+    return config, runtime, build_training_parts(config, runtime, provide, lambda line: None)
+
+
+def steps(flags: str) -> Iterator[Crossings]:
+    """Yield what crosses between host and device in the first step, the second, …"""
+    config, runtime, parts = build(flags)
     forward_step = pretrain_gpt.forward_step
     # It is never asked for data or checkpoints: nothing goes wrong.
     guard = FaultGuard(config, runtime, parts, forward_step, None, LeftOutSamples(), None, print)  # type: ignore[arg-type]
@@ -140,10 +146,20 @@ def steps(flags: str) -> Iterator[Crossings]:
 
 
 @pytest.mark.usefixtures("_kernels_take_meta")
-@pytest.mark.parametrize("flags", ["", " --fp16 --log-num-zeros-in-grad", LLAMA, LLAMA + " --bf16", WATCHED])
+@pytest.mark.parametrize("flags", ["", " --fp16 --log-num-zeros-in-grad", LLAMA, LLAMA + " --bf16", WATCHED, LION])
 def test_a_step_waits_once_and_copies_nothing(flags: str) -> None:
     run = steps(FLAGS + flags)
     next(run)
     crossings = next(run)
     assert crossings.to_host == ["_to_copy"]
     assert crossings.to_device == []
+
+
+@pytest.mark.usefixtures("_kernels_take_meta")
+def test_an_evaluation_waits_once_for_all_its_micro_batches() -> None:
+    config, runtime, parts = build(FLAGS + LLAMA)
+    with Crossings() as crossings:
+        evaluate(config, runtime, parts, pretrain_gpt.forward_step, Source(), num_microbatches=3)
+    assert crossings.to_host == ["_to_copy"]
+    # The rotary frequencies: this run has made no step.
+    assert crossings.to_device == ["_to_copy"]
