@@ -286,6 +286,23 @@ def test_a_window_that_no_layer_has_says_so(pattern: str) -> None:
     assert resolve_arguments([*MINIMAL, *words], 1).notes == ()
 
 
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        ("--kv-channels 16", "--kv-channels 16"),
+        ("--rope-type rope --rotary-scaling-factor 4", "--rotary-scaling-factor 4.0"),
+        ("--rope-type rope --rotary-scaling-factor 4 --mscale-all-dim 1", None),
+        ("--mscale-all-dim 1", "--mscale-all-dim 1.0"),
+        ("--beta-fast 3", "--beta-fast 3.0"),
+        ("--rotary-scaling-factor 4 --beta-fast 3 --mscale-all-dim 1", None),
+    ],
+)
+def test_what_counts_for_nothing_beside_latent_attention_is_said(given: str, idle: str | None) -> None:
+    latent = ["--multi-latent-attention", "--position-embedding-type", "rope", *given.split()]
+    notes = [note for note in resolve_arguments([*MINIMAL, *latent], 1).notes if "no effect with" in note]
+    assert [note.partition(" has no effect")[0] for note in notes] == ([] if idle is None else [idle])
+
+
 def test_flags_of_another_kind_of_positions_say_that_they_have_no_effect() -> None:
     words = ["--rotary-base", "7", "--window-size", "4,0", "--rotary-base-local", "5", "--rope-scaling-factor", "2"]
     local = "--rotary-base-local 5 has no effect without --position-embedding-type rope"

@@ -44,7 +44,9 @@ class DeepseekV3Family(RotaryDecoderFamily):
         settings.require("norm_topk_prob", is_divided, True, reason)
         layers, dense = settings.integer("num_hidden_layers"), _count(settings, "first_k_dense_replace", 3)
         if dense >= layers:
-            settings.refuse(f"first_k_dense_replace is {dense}: none of {layers} layers has experts; up to {layers - 1} works")
+            settings.refuse(
+                f"first_k_dense_replace is {dense}: none of {layers} layers has experts; up to {layers - 1} works"
+            )
         query_rank = settings.values.get("q_lora_rank", 1536)
         return {
             **fields,
