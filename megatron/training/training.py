@@ -118,8 +118,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
                 if _is_due(config.logging.log_interval, state.iteration):
                     stragglers = run.stragglers.report(state.iteration)
                     report = replace(report, stragglers=stragglers.figures())
-            # Numbers that were read since the ranks agreed are logged from here on.
-            run.runtime.flight.ensure_not_given_up()
+            run.runtime.flight.ensure_not_given_up()  # What was read since the ranks agreed is logged from here on.
             run.checkpoints.poll()
             run.checkpoints.note_step(state.iteration, not report.is_skipped)
             if run.guard is not None and not report.is_skipped:
@@ -178,7 +177,6 @@ def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSe
             begin = _drawn(begin, run.live, count)
         with run.timers("evaluate", log_level=0), chosen.open_source() as source:
             losses = evaluate_weights(run.config, run.runtime, run.parts, run.forward_step, source, count, begin)
-        run.runtime.flight.ensure_not_given_up()
         _report_time(run, "evaluate")
         run.train_state.consumed_valid_samples += chosen.num_advanced
         for suffix, which, lm_loss in losses:

@@ -81,7 +81,7 @@ class RankState:
         return self.on_device.blocked if self.blocked is None and self.on_device is not None else self.blocked
 
     def num_entered(self, channel: str, by_device: bool) -> int:
-        """Return how many communications of a channel it has begun, or with ``by_device`` its device, where it has one."""
+        """Return how many communications of a channel it has begun, or with ``by_device`` its device (if any)."""
         counts = self.on_device.entered if by_device and self.on_device is not None else self.entered
         return counts.get(channel, 0)
 
