@@ -159,15 +159,9 @@ def record_run(
 
 
 def record_cell(
-    cell: Cell,
-    model_provider: ModelProvider,
-    forward_step: ForwardStep,
-    dtype: str = "bfloat16",
-    num_steps: int = 2,
+    cell: Cell, model_provider: ModelProvider, forward_step: ForwardStep, dtype: str = "bfloat16"
 ) -> list[list[Operation]]:
     """Return what each rank of a cell asks of torch.distributed in a short run.
-
-    Of two steps the second has what the first leaves to it: updated parameters that are gathered while a pass runs.
 
     Raises:
         ConfigurationError: the configuration is refused.
@@ -175,8 +169,7 @@ def record_cell(
     config = resolve_cell(cell.flags, cell.world_size, dtype)
     # A norm of zeros multiplies gradients by the root of 1/epsilon, and through many layers they would overflow.
     config = replace(config, model=replace(config.model, norm_epsilon=1.0))
-    parts = (model_provider, forward_step, cell.data, num_steps)
-    return [record_run(config, rank, *parts) for rank in range(cell.world_size)]
+    return [record_run(config, rank, model_provider, forward_step, cell.data) for rank in range(cell.world_size)]
 
 
 def _check(runtime: Runtime, parts: TrainingParts, timers: Timers) -> None:
