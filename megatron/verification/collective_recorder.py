@@ -267,8 +267,16 @@ class _ZeroedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.overloadpacket is torch.ops.c10d.alltoall_base_ and not args[1].numel():
+            args = _with_a_row(args)
         result = func(*args, **(kwargs or {}))
         return result.zero_() if func.overloadpacket in _ALLOCATIONS else result
+
+
+def _with_a_row(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an exchange with one row to send: the fake backend repeats what is sent, and wants some."""
+    output, sent, group, output_sizes, input_sizes, *rest = args
+    return output, sent.new_zeros(1, *sent.shape[1:]), group, output_sizes, [1, *input_sizes[1:]], *rest
 
 
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
