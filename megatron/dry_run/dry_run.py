@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core.datasets.history.left_out import LeftOutSamples
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.kernels import attention_choice
 from megatron.core.models.model import Model
@@ -124,9 +124,10 @@ def dry_run(
         parts = build_training_parts(config, runtime, _without_values(model_provider), log=lambda line: None)
         _name_memory(recorder, config, parts)
         start_peak_bytes = recorder.record.peak_bytes
-        guard = _guard(config, runtime, parts, forward_step)
+        open_source = partial(_source, config, runtime)
+        guard = FaultGuard.without_run(config, runtime, parts, forward_step, open_source)
         step = TrainingStep(config, runtime, parts, forward_step, _PhaseTimers(recorder), guard=guard)
-        source = _source(config, runtime)
+        source = open_source()
         batch_size, train_state = config.training.global_batch_size, TrainState()
         with closing(source):
             for _ in range(num_steps):
@@ -153,17 +154,6 @@ def dry_run(
 def _source(config: RunConfig, runtime: Runtime) -> BatchSource:
     """Return a source of batches of empty samples."""
     return BatchSource(_EmptySamples(config), config, runtime, config.model.vocab_size, 0)
-
-
-def _guard(config: RunConfig, runtime: Runtime, parts: TrainingParts, forward_step: ForwardStep) -> FaultGuard:
-    """Return what watches the steps of a run, for which there is no checkpoint to go back to."""
-    return FaultGuard(
-        *(config, runtime, parts, forward_step),
-        open_source=lambda consumed_samples, shift: _source(config, runtime),
-        left_out=LeftOutSamples(),
-        newest_known=lambda: None,
-        log=lambda line: None,
-    )
 
 
 def _without_values(model_provider: ModelProvider) -> ModelProvider:

@@ -380,6 +380,9 @@ def _add_scalars(total: TrafficSum, here: _Rank) -> None:
         total.add("all_reduce", WORLD, 8 * layers * ((config.model.num_experts or 0) + 1))
     num_losses = len(auxiliary_losses(config.model)) + bool(config.model.z_loss_coeff) + num_further
     total.add("all_reduce", WORLD, 32 + 16 * num_losses)
+    if config.faults.watches:
+        # Whether every rank accepts the step.
+        total.add("all_reduce", WORLD, 8)
     if config.model.fp8_recipe == "delayed" and config.model.fp8_format is not None:
         # The amax of each operand of each linear layer, and of each expert's two.
         places = config.model.float8_places

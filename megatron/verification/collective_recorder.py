@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from megatron.core.timers import Timers
 from megatron.planning.traffic.volume import Traffic, Volume
 from megatron.training.config.run_config import RunConfig
 from megatron.training.evaluation import evaluate
+from megatron.training.faults.fault_guard import FaultGuard
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
 from megatron.training.process.initialize import Runtime, make_runtime
 from megatron.training.train_state import TrainState
@@ -120,7 +122,8 @@ def record_step(
     with stand_in(rank, config.world_size):
         runtime = make_runtime(config, Device("cpu"), observer=recorder)
         parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
-        step = TrainingStep(config, runtime, parts, forward_step, Timers())
+        guard = _guard(config, runtime, parts, forward_step, data)
+        step = TrainingStep(config, runtime, parts, forward_step, Timers(), guard=guard)
         recorder.calls.clear()
         with closing(make_source(config, runtime, data)) as source:
             step.run(TrainState(), source, config.training.global_batch_size, None)
@@ -147,7 +150,8 @@ def record_run(
         runtime = make_runtime(config, Device("cpu"), observer=recorder)
         parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
         timers = Timers()
-        step = TrainingStep(config, runtime, parts, forward_step, timers)
+        guard = _guard(config, runtime, parts, forward_step, data)
+        step = TrainingStep(config, runtime, parts, forward_step, timers, guard=guard)
         train_state = TrainState()
         with closing(make_source(config, runtime, data)) as source:
             for _ in range(num_steps):
@@ -170,6 +174,13 @@ def record_cell(
     # A norm of zeros multiplies gradients by the root of 1/epsilon, and through many layers they would overflow.
     config = replace(config, model=replace(config.model, norm_epsilon=1.0))
     return [record_run(config, rank, model_provider, forward_step, cell.data) for rank in range(cell.world_size)]
+
+
+def _guard(
+    config: RunConfig, runtime: Runtime, parts: TrainingParts, forward_step: ForwardStep, data: str
+) -> FaultGuard:
+    """Return what watches the steps of a run."""
+    return FaultGuard.without_run(config, runtime, parts, forward_step, partial(make_source, config, runtime, data))
 
 
 def _check(runtime: Runtime, parts: TrainingParts, timers: Timers) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+_PIECE = 1 << 24
+"""Elements that are updated together: what stands beside them takes memory."""
+
 
 class Lion(torch.optim.Optimizer):
     """Subtract learning rate × (sign of ``beta1`` · momentum + (1 - ``beta1``) · gradient, and decay · weight).
@@ -44,12 +47,15 @@ class Lion(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
+            kept = 1.0 - group["lr"] * group["weight_decay"]
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 momentum = self.state[parameter]["exp_avg"]
-                gradient = parameter.grad * grad_multiplier.to(parameter.dtype)
-                update = momentum.lerp(gradient, 1.0 - beta1).sign_()
-                new = (parameter * (1.0 - group["lr"] * group["weight_decay"])).add_(update, alpha=-group["lr"])
-                parameter.copy_(torch.where(is_finite, new, parameter))
-                momentum.copy_(torch.where(is_finite, momentum.lerp(gradient, 1.0 - beta2), momentum))
+                flat = (tensor.view(-1).split(_PIECE) for tensor in (parameter, parameter.grad, momentum))
+                for weights, gradients, momenta in zip(*flat, strict=True):
+                    scaled = gradients * grad_multiplier.to(gradients.dtype)
+                    update = momenta.lerp(scaled, 1.0 - beta1).sign_()
+                    moved = (weights * kept).add_(update, alpha=-group["lr"])
+                    weights.copy_(torch.where(is_finite, moved, weights))
+                    momenta.copy_(torch.where(is_finite, momenta.lerp(scaled, 1.0 - beta2), momenta))

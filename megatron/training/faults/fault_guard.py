@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer import StepOutcome
 from megatron.core.pipeline_parallel.executor import ChunkResult
 from megatron.training.agreement import Agreement, agree
 from megatron.training.config.run_config import RunConfig
+from megatron.training.data.batch_source import BatchSource
 from megatron.training.faults.examination import Examination, Observed, OpenSource
 from megatron.training.faults.fault_injection import FaultInjection
 from megatron.training.faults.result_watch import ResultWatch
@@ -77,6 +78,23 @@ class FaultGuard:
         self._updated: BegunStep | None = None
         self._float8_before = None if parts.float8 is None else parts.float8.snapshot()
         self._variation = (0.0, 0.0, 0)
+
+    @classmethod
+    def without_run(
+        cls,
+        config: RunConfig,
+        runtime: Runtime,
+        parts: TrainingParts,
+        forward_step: ForwardStep,
+        open_source: Callable[[], BatchSource],
+    ) -> FaultGuard:
+        """Return the guard of steps that are made by themselves: no checkpoint is there to go back to."""
+        return cls(
+            *(config, runtime, parts, forward_step, lambda consumed_samples, shift: open_source()),
+            left_out=LeftOutSamples(),
+            newest_known=lambda: None,
+            log=lambda line: None,
+        )
 
     @property
     def limits(self) -> tuple[float, float] | None:

@@ -42,6 +42,8 @@ class Profiling:
         self._records_memory = self._options.record_memory_history and is_chosen and runtime.device.is_cuda
         self._uses_torch = self._options.use_pytorch_profiler or not runtime.device.is_cuda
         self._folder = config.profile_folder
+        self._log = log
+        self._is_reached = False
         self._open = ExitStack()
         self._first_iteration: int | None = None
         self._last_iteration: int | None = None
@@ -61,11 +63,9 @@ class Profiling:
 
     def begin_iteration(self, done: int, chunks: Sequence[Model]) -> None:
         """Begin the profile where it begins after ``done`` iterations."""
-        if (
-            self._is_due
-            and not self.is_open
-            and self._options.profile_step_start <= done < self._options.profile_step_end
-        ):
+        is_named = self._options.profile_step_start <= done < self._options.profile_step_end
+        self._is_reached |= is_named
+        if self._is_due and not self.is_open and is_named:
             self._first_iteration = done + 1
             self._begin(chunks)
 
@@ -83,9 +83,16 @@ class Profiling:
         return _ActionRanges(actions) if self.is_open else None
 
     def close(self) -> None:
-        """Write what was recorded; a file that cannot be written costs a warning."""
+        """Write what was recorded; a file that cannot be written costs a warning.
+
+        Where the run had none of the iterations, a line says so.
+        """
         if self.is_open:
             self._end(None)
+        if self._options.profile and not self._is_reached:
+            self._is_reached = True
+            first, last = self._options.profile_step_start + 1, self._options.profile_step_end
+            self._log(f"--profile: nothing was profiled, the run had none of the iterations {first} to {last}")
         if self._records_memory:
             self._records_memory = False
             path = Path(self._options.memory_snapshot_path)

@@ -125,6 +125,7 @@ def _features() -> Iterator[DryRunCase]:
         ("--clip-grad", "0"),
         ("--log-num-zeros-in-grad",),
         ("--log-params-norm",),
+        ("--spike-policy", "skip"),
     ):
         yield _case(Layout(), extra=("--bf16", *extra))
     yield _case(Layout(tp=2, sequence_parallel=True), extra=("--bf16", *_DROPOUT))

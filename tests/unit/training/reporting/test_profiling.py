@@ -108,6 +108,19 @@ def test_cuda_without_torchs_profiler_is_told_when_nsys_records(monkeypatch) -> 
     assert lines == []
 
 
+def test_a_run_that_has_none_of_the_iterations_says_so_once() -> None:
+    config = config_of("--profile", "--profile-step-start", "7", "--profile-step-end", "9", "--profile-ranks", "0")
+    lines: list[str] = []
+    device = ToldDevice("cuda")
+    profiling = Profiling(config, runtime_on(device, config), lines.append)
+    profiling.begin_iteration(6, [])
+    profiling.end_iteration(7)
+    profiling.close()
+    profiling.close()
+    assert device.told == []
+    assert lines == ["--profile: nothing was profiled, the run had none of the iterations 8 to 9"]
+
+
 def test_the_history_of_memory_is_written_once_at_the_end(tmp_path: Path) -> None:
     config = config_of("--record-memory-history", "--memory-snapshot-path", str(tmp_path / "memory.pickle"))
     device = ToldDevice("cuda")
