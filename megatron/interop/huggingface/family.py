@@ -57,7 +57,11 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
 
     found = (spec for spec in specs.values() if spec.options.role in IDENTITY and counts(spec))
     names = (spec.options.seen_as or spec.name for spec in found)
-    return {name: getattr(config, name) for name in names if name not in unused}
+    features = {name: getattr(config, name) for name in names if name not in unused}
+    if config.multi_latent_attention:
+        # Scores of latent attention grow beside plain positions too.
+        features["mscale_all_dim"] = config.mscale_all_dim if config.scales_latent_scores else 0.0
+    return features
 
 
 _YARN = frozenset(

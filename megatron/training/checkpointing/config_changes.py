@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigCha
     """
     old_values, new_values = _flatten(old), _flatten(new)
     fields = {f"{part}.{spec.name}": spec.options for part, cls in config_parts().items() for spec in field_specs(cls)}
+    unused = set(_unused_widths(new_values))
     changes: dict[str, list[ConfigChange]] = {"shape": [], "weights": [], "other": []}
     for field in sorted(old_values.keys() & new_values.keys()):
         section, _, _ = field.partition(".")
@@ -57,6 +58,7 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigCha
         if before == after or role == "output" or (field == _LAYERS and _are_same_layers(before, after, new_values)):
             continue
         counts = where is None or new_values.get(f"{section}.{where[0]}") == where[1]
+        counts = counts and field not in unused
         kind = role if role in ("shape", "weights") and counts else "other"
         changes[kind].append(ConfigChange(field, before, after))
     return ConfigChanges(**{kind: tuple(found) for kind, found in changes.items()})
@@ -65,14 +67,28 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigCha
 _LAYERS = "model.moe_layer_freq"
 
 
+def _unused_widths(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields of widths that no layer of a model has."""
+    if values.get("model.multi_latent_attention"):
+        yield "model.kv_channels"
+    if values.get("model.num_experts") is not None:
+        layers = _layers_with_experts(values.get(_LAYERS, "1"), values)
+        if layers is not None and all(layers):
+            yield "model.ffn_hidden_size"
+
+
+def _layers_with_experts(pattern: Any, values: Mapping[str, Any]) -> tuple[bool, ...] | None:
+    """Return the layers to which a pattern gives experts, or None where it is none of the model."""
+    try:
+        return moe_layers(MoEConfig(num_experts=1, moe_layer_freq=str(pattern)), values["model.num_layers"])
+    except ValueError:
+        return None
+
+
 def _are_same_layers(before: Any, after: Any, values: Mapping[str, Any]) -> bool:
     """Return whether two patterns, which may be written in other ways, give the same layers experts."""
-    patterns = (MoEConfig(num_experts=1, moe_layer_freq=str(pattern)) for pattern in (before, after))
-    try:
-        old, new = (moe_layers(pattern, values["model.num_layers"]) for pattern in patterns)
-    except ValueError:
-        return False
-    return old == new
+    old, new = (_layers_with_experts(pattern, values) for pattern in (before, after))
+    return old is not None and old == new
 
 
 def without_new_adapters(

@@ -76,6 +76,11 @@ class LatentConfig(Config):
         growth = self._growth(self.mscale_all_dim)
         return growth * growth * math.sqrt(self.latent_head_width / self.latent_query_width)
 
+    @property
+    def scales_latent_scores(self) -> bool:
+        """Tell whether scores of latent attention grow with the scaling factor, beside plain positions too."""
+        return self.multi_latent_attention and self._growth(self.mscale_all_dim) != 1.0
+
     def _growth(self, scale: float) -> float:
         factor = self.rotary_scaling_factor
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0

@@ -69,6 +69,19 @@ def test_another_way_to_write_which_layers_have_experts_is_no_change() -> None:
         assert [change.field for change in changes.shape] == ["model.moe_layer_freq"]
 
 
+def test_widths_that_no_layer_has_are_free() -> None:
+    for field, others in (
+        ("ffn_hidden_size", {"num_experts": 4, "moe_layer_freq": "1"}),
+        ("kv_channels", {"multi_latent_attention": True}),
+    ):
+        changes = compare_configs(config(**{field: 16}, **others), config(**{field: 88}, **others))
+        assert changes.shape == ()
+        assert [change.field for change in changes.other] == [f"model.{field}"]
+    mixed = {"num_experts": 4, "moe_layer_freq": "[0,1,1,1]"}
+    changes = compare_configs(config(ffn_hidden_size=16, **mixed), config(ffn_hidden_size=88, **mixed))
+    assert [change.field for change in changes.shape] == ["model.ffn_hidden_size"]
+
+
 def test_number_of_positions_is_free_where_they_are_not_learned() -> None:
     rope = {"position_embedding_type": "rope"}
     changes = compare_configs(config(**rope), config(**rope, max_position_embeddings=256))
