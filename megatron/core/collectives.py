@@ -222,7 +222,11 @@ def exchange_bytes(
         received.copy_(sent)
         return
     outgoing, incoming = _pieces(sent), _pieces(received)
-    entry = group.begin("exchange_bytes", sent if received is None else received)
+    own, entries = group.ranks[group.rank], []
+    if sent is not None and target is not None:
+        entries.append(group.begin("send_bytes", sent, sent.nbytes, (own, group.ranks[target])))
+    if received is not None and source is not None:
+        entries.append(group.begin("receive_bytes", received, received.nbytes, (group.ranks[source], own)))
     for out, into in zip_longest(outgoing, incoming):
         works, landed = [], None
         if out is not None and target is not None:
@@ -234,7 +238,8 @@ def exchange_bytes(
             work.wait()
         if landed is not None and landed is not into:
             into.copy_(landed)
-    group.end(entry)
+    for entry in entries:
+        group.end(entry)
 
 
 def _pieces(tensor: torch.Tensor | None) -> list[torch.Tensor]:

@@ -58,9 +58,20 @@ class Group:
         if self.observer is not None:
             self.observer(CollectiveCall(operation, self.axes, self.size, num_bytes, reduction))
 
-    def begin(self, operation: str, tensor: torch.Tensor | None = None, num_bytes: int = 0) -> Entry | None:
-        """Record a communication that starts now; return what says so when it is over, None where nobody records."""
+    def begin(
+        self,
+        operation: str,
+        tensor: torch.Tensor | None = None,
+        num_bytes: int = 0,
+        pair: tuple[int, int] | None = None,
+    ) -> Entry | None:
+        """Record a communication that starts now; return what says so when it is over, None where nobody records.
+
+        One from a rank to another, of which the rest of the group knows nothing, is counted for this ``pair``.
+        """
         flight = self.flight
+        if flight is not None and pair is not None:
+            flight = flight.recorder.channel(f"{self.name} {pair[0]}->{pair[1]}", pair)
         return None if flight is None else flight.begin(operation, tensor, num_bytes)
 
     def end(self, entry: Entry | None, work: PendingWork | None = None) -> PendingWork | None:

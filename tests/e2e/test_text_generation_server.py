@@ -39,7 +39,7 @@ from tests.unit.core.inference.small_models import build, whole_logits
 
 SERVER = REPOSITORY / "tools" / "run_text_generation_server.py"
 FLAGS = f"{LLAMA_SHAPE} {NULL_TOKENIZER}"
-START_S = 60.0
+START_S = 300.0
 END_S = 15.0
 
 

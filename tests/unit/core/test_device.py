@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -30,6 +31,34 @@ def test_cuda_device_is_named_without_being_touched() -> None:
     assert device.is_cuda
     assert device.torch_device == torch.device("cuda", 3)
     assert device.default_backend == "nccl"
+
+
+@dataclass
+class Stream:
+    """Stand for a stream of a device: its events are numbered."""
+
+    num_events: int = 0
+
+    def record_event(self) -> int:
+        self.num_events += 1
+        return self.num_events
+
+
+def test_marks_are_events_of_the_current_stream_but_for_work_that_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CPU.marker() is None
+    stream, answers = Stream(), [False, True, False]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: answers.pop(0))
+    mark = Device("cuda", 3).marker()
+    assert mark is not None
+    assert [mark() for _ in range(3)] == [1, None, 2]
+
+
+def test_pinned_memory_is_told_of_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CPU.pinned_bytes() is None
+    assert Device("cuda").pinned_bytes() == 0
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.current": 4096})
+    assert Device("cuda").pinned_bytes() == 4096
 
 
 def test_random_state_round_trip() -> None:

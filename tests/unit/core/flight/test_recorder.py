@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from megatron.core import collectives
 from megatron.core.flight.communication import format_ranks, parse_ranks
 from megatron.core.flight.recorder import FlightRecorder, GivenUpError
 from megatron.core.parallel_state import record_flight
@@ -241,3 +242,23 @@ def test_numbers_that_were_given_up_are_refused() -> None:
     with pytest.raises(GivenUpError, match="what was read is no result"):
         group.ensure_not_given_up()
     Group(("tp",), (0,), 0).ensure_not_given_up()
+
+
+def test_bytes_from_one_rank_to_another_are_counted_for_these_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that send nothing count nothing: what a group has done together stays the same number on all."""
+    monkeypatch.setattr(collectives.dist, "P2POp", lambda *arguments, **more: arguments)
+    monkeypatch.setattr(collectives.dist, "batch_isend_irecv", lambda works: [])
+    recorder = FlightRecorder()
+    world = record_flight(Group(("dp",), (4, 5, 6), 1), recorder)
+    device, data = torch.device("cpu"), torch.zeros(7, dtype=torch.uint8)
+    collectives.exchange_bytes(data, 2, None, None, world, device)
+    collectives.exchange_bytes(data, 2, data.clone(), 0, world, device)
+    collectives.exchange_bytes(data, 1, data.clone(), 1, world, device)
+    assert {name: channel.entered for name, channel in recorder.channels.items()} == {
+        "dp[4-6]": 0,
+        "dp 5->6[5,6]": 2,
+        "dp 4->5[4,5]": 1,
+    }
+    assert all(entry.seconds is not None for entry in recorder.latest())
+    assert recorder.latest()[-1].operation == "receive_bytes"
+    assert parse_ranks("dp 5->6[5,6]") == (5, 6)
