@@ -18,6 +18,7 @@ from megatron.core.kernels.matrix_product import (
     gradient_library,
     group_gradient,
     grouped_gradient,
+    lengthened_group,
     product,
     uses_onednn,
 )
@@ -136,6 +137,7 @@ class MainGrad:
                 if self.is_empty:
                     total.zero_()
             elif total.dtype == left.dtype and not uses_onednn(left.t(), gradient_library(library)):
+                left, right = lengthened_group(left, right, library)
                 torch.addmm(total, left.t(), right, beta=0 if self.is_empty else 1, out=total)
             elif self.is_empty:
                 total.copy_(group_gradient(left, right, library))

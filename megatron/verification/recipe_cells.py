@@ -145,8 +145,8 @@ def _recipes() -> Iterator[Cell]:
     muon = ("--optimizer", "muon")
     yield make_cell("gpt2", Layout(tp=2, cp=2), "packed", extra=(*Z_LOSS, *MUP, *HEAD_MUP))
     yield make_cell("gpt2", Layout(tp=2, pp=2), "uneven", extra=(*Z_LOSS, *GROUPS, *CLIPPING))
-    for extra in (Z_LOSS, MUP):
-        yield make_prediction_cell("qwen-mtp", Layout(tp=2, pp=2, sequence_parallel=True), extra=extra)
+    for more in (Z_LOSS, MUP):
+        yield make_prediction_cell("qwen-mtp", Layout(tp=2, pp=2, sequence_parallel=True), extra=more)
     yield make_cell("llama", Layout(cp=2, dp=2), "uneven", extra=Z_LOSS)
     yield make_cell("gpt2", Layout(pp=2, schedule="zero-bubble", dp=2, sharding="optim"), extra=Z_LOSS)
     yield make_cell("gemma2", _SHARDED, extra=Z_LOSS)

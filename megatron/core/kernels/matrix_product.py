@@ -192,13 +192,19 @@ def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int],
 
 
 def group_gradient(grad: torch.Tensor, x: torch.Tensor, library: str = "auto") -> torch.Tensor:
-    """Return ``grad.T @ x`` of one group of rows on a CPU, not necessarily contiguous.
+    """Return ``grad.T @ x`` of one group of rows, not necessarily contiguous; on a CPU of rows rounded up, with zeros.
 
     Shapes: ``grad: [n, out]``, ``x: [n, in] -> [out, in]``.
     """
-    if _writes_programs(grad.t(), gradient_library(library)):
-        grad, x = _lengthened(grad), _lengthened(x)
+    grad, x = lengthened_group(grad, x, library)
     return product(grad.t(), x, library)
+
+
+def lengthened_group(grad: torch.Tensor, x: torch.Tensor, library: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the operands of a group's gradient with rows of zeros behind them, where their product gains by it."""
+    if not _writes_programs(grad.t(), gradient_library(library)):
+        return grad, x
+    return _lengthened(grad), _lengthened(x)
 
 
 def _writes_programs(x: torch.Tensor, library: str) -> bool:

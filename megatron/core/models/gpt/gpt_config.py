@@ -30,7 +30,7 @@ class GPTConfig(TransformerConfig, in_args=True):
     position_embedding_type: str = flag(
         "learned_absolute",
         choices=("learned_absolute", "rope", "none"),
-        not_built=("relative", "mrope", "yarn"),
+        not_built=("relative", "mrope"),
         role="shape",
     )
     """Kind of position embedding."""

@@ -20,7 +20,8 @@ _MOST_VALUES = 10**13
 
 def _check_head_width(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.num_attention_heads <= 0:
+    if model.num_attention_heads <= 0 or model.multi_latent_attention:
+        # Heads of latent attention have widths of their own.
         return
     is_derived = model.kv_channels == model.hidden_size // model.num_attention_heads
     if is_derived and model.hidden_size % model.num_attention_heads != 0:

@@ -17,6 +17,7 @@ from megatron.core.kernels.matrix_product import (
     product,
     uses_onednn,
 )
+from megatron.core.main_grad import MainGrad
 
 LIBRARIES = [name for name in ("onednn", "mkl", "mixed") if has_library(name, torch.float32)]
 
@@ -115,11 +116,31 @@ def test_a_group_has_its_own_rows_alone(counts: list[int], dtype: torch.dtype, l
 def test_groups_of_any_size_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else oneDNN would write a program for each of them."""
     multiplied: set[int] = set()
+    summed: set[int] = set()
+
+    def note_product(left: torch.Tensor, right: torch.Tensor, library: str) -> torch.Tensor:
+        summed.add(len(right))
+        return left.new_zeros(len(left), right.shape[1])
+
     monkeypatch.setattr(matrix_product, "linear_into", lambda output, x, *_, **__: multiplied.add(len(x)))
+    monkeypatch.setattr(matrix_product, "product", note_product)
     for count in range(512, 1025):
-        grouped_product(torch.empty(2 * count, 8), torch.empty(2, 8, 8), [count, count], "onednn")
-    assert len(multiplied) == 17
-    assert multiplied == {512 + 32 * step for step in range(17)}
+        rows = torch.empty(2 * count, 40)
+        grouped_product(rows, torch.empty(2, 8, 40), [count, count], "onednn")
+        grouped_gradient(rows, rows, [count, count], "onednn")
+    assert multiplied == summed == {512 + 32 * step for step in range(17)}
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_gradients_of_groups_are_added_in_their_own_dtype(is_empty: bool) -> None:
+    counts = [33, 0, 70]
+    grad, x = torch.randn(103, 48).bfloat16(), torch.randn(103, 40).bfloat16()
+    start = torch.full((3, 48, 40), 2.0, dtype=torch.bfloat16)
+    main_grad = MainGrad(start.clone())
+    main_grad.is_empty = is_empty
+    main_grad.add_grouped_matmul(grad, x, counts, "mkl")
+    expected = grouped_gradient(grad, x, counts, "mkl") + (0 if is_empty else start)
+    torch.testing.assert_close(main_grad.tensor, expected, rtol=2e-2, atol=0.1)
 
 
 @pytest.mark.parametrize(
