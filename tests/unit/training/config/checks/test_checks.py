@@ -279,6 +279,7 @@ RIGHT = [
     ("--tensor-model-parallel-size 6 --num-query-groups 3 --group-query-attention", 6),
     ("--tensor-model-parallel-size 2 --num-query-groups 2 --group-query-attention", 4),
     ("--kv-channels 7", 1),
+    ("--hidden-size 50 --multi-latent-attention --position-embedding-type rope", 1),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1),
     ("--global-batch-size 8 --rampup-batch-size 2 2 12", 1),
     ("--max-position-embeddings 32 --position-embedding-type rope", 1),
