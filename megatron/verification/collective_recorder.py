@@ -273,7 +273,7 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class _ZeroedMemory(_Noting):
+class _ZeroedMemory(_Noting):  # type: ignore[no-untyped-call]
     """Fill new memory with zeros: the fake backend leaves what it should fill as it is, and a NaN ends the step."""
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
