@@ -150,8 +150,8 @@ def _recipes() -> Iterator[Cell]:
     yield make_cell("llama", Layout(cp=2, dp=2), "uneven", extra=Z_LOSS)
     yield make_cell("gpt2", Layout(pp=2, schedule="zero-bubble", dp=2, sharding="optim"), extra=Z_LOSS)
     yield make_cell("gemma2", _SHARDED, extra=Z_LOSS)
-    for extra in ((*CLIPPING, *muon), (*MUP, *muon), (*GROUPS, *muon)):
-        yield make_cell("llama", _SHARDED, extra=extra)
+    for recipe in (CLIPPING, MUP, GROUPS):
+        yield make_cell("llama", _SHARDED, extra=(*recipe, *muon))
     yield make_cell("gpt2", Layout(cp=2, dp=2, sharding="optim"), extra=CLIPPING)
     yield make_cell("llama", Layout(pp=2, dp=2, sharding="optim"), extra=(*GROUPS, "--decoupled-lr", "1e-3"))
     yield with_optimizer_on_host(make_cell("gpt2", replace(_SHARDED, pp=2)))
