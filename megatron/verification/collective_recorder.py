@@ -274,7 +274,7 @@ class _ZeroedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _with_a_row(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an exchange with one row to send: the fake backend repeats what is sent, and wants some."""
+    """Return the arguments of an exchange with a row to send: the fake backend repeats what is sent, and wants some."""
     output, sent, group, output_sizes, input_sizes, *rest = args
     return output, sent.new_zeros(1, *sent.shape[1:]), group, output_sizes, [1, *input_sizes[1:]], *rest
 
