@@ -284,15 +284,14 @@ def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAvera
         _log_model_size(run)
     if with_memory:
         _log_memory(run)
-    # Where nothing of an iteration is timed, there is nothing for which the ranks would wait for each other.
-    is_timed = logging.timing_log_level > 0
-    times = run.timers.gather(run.runtime.state.world, normalizer=average.num_iterations) if is_timed else []
+    if logging.timing_log_level == 0:
+        return  # Nothing is timed for which the ranks would wait for each other.
+    times = run.timers.gather(run.runtime.state.world, normalizer=average.num_iterations)
     if run.metrics is not None and logging.log_timers_to_tensorboard:
         names = dict.fromkeys(name for of_rank in times for name in of_rank)
         longest = {f"{name}-time": max(of_rank.get(name, 0.0) for of_rank in times) / 1000.0 for name in names}
         run.metrics.scalars(longest, report.iteration)
-    if any(times):
-        run.log(format_report(times, logging.timing_log_option))
+    run.log(format_report(times, logging.timing_log_option))
 
 
 def _passes_over(run: TrainingRun, train_source: BatchSource, batch_size: int) -> bool:
