@@ -100,7 +100,8 @@ class _RecordedWork:
         recorder.blocked = self._entry
         result = self._work.wait()
         if recorder.mark is not None:
-            self._entry[_PASSED] = recorder.mark()
+            # Without a mark it is still asked for itself: what waits is recorded as a graph.
+            self._entry[_PASSED] = recorder.mark() or self
         self._entry[_END] = now = _now()
         recorder.waited_s += now - begun
         recorder.num_ended += 1

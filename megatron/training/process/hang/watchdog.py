@@ -289,6 +289,7 @@ class Watchdog:
 
     def _watch_store(self) -> None:
         """Do alone what can be done where the store itself does not answer: its process is stopped."""
+        self._around.attend()
         while not self._closing.wait(self._beat_s):
             silent_s = time.monotonic() - self._round_begun
             owner = self._around.names[0]

@@ -226,6 +226,15 @@ def test_a_communication_beside_is_asked_for_itself_until_it_is_waited_for() -> 
     assert names_on(recorder)[0] == "reduce_scatter #1 of dp[0,1]"
     device.reached = 2
     assert names_on(recorder)[0] is None
+    # One that is waited for by work that is recorded as a graph has no mark.
+    pending = group.end(start(group, "all_gather"), work)
+    recorder.mark = lambda: None
+    assert pending is not None
+    pending.wait()
+    device.reached = 3
+    assert names_on(recorder)[0] == "all_gather #2 of dp[0,1]"
+    work.is_over = True
+    assert names_on(recorder)[0] is None
 
 
 def test_what_is_recorded_as_a_graph_is_given_to_no_device() -> None:
