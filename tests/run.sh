@@ -9,6 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-.venv}
 bash requirements/install.sh "$venv" dev
 export OMP_NUM_THREADS=1
+# The tests start hundreds of interpreters, each of which would compile the package anew.
+unset PYTHONDONTWRITEBYTECODE
 # Many tests leave a core idle: they wait for ranks, for disks and for each other. A file stays in one process, whose
 # tests share what they set up.
 [ $# -gt 0 ] || set -- --numprocesses 3 --dist loadfile

@@ -54,7 +54,8 @@ class WorkerPool:
         self._folder = tempfile.TemporaryDirectory(prefix="verify-")
         self._num_jobs = 0
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["megatron.verification.run_cell"])
+        # An optimizer of torch imports its compiler: once here rather than in every process.
+        self._context.set_forkserver_preload(["megatron.verification.run_cell", "torch._dynamo"])
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
 

@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron.core.device import seeded_generator
 from megatron.core.kernels.attention_pattern import AttentionPattern
@@ -147,6 +146,9 @@ def masked_attention(
     mask: torch.Tensor | None = None
     is_causal = pattern.is_plain_causal and num_queries == num_keys
     if pattern.is_plain_causal and 1 < num_queries < num_keys:
+        # It takes torch's compiler along, which is half of what a start waits for: only where it is used.
+        from torch.nn.attention.bias import causal_lower_right
+
         mask = causal_lower_right(num_queries, num_keys)
     elif not is_causal:
         mask = pattern.shared(

@@ -37,8 +37,11 @@ class CudaOperators(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, or what stands for it on CUDA."""
-        replaced = self._replaced.get(func) if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda else None
-        return (replaced or func)(*args, **(kwargs or {}))
+        replaced = self._replaced.get(func)
+        # To ask a tensor without values for its device costs as much as an operation.
+        if replaced is not None and args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
+            return replaced(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _rms_norm(
         self, x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None

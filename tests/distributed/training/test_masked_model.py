@@ -17,6 +17,7 @@ from tests.harness.masked_model import provide_model, run
 FIGURES = ("lm_loss", "output square", "output size")
 LAYOUTS = {
     "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "cp2-dp2": (4, "--context-parallel-size 2 --recompute-activations"),
     "cp2-pp2-dp2": (8, "--context-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-activations"),
 }
 
@@ -31,18 +32,23 @@ def figures(run: ForkedRun) -> list[list[float]]:
     return [[line[name] for name in FIGURES] for line in run.iterations()]
 
 
-def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
-    alone = train(tmp_path, 1, "")
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> ForkedRun:
+    """Return the training of one process."""
+    return train(tmp_path_factory.mktemp("alone"), 1, "")
+
+
+@pytest.mark.parametrize("layout", ["tp2-pp2", "cp2-dp2", pytest.param("cp2-pp2-dp2", marks=pytest.mark.long)])
+def test_losses_are_those_of_one_process(layout: str, alone: ForkedRun, tmp_path: Path) -> None:
     assert len(alone.iterations()) == 6
     assert figures(alone)[-1][0] < figures(alone)[0][0]
     assert " | output square: " in alone.stdout
-    for nproc, flags in LAYOUTS.values():
-        run = train(tmp_path, nproc, flags)
-        for ours, expected in zip(figures(run), figures(alone), strict=True):
-            assert ours == pytest.approx(expected, rel=1e-5), flags
-        ours, expected = ([line["lm_loss"] for line in r.evaluations("validation")] for r in (run, alone))
-        assert expected
+    run = train(tmp_path, *LAYOUTS[layout])
+    for ours, expected in zip(figures(run), figures(alone), strict=True):
         assert ours == pytest.approx(expected, rel=1e-5)
+    ours, expected = ([line["lm_loss"] for line in r.evaluations("validation")] for r in (run, alone))
+    assert expected
+    assert ours == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_early_position_sees_a_late_one() -> None:

@@ -16,6 +16,7 @@ from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime, make_runtime
 from megatron.training.reporting.profiling import Profiling
+from tests.harness.forked_training import fork_training
 from tests.harness.training_run import run_training
 
 FLAGS = (
@@ -65,7 +66,8 @@ def test_a_run_leaves_a_trace_of_the_chosen_ranks_and_iterations(tmp_path: Path)
     """The second rank of a pipeline alone, and one iteration of four."""
     flags = ("--pipeline-model-parallel-size", "2", "--profile", "--profile-step-start", "2", "--profile-step-end", "3")
     more = ("--profile-ranks", "1", "--tensorboard-dir", tmp_path / "board", "--record-memory-history")
-    result = run_training((*FLAGS, *flags, *more), 2, cwd=tmp_path).check()
+    more = (*more, "--memory-snapshot-path", tmp_path / "snapshot.pickle")
+    result = fork_training((*FLAGS, *flags, *more), 2).check()
     assert "on this CPU torch's profiler is used" in result.stdout
     assert "--record-memory-history has no effect on a CPU" in result.stdout
     assert not (tmp_path / "snapshot.pickle").exists()
