@@ -55,7 +55,8 @@ class StepTrace:
             figure = result.loss_sum.detach()
         else:
             hidden = result.hidden if isinstance(result, LayerOutput) else result
-            figure = torch.linalg.vector_norm(hidden.detach(), ord=1, dtype=torch.float32)
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            figure = torch.linalg.vector_norm(hidden.detach(), ord=1, dtype=dtype)
         self._forward[chunk, microbatch] = figure
 
     def gather(self, chunks: Sequence[DistributedDataParallel], state: ParallelState) -> list[RankTrace]:

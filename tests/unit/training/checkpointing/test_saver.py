@@ -218,11 +218,12 @@ def test_memory_is_taken_once_for_all_saves(tmp_path: Path) -> None:
     save(saver, 1)
     area = saver._target.area
     assert area is not None
-    memory = area._memory.data_ptr()
+    memory = [block.data_ptr() for block in area._blocks]
+    assert memory
     for iteration in range(2, 6):
         save(saver, iteration)
     saver.finish()
-    assert area._memory.data_ptr() == memory
+    assert [block.data_ptr() for block in area._blocks] == memory
 
 
 def test_without_a_folder_nothing_is_saved(tmp_path: Path) -> None:
