@@ -195,7 +195,9 @@ def test_lion_follows_its_formula() -> None:
         torch.testing.assert_close(lion.state_of(weight, "exp_avg"), momentum)
 
 
-def test_lion_on_a_device_that_decides_makes_the_step_of_the_host_or_none() -> None:
+def test_lion_on_a_device_that_decides_makes_the_step_of_the_host_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Pieces of 4 and 2 elements.
+    monkeypatch.setattr("megatron.core.optimizer.lion._PIECE", 4)
     config = OptimizerConfig(optimizer="lion", lion_beta1=0.9, lion_beta2=0.7)
     weights = [random(6).float() for _ in range(2)]
     on_host, on_device = (InnerOptimizer(config, [([weight], 1.0)]) for weight in weights)
