@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,12 @@ def run(folder: Path, nproc: int, *flags: str) -> tuple[list[tuple[object, ...]]
     return exact_figures(done.iterations()), done.stdout
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], tuple[list[tuple[object, ...]], str]]:
+    """Return what runs a layout without offload, each once."""
+    return functools.cache(lambda nproc, layout: run(tmp_path_factory.mktemp("plain"), nproc, layout))
+
+
 @pytest.mark.parametrize(
     ("nproc", "layout", "flags", "share"),
     [
@@ -38,8 +46,10 @@ def run(folder: Path, nproc: int, *flags: str) -> tuple[list[tuple[object, ...]]
     ],
     ids=["alone", "sharded", "pipeline", "tensor", "context"],
 )
-def test_offloaded_runs_log_the_same_figures(tmp_path: Path, nproc: int, layout: str, flags: str, share: str) -> None:
-    expected, without = run(tmp_path / "plain", nproc, layout)
+def test_offloaded_runs_log_the_same_figures(
+    tmp_path: Path, plain, nproc: int, layout: str, flags: str, share: str
+) -> None:
+    expected, without = plain(nproc, layout)
     found, output = run(tmp_path / "offloaded", nproc, layout, flags)
     assert len(expected) == 4
     assert found == expected
@@ -50,9 +60,9 @@ def test_offloaded_runs_log_the_same_figures(tmp_path: Path, nproc: int, layout:
 @pytest.mark.parametrize(
     ("first", "second"), [pytest.param(STATIC, "", marks=pytest.mark.long), ("", AUTO)], ids=["without", "with"]
 )
-def test_a_run_goes_on_with_and_without_offload(tmp_path: Path, first: str, second: str) -> None:
+def test_a_run_goes_on_with_and_without_offload(tmp_path: Path, plain, first: str, second: str) -> None:
     """Two ranks that share the state begin, and one goes on."""
-    expected, _ = run(tmp_path / "whole", 2, SHARDED)
+    expected, _ = plain(2, SHARDED)
     run(tmp_path / "parts", 2, SHARDED, first, "--exit-interval 2 --async-save")
     found, _ = run(tmp_path / "parts", 1, second)
     assert [figures[0] for figures in found] == [1, 2, 3, 4]
@@ -70,15 +80,15 @@ def test_offloaded_state_is_saved_in_megatrons_formats(tmp_path: Path, form: str
     assert found == expected
 
 
-def test_narrow_state_trains_and_resumes_bitwise(tmp_path: Path) -> None:
+def test_narrow_state_trains_and_resumes_bitwise(tmp_path: Path, plain) -> None:
     narrow = (
         "--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype fp8 "
         "--exp-avg-sq-dtype fp16"
     )
-    plain, _ = run(tmp_path / "plain", 2, SHARDED)
+    wide, _ = plain(2, SHARDED)
     expected, _ = run(tmp_path / "whole", 2, SHARDED, narrow)
-    assert expected[-1][LOSS] != plain[-1][LOSS]
-    assert expected[-1][LOSS] == pytest.approx(plain[-1][LOSS], rel=2e-2)
+    assert expected[-1][LOSS] != wide[-1][LOSS]
+    assert expected[-1][LOSS] == pytest.approx(wide[-1][LOSS], rel=2e-2)
     run(tmp_path / "parts", 2, SHARDED, narrow, "--exit-interval 2")
     found, _ = run(tmp_path / "parts", 2, SHARDED, narrow)
     assert found == expected

@@ -35,6 +35,12 @@ BAD_SAMPLE = 38
 POISON = Faults(poisoned=(BAD_SAMPLE,), poison=100.0)
 
 
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> ForkedRun:
+    """Return a run of one process that nothing befell."""
+    return fork_training(toy_args(tmp_path_factory.mktemp("clean"), PLAIN)).check()
+
+
 def left_out(folder: Path) -> list[tuple[int, int, list[int]]]:
     record = read_index(newest(folder / "checkpoints")).common["progress"]["train_data"]
     return [(step["start"], step["end"], step["samples"]) for step in record.get("left_out", [])]
@@ -118,10 +124,9 @@ def test_what_is_due_at_an_iteration_that_is_passed_over_is_done(tmp_path: Path)
 
 
 @pytest.mark.parametrize("examination", [pytest.param("", marks=pytest.mark.long), "--rerun-mode disabled"])
-def test_a_bad_weight_is_undone_by_going_back(examination: str, tmp_path: Path) -> None:
+def test_a_bad_weight_is_undone_by_going_back(examination: str, clean: ForkedRun, tmp_path: Path) -> None:
     faults = Faults(bad_weight_at=19, drifting_parameter="decoder.layers.0.mlp.linear_fc1.weight")
     run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy rewind", examination), 1, faults).check()
-    clean = fork_training(toy_args(tmp_path / "clean", PLAIN)).check()
     assert "weights: weights are not finite: decoder.layers.0.mlp.linear_fc1.weight on rank 0: 1 of" in run.stdout
     assert left_out(tmp_path) == []
     assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
@@ -289,17 +294,15 @@ def test_a_transient_fault_is_computed_again_and_leaves_no_trace(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_right_result_that_was_suspected_is_taken(tmp_path: Path) -> None:
+def test_a_right_result_that_was_suspected_is_taken(clean: ForkedRun, tmp_path: Path) -> None:
     flags = f"{PLAIN} --error-injection-rate 3 --error-injection-type correct_result"
     run = fork_training(toy_args(tmp_path, flags)).check()
-    clean = fork_training(toy_args(tmp_path / "clean", PLAIN)).check()
     assert "right: the same step gave the same result again" in run.stdout
     assert exact_figures(run.iterations()) == exact_figures(clean.iterations())
 
 
-def test_every_step_computed_twice_changes_nothing_and_is_reported(tmp_path: Path) -> None:
+def test_every_step_computed_twice_changes_nothing_and_is_reported(clean: ForkedRun, tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, PLAIN, "--rerun-mode report_stats --log-interval 7")).check()
-    clean = fork_training(toy_args(tmp_path / "clean", PLAIN)).check()
     lines = [line for line in run.stdout.splitlines() if "steps computed twice" in line]
     assert (
         lines
