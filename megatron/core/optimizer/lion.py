@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,17 +45,47 @@ class Lion(torch.optim.Optimizer):
 
         Shapes: ``is_finite: []`` of bool, ``grad_multiplier: []`` float64.
         """
+        factors: dict[torch.dtype, torch.Tensor] = {}
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            kept = 1.0 - group["lr"] * group["weight_decay"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                momentum = self.state[parameter]["exp_avg"]
-                flat = (tensor.view(-1).split(_PIECE) for tensor in (parameter, parameter.grad, momentum))
-                for weights, gradients, momenta in zip(*flat, strict=True):
-                    scaled = gradients * grad_multiplier.to(gradients.dtype)
-                    update = momenta.lerp(scaled, 1.0 - beta1).sign_()
-                    moved = (weights * kept).add_(update, alpha=-group["lr"])
-                    weights.copy_(torch.where(is_finite, moved, weights))
-                    momenta.copy_(torch.where(is_finite, momenta.lerp(scaled, 1.0 - beta2), momenta))
+            for weights, gradients, momenta in self._chunks(group["params"]):
+                dtype = weights[0].dtype
+                if dtype not in factors:
+                    factors[dtype] = grad_multiplier.to(dtype)
+                _update_if(is_finite, group, weights, list(torch._foreach_mul(gradients, factors[dtype])), momenta)
+
+    def _chunks(self, parameters: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
+        """Yield what is updated together, of one dtype: weights, gradients and momenta, large ones in flat pieces."""
+        chunk: list[Sequence[torch.Tensor]] = []
+        room = _PIECE
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            flat = (parameter, parameter.grad, self.state[parameter]["exp_avg"])
+            is_small = parameter.numel() <= _PIECE
+            for pieces in [flat] if is_small else zip(*(tensor.view(-1).split(_PIECE) for tensor in flat), strict=True):
+                if chunk and (pieces[0].numel() > room or pieces[0].dtype is not chunk[0][0].dtype):
+                    yield [list(tensors) for tensors in zip(*chunk, strict=True)]
+                    chunk, room = [], _PIECE
+                chunk.append(pieces)
+                room -= pieces[0].numel()
+        if chunk:
+            yield [list(tensors) for tensors in zip(*chunk, strict=True)]
+
+
+def _update_if(
+    is_finite: torch.Tensor,
+    group: dict[str, Any],
+    weights: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    momenta: list[torch.Tensor],
+) -> None:
+    """Make a step of some weights where ``is_finite`` is true; what stands beside them ends with the call."""
+    beta1, beta2 = group["betas"]
+    updates = torch._foreach_lerp(momenta, gradients, 1.0 - beta1)
+    torch._foreach_sign_(updates)
+    moved = torch._foreach_mul(weights, 1.0 - group["lr"] * group["weight_decay"])
+    torch._foreach_add_(moved, updates, alpha=-group["lr"])
+    del updates
+    later = torch._foreach_lerp(momenta, gradients, 1.0 - beta2)
+    for new, old in zip((*moved, *later), (*weights, *momenta), strict=True):
+        torch.where(is_finite, new, old, out=old)

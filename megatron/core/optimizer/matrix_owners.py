@@ -5,8 +5,11 @@ An update rule that needs a whole matrix (Muon) is computed once for each matrix
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapreplace
+from typing import Any
 
 import torch
 
@@ -18,6 +21,8 @@ from megatron.core.sharding import Box, ParamSpec, Piece, spec_of
 
 _Range = tuple[int, int, int]
 """The number of a local matrix, and where in it a stretch begins and ends."""
+_Place = tuple[int, int]
+"""A rank, by its rank within ``dp`` and within ``model``."""
 Compute = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 """Return a matrix of the same shape from a matrix and its ``fused_rows``."""
 
@@ -68,7 +73,8 @@ class MatrixOwners:
     so that the work, about rows · columns · the smaller of them, is spread evenly over these.
 
     Matrices are worked on in ``rounds``, so that few are whole at a time. In each an owner has ``round_bytes`` of them
-    at most, or one that is larger; where all ranks of ``dp`` hold all parts, these owners share ``round_bytes``.
+    at most, or one that is larger, and so has each rank of their stretches. Where all ranks of ``dp`` hold all parts,
+    these owners share ``round_bytes``, but each has one matrix at least.
     """
 
     def __init__(
@@ -100,41 +106,55 @@ class MatrixOwners:
             spec = matrix.spec
             held.setdefault(spec.name, []).append(_Held(matrix.shape, spec.pieces, spec.is_owner and bool(spec.pieces)))
         held_by_ranks = all_gather_objects(held, model)
+        names = [matrix.spec.name for matrix in local]
+        described = {matrix.spec.name: (matrix.spec.global_shape, Counter[int]()) for matrix in local}
+        for d, of_rank in enumerate(ranges_of_ranks if is_sharded else ()):
+            for index, start, end in of_rank:
+                described[names[index]][1][d] += end - start
         shapes: dict[str, tuple[int, ...]] = {}
-        for each in all_gather_objects({matrix.spec.name: matrix.spec.global_shape for matrix in local}, model):
-            shapes |= each
-        owner = _choose_owners(shapes, held_by_ranks, dp.size)
+        stretches: dict[str, dict[_Place, int]] = {}
+        for t, of_matrices in enumerate(all_gather_objects(described, model)):
+            for name, (shape, counts) in of_matrices.items():
+                shapes[name] = shape
+                stretches.setdefault(name, {}).update({(d, t): count for d, count in counts.items()})
+        owner = _choose_owners(shapes, _in_order(shapes, stretches), held_by_ranks, dp.size)
         if not local:
             self.rounds: tuple[MatrixRound, ...] = ()
             return
         # Not of the values that are exchanged: a rank that has none receives those of others.
         first = local[0].parameter
         empty = torch.empty(0, dtype=arithmetic_dtype(first.dtype), device=first.device)
-        shared_by = 1 if is_sharded else dp.size
-        round_of = _choose_rounds(shapes, owner, round_bytes // shared_by // empty.itemsize)
-        rounds = []
-        for number in range(max(round_of.values()) + 1):
-            chosen = {index: matrix for index, matrix in enumerate(local) if round_of[matrix.spec.name] == number}
-            rounds.append(
-                MatrixRound(
-                    chosen,
-                    [stretch for stretch, (index, _, _) in mine if index in chosen],
-                    [[each for each in ranges if each[0] in chosen] for ranges in ranges_of_ranks],
-                    held_by_ranks,
-                    {matrix.spec.name: owner[matrix.spec.name] for matrix in chosen.values()},
-                    model,
-                    dp,
-                    empty,
-                    is_sharded=is_sharded,
-                )
+        most = round_bytes // empty.itemsize // (1 if is_sharded else dp.size)
+        round_of = _choose_rounds(shapes, owner, stretches, most)
+        num_rounds = max(round_of.values()) + 1
+        at = [round_of[name] for name in names]
+        local_of = _sorted_into(num_rounds, ((at[index], (index, matrix)) for index, matrix in enumerate(local)))
+        mine_of = _sorted_into(num_rounds, ((at[each[0]], stretch) for stretch, each in mine))
+        # Ranks that are not sharded have one list, which is sorted once.
+        ranges_of = {
+            id(of_rank): _sorted_into(num_rounds, ((at[each[0]], each) for each in of_rank))
+            for of_rank in (ranges_of_ranks if is_sharded else [ranges])
+        }
+        self.rounds = tuple(
+            MatrixRound(
+                dict(local_of[number]),
+                mine_of[number],
+                [ranges_of[id(of_rank)][number] for of_rank in ranges_of_ranks],
+                held_by_ranks,
+                owner,
+                model,
+                dp,
+                empty,
+                is_sharded=is_sharded,
             )
-        self.rounds = tuple(rounds)
+            for number in range(num_rounds)
+        )
 
 
 class MatrixRound:
     """Compute with some of the whole matrices of a `MatrixOwners`, which makes these.
 
-    ``stretches`` are those of the matrices in this rank's parts.
+    ``stretches`` are those of the matrices in this rank's parts, in the parts' order. ``owner`` may have other rounds'.
     """
 
     def __init__(
@@ -143,7 +163,7 @@ class MatrixRound:
         stretches: Sequence[Stretch],
         ranges_of_ranks: Sequence[Sequence[_Range]],
         held: Sequence[Mapping[str, Sequence[_Held]]],
-        owner: Mapping[str, tuple[int, int]],
+        owner: Mapping[str, _Place],
         model: Group,
         dp: Group,
         empty: torch.Tensor,
@@ -151,16 +171,21 @@ class MatrixRound:
         is_sharded: bool,
     ) -> None:
         self.stretches = tuple(stretches)
-        self._local, self._ranges, self._held, self._owner = local, ranges_of_ranks, held, owner
+        self._local, self._ranges, self._held = local, ranges_of_ranks, held
         self._model, self._dp, self._empty, self._is_sharded = model, dp, empty, is_sharded
         self._names: dict[str, list[int]] = {}
         for index, matrix in local.items():
             self._names.setdefault(matrix.spec.name, []).append(index)
-        owned = [{i for n in self._names_of(dp_rank=d) for i in self._names[n]} for d in range(dp.size)]
-        self._own = owned[dp.rank]
+        # Of the matrices that this data-parallel rank owns: those of each rank of the model, and their local numbers.
+        self._owned_names: list[list[str]] = [[] for _ in range(model.size)]
+        for name in self._names:
+            if owner[name][0] == dp.rank:
+                self._owned_names[owner[name][1]].append(name)
+        self._own = {index for names in self._owned_names for name in names for index in self._names[name]}
         # Of this rank's stretches the numbers of those that each rank owns.
-        mine = ranges_of_ranks[dp.rank]
-        self._parts_of = [[n for n, (index, _, _) in enumerate(mine) if index in at] for at in owned]
+        self._parts_of: list[list[int]] = [[] for _ in range(dp.size)]
+        for number, (index, _, _) in enumerate(ranges_of_ranks[dp.rank]):
+            self._parts_of[owner[local[index].spec.name][0]].append(number)
 
     def compute(self, values: list[torch.Tensor], function: Compute) -> list[torch.Tensor]:
         """Return for each stretch of this rank its elements of what the function makes of the whole matrices.
@@ -174,13 +199,6 @@ class MatrixRound:
         values.clear()
         self._through_matrices(whole, function)
         return self._back_to_stretches(whole)
-
-    def _names_of(self, dp_rank: int, model_rank: int | None = None) -> list[str]:
-        return [
-            name
-            for name in self._names
-            if self._owner[name][0] == dp_rank and (model_rank is None or self._owner[name][1] == model_rank)
-        ]
 
     def _to_whole_matrices(self, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the flat local tensors of the matrices that this data-parallel rank owns."""
@@ -203,8 +221,7 @@ class MatrixRound:
 
     def _through_matrices(self, whole: Mapping[int, torch.Tensor], function: Compute) -> None:
         """Send pieces to the owners within the model, let these compute, and take back what is this rank's."""
-        d, t, empty = self._dp.rank, self._model.rank, self._empty
-        by_owner = [self._names_of(d, rank) for rank in range(self._model.size)]
+        t, empty, by_owner = self._model.rank, self._empty, self._owned_names
         local = {index: flat.view(self._local[index].shape) for index, flat in whole.items()}
         sent = [
             [
@@ -218,7 +235,9 @@ class MatrixRound:
         ]
         own = by_owner[t]
         arriving = [self._pieces(rank, own, senders_only=True) for rank in range(self._model.size)]
-        buffer = _exchange(sent, [sum(_sizes(pieces)) for pieces in arriving], self._model, empty)
+        buffer = _exchange(
+            sent, [sum(piece.global_box.num_elements for _, piece in pieces) for pieces in arriving], self._model, empty
+        )
         specs = {name: self._local[self._names[name][0]].spec for name in own}
         matrices = {name: empty.new_zeros(spec.global_shape) for name, spec in specs.items()}
         position = 0
@@ -236,7 +255,7 @@ class MatrixRound:
             [matrices[name][piece.global_box.slices].reshape(-1) for name, piece in self._pieces(rank, own)]
             for rank in range(self._model.size)
         ]
-        lengths = [sum(_sizes(self._pieces(t, names))) for names in by_owner]
+        lengths = [sum(piece.global_box.num_elements for _, piece in self._pieces(t, names)) for names in by_owner]
         buffer = _exchange(returned, lengths, self._model, empty)
         del returned, matrices
         position = 0
@@ -277,41 +296,75 @@ class MatrixRound:
         return result
 
 
+def _work(shape: tuple[int, ...]) -> int:
+    return shape[0] * shape[1] * min(shape)
+
+
+def _in_order(shapes: Mapping[str, tuple[int, ...]], stretches: Mapping[str, Mapping[_Place, int]]) -> list[str]:
+    """Return the names of the matrices, the most work first; equal ones of each rank that holds them in turns.
+
+    ``stretches`` say how many elements of a matrix the ranks hold. A matrix counts as that rank's which holds most.
+    """
+    seen = Counter[tuple[int, _Place]]()
+    keys = {}
+    # Shorter names first: where only numbers in them differ, that is the order of the numbers.
+    for name in sorted(shapes, key=lambda name: (len(name), name)):
+        (_, holder) = min(((-count, place) for place, count in stretches[name].items()), default=(0, (0, 0)))
+        work = _work(shapes[name])
+        keys[name] = (-work, seen[work, holder], holder)
+        seen[work, holder] += 1
+    return sorted(keys, key=lambda name: keys[name])
+
+
 def _choose_owners(
-    shapes: Mapping[str, tuple[int, ...]], held: Sequence[Mapping[str, object]], dp_size: int
-) -> dict[str, tuple[int, int]]:
-    """Return the ranks within ``dp`` and ``model`` of each matrix's owner: the largest first, to who has least.
+    shapes: Mapping[str, tuple[int, ...]], order: Sequence[str], held: Sequence[Mapping[str, object]], dp_size: int
+) -> dict[str, _Place]:
+    """Return each matrix's owner, chosen in this order: who has least work of the ranks that have a part of it.
 
     ``held`` has the names of the matrices of which each rank of ``model`` has a part.
     """
-    work = {name: shape[0] * shape[1] * min(shape) for name, shape in shapes.items()}
-    loads = {(d, t): 0 for d in range(dp_size) for t in range(len(held))}
-    owner: dict[str, tuple[int, int]] = {}
-    for name in sorted(work, key=lambda name: (-work[name], name)):
-        places = [(d, t) for d, t in loads if name in held[t]]
-        # Of equal ones the first in this order: neighbours in the model go to different data-parallel ranks.
-        owner[name] = min(places, key=lambda place: (loads[place], place[1], place[0]))
-        loads[owner[name]] += work[name]
+    # Of equal ones the first in this order: neighbours in the model go to different data-parallel ranks.
+    loads = [[(0, d) for d in range(dp_size)] for _ in held]
+    owner: dict[str, _Place] = {}
+    for name in order:
+        (load, t, d) = min((loads[t][0][0], t, loads[t][0][1]) for t, names in enumerate(held) if name in names)
+        heapreplace(loads[t], (load + _work(shapes[name]), d))
+        owner[name] = (d, t)
     return owner
 
 
 def _choose_rounds(
-    shapes: Mapping[str, tuple[int, ...]], owner: Mapping[str, tuple[int, int]], most_elements: int
+    shapes: Mapping[str, tuple[int, ...]],
+    owner: Mapping[str, _Place],
+    stretches: Mapping[str, Mapping[_Place, int]],
+    most_elements: int,
 ) -> dict[str, int]:
     """Return the number of each matrix's round: every owner works through its own, the largest first.
 
-    Owners were chosen in the same order, so that those of a round are of about one size.
+    Neither what an owner has in a round nor a rank's ``stretches`` in it are more than ``most_elements``, or they are
+    of one matrix. Owners were chosen in the same order, so that matrices of a round are of about one size.
     """
-    now: dict[tuple[int, int], tuple[int, int]] = {}
+    now: dict[tuple[str, _Place], tuple[int, int]] = {}
     found: dict[str, int] = {}
     for name, place in owner.items():
-        number, taken = now.get(place, (0, 0))
-        size = shapes[name][0] * shapes[name][1]
-        if taken and taken + size > most_elements:
-            number, taken = number + 1, 0
-        now[place] = (number, taken + size)
+        needed = {("stretches", holder): count for holder, count in stretches[name].items()}
+        needed["whole", place] = shapes[name][0] * shapes[name][1]
+        number = max(now.get(who, (0, 0))[0] for who in needed)
+        taken = {who: now[who][1] if who in now and now[who][0] == number else 0 for who in needed}
+        if any(taken[who] and taken[who] + count > most_elements for who, count in needed.items()):
+            number, taken = number + 1, dict.fromkeys(needed, 0)
+        for who, count in needed.items():
+            now[who] = (number, taken[who] + count)
         found[name] = number
     return found
+
+
+def _sorted_into(num_rounds: int, numbered: Iterable[tuple[int, Any]]) -> list[list[Any]]:
+    """Return the list of each round, from what comes with the number of its round."""
+    lists: list[list[Any]] = [[] for _ in range(num_rounds)]
+    for number, each in numbered:
+        lists[number].append(each)
+    return lists
 
 
 def _local_matrices(parameter: torch.nn.Parameter) -> Iterator[_LocalMatrix]:
@@ -334,10 +387,6 @@ def _local_matrices(parameter: torch.nn.Parameter) -> Iterator[_LocalMatrix]:
 
 def _lengths(ranges_of_ranks: Sequence[Sequence[tuple[int, int, int]]]) -> list[int]:
     return [sum(end - start for _, start, end in ranges) for ranges in ranges_of_ranks]
-
-
-def _sizes(pieces: Sequence[tuple[str, Piece]]) -> list[int]:
-    return [piece.global_box.num_elements for _, piece in pieces]
 
 
 def _exchange(

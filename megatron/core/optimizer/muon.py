@@ -5,11 +5,12 @@ Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
-from megatron.core.optimizer.matrix_owners import MatrixOwners
+from megatron.core.optimizer.matrix_owners import MatrixOwners, Stretch
 from megatron.core.optimizer.newton_schulz import orthogonalize, update_scale
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.sharding import ParamSpec
@@ -18,19 +19,36 @@ _NOT_HIDDEN = ("word_embeddings.weight", "position_embeddings.weight", "output_l
 _IN_16_BITS = ("low", "medium")
 
 
+_Run = tuple[Stretch, tuple[int, ...]]
+"""Stretches that follow one another in a part, as one, and their lengths."""
+
+
+def runs_of(stretches: Iterable[Stretch]) -> list[_Run]:
+    """Return what some stretches cover in the fewest runs, without changing their order."""
+    runs: list[tuple[Stretch, list[int]]] = []
+    for at in stretches:
+        if runs and (runs[-1][0].part, runs[-1][0].end) == (at.part, at.start):
+            run, lengths = runs.pop()
+            runs.append((replace(run, end=at.end), lengths))
+        else:
+            runs.append((at, []))
+        runs[-1][1].append(at.end - at.start)
+    return [(run, tuple(lengths)) for run, lengths in runs]
+
+
 def is_orthogonalized(spec: ParamSpec) -> bool:
     """Return whether Muon updates a parameter: a matrix, or one of each expert, but no embedding or output layer."""
     return len(spec.global_shape) == (3 if spec.is_expert else 2) and not spec.name.endswith(_NOT_HIDDEN)
 
 
 class Muon:
-    """Update parts of matrices from their ``grad``, as `InnerOptimizer` does parts of any parameter.
+    """Update parts of matrices from their gradients, as `InnerOptimizer` does parts of any parameter.
 
     The momentum lies where the parameter's part does; whole matrices exist on their owners only, those of one round at
     a time (see `MatrixOwners`). Decay is decoupled: a weight loses learning rate × decay of itself.
     ``multipliers`` are those of the weight decay, one for each parameter.
 
-    Every rank of the owners' groups must call ``step`` and ``step_if``, also one without parts.
+    Every rank of the owners' groups must call ``step_if``, also one without parts.
     """
 
     decides_on_device = True
@@ -46,6 +64,7 @@ class Muon:
     ) -> None:
         self._config = config
         self._owners = owners
+        self._runs = [runs_of(matrices.stretches) for matrices in owners.rounds]
         self._multipliers = tuple(multipliers)
         self._momentum = {id(parameter): torch.zeros_like(parameter) for parameter in main_params}
         self._learning_rate = self._weight_decay = 0.0
@@ -55,34 +74,59 @@ class Muon:
         self._learning_rate, self._weight_decay = learning_rate, weight_decay
 
     def step_if(
-        self, is_finite: torch.Tensor, parameters: Sequence[torch.Tensor], grad_multiplier: torch.Tensor
+        self,
+        is_finite: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        grad_multiplier: torch.Tensor,
     ) -> None:
         """Update from the gradients times a factor where ``is_finite`` is true; change nothing where it is not.
 
-        Shapes: ``is_finite: []`` of bool, ``grad_multiplier: []`` float64.
-        """
-        config, factor = self._config, grad_multiplier
-        for matrices in self._owners.rounds:
-            updates = []
-            for at in matrices.stretches:
-                parameter = parameters[at.part]
-                assert parameter.grad is not None
-                gradient = parameter.grad[at.start : at.end] * factor.to(parameter.dtype)
-                stored = self._momentum[id(parameter)][at.start : at.end]
-                momentum = stored.lerp(gradient, 1.0 - config.muon_momentum)
-                updates.append(gradient.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum)
-                stored.copy_(torch.where(is_finite, momentum, stored))
-            updates = matrices.compute(updates, self._orthogonal)
-            for at, update in zip(matrices.stretches, updates, strict=True):
-                parameter = parameters[at.part][at.start : at.end]
-                kept = parameter * (1.0 - self._learning_rate * self._weight_decay * self._multipliers[at.part])
-                new = kept.add_(update, alpha=-self._learning_rate)
-                parameter.copy_(torch.where(is_finite, new, parameter))
+        Gradients in another dtype than their parameter's are converted a round at a time.
 
-    def step(self, parameters: Sequence[torch.Tensor], grad_multiplier: float) -> None:
-        """Update from the gradients times a factor."""
-        factor = torch.tensor(grad_multiplier, dtype=torch.float64)
-        self.step_if(torch.ones((), dtype=torch.bool), parameters, factor)
+        Shapes: ``is_finite: []`` of bool, ``gradients``: one of each parameter's, ``grad_multiplier: []`` float64.
+        """
+        factors = {dtype: grad_multiplier.to(dtype) for dtype in {parameter.dtype for parameter in parameters}}
+        for matrices, runs in zip(self._owners.rounds, self._runs, strict=True):
+            # What stands beside the momentum or the weights of a round ends with each of these calls.
+            values: list[torch.Tensor] = []
+            for at, lengths in runs:
+                parameter, factor = parameters[at.part], factors[parameters[at.part].dtype]
+                values += self._advance(parameter, gradients[at.part], at, factor, is_finite).split_with_sizes(lengths)
+            self._move(parameters, runs, matrices.compute(values, self._orthogonal), is_finite)
+
+    def _advance(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        at: Stretch,
+        factor: torch.Tensor,
+        is_finite: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return what is to be made orthogonal, and store the next momentum where ``is_finite`` is true."""
+        config = self._config
+        gradient = gradient[at.start : at.end].to(parameter.dtype) * factor
+        stored = self._momentum[id(parameter)][at.start : at.end]
+        momentum = stored.lerp(gradient, 1.0 - config.muon_momentum)
+        torch.where(is_finite, momentum, stored, out=stored)
+        return gradient.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
+
+    def _move(
+        self,
+        parameters: Sequence[torch.Tensor],
+        runs: Sequence[_Run],
+        updates: list[torch.Tensor],
+        is_finite: torch.Tensor,
+    ) -> None:
+        """Decay the weights of some runs and subtract the updates of their stretches, where ``is_finite`` is true."""
+        position = 0
+        for at, lengths in runs:
+            parameter = parameters[at.part][at.start : at.end]
+            new = parameter * (1.0 - self._learning_rate * self._weight_decay * self._multipliers[at.part])
+            of_run = updates[position : position + len(lengths)]
+            torch._foreach_add_(new.split_with_sizes(lengths), of_run, alpha=-self._learning_rate)
+            torch.where(is_finite, new, parameter, out=parameter)
+            position += len(lengths)
 
     def state_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Return the momentum of a main parameter."""

@@ -88,13 +88,18 @@ class UpdateBucket:
         Shapes: ``is_finite, grad_multiplier: []``.
         """
         with self._opened():
-            with timers("optimizer-copy-to-main-grad", log_level=1):
-                for part in self.parts:
-                    # A view of where the gradient was reduced, except where gradients are kept in bf16.
-                    part.main_param.grad = part.part.gradient.to(part.main_param.dtype)
-            with timers("optimizer-inner-step", log_level=1):
-                self.inner.step_if(is_finite, self.main_params, grad_multiplier)
-            self._drop_gradients()
+            if isinstance(self.inner, Muon):
+                with timers("optimizer-inner-step", log_level=1):
+                    gradients = [part.part.gradient for part in self.parts]
+                    self.inner.step_if(is_finite, self.main_params, gradients, grad_multiplier)
+            else:
+                with timers("optimizer-copy-to-main-grad", log_level=1):
+                    for part in self.parts:
+                        # A view of where the gradient was reduced, except where gradients are kept in bf16.
+                        part.main_param.grad = part.part.gradient.to(part.main_param.dtype)
+                with timers("optimizer-inner-step", log_level=1):
+                    self.inner.step_if(is_finite, self.main_params, grad_multiplier)
+                self._drop_gradients()
             if not self._with_copy:
                 return
             with timers("optimizer-copy-main-to-model-params", log_level=1):
@@ -103,8 +108,11 @@ class UpdateBucket:
     def step(self, gradients: Sequence[torch.Tensor], grad_multiplier: float) -> None:
         """Update the main parameters from gradients beside them times a factor; leave the model as it is.
 
+        Not of matrices, which Muon updates on the device.
+
         Shapes: ``gradients``: one of each part's, in any floating-point dtype.
         """
+        assert isinstance(self.inner, InnerOptimizer)
         with self._opened():
             for part, gradient in zip(self.parts, gradients, strict=True):
                 part.main_param.grad = gradient.to(part.main_param.dtype)

@@ -1,4 +1,4 @@
-"""Whole matrices on their owners, where some ranks hold nothing of any matrix."""
+"""Whole matrices on their owners, in rounds in which some ranks hold nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.optimizer.matrix_owners import MatrixOwners
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, full_pieces
 from tests.harness.distributed import run_distributed
 
 SHAPES = ((4, 6), (5, 3), (2, 7), (3, 2))
@@ -37,13 +38,72 @@ def doubled(dtype: torch.dtype, round_bytes: int) -> tuple[int, list[torch.Tenso
     return len(owners.rounds), [2.0 * each for each in values], results
 
 
-@pytest.mark.parametrize(("dtype", "round_bytes", "rounds"), [(torch.float32, 1, 2), (torch.bfloat16, 1000, 1)])
+@pytest.mark.parametrize(("dtype", "round_bytes", "rounds"), [(torch.float32, 1, 4), (torch.bfloat16, 1000, 1)])
 def test_ranks_without_any_part_of_a_matrix_compute_as_exactly_as_others(
     dtype: torch.dtype, round_bytes: int, rounds: int
 ) -> None:
-    """Three ranks own four matrices: one of them has two."""
+    """Three ranks own four matrices, of each of which the last holds something: one a round where rounds are small."""
     for num_rounds, expected, found in run_distributed(3, doubled, dtype, round_bytes):
         assert num_rounds == rounds
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
+
+
+NUM_LAYERS, LAYER, EXPERTS = 12, (6, 5), (5, 4, 7)
+
+
+def cubed(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix @ matrix.T @ matrix
+
+
+def cubed_in_rounds(round_bytes: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Return how much of each round this rank holds, its result, and that of one process.
+
+    Two tensor-parallel ranks have half of the rows of each layer, and three experts or two. Of all that, one after
+    another, the data-parallel ranks have a half each.
+    """
+    state = create_parallel_state(ParallelSizes(dp=2, tp=2))
+    t, generator = state.tp.rank, torch.Generator().manual_seed(5)
+    whole = torch.randn(NUM_LAYERS, *LAYER, dtype=torch.float64, generator=generator)
+    experts = torch.randn(EXPERTS, dtype=torch.float64, generator=generator)
+    rows, mine = slice(3 * t, 3 * t + 3), slice(3 * t, 3 + 2 * t)
+    values = [*(each[rows] for each in whole), experts[mine]]
+    expected = [*(cubed(each)[rows] for each in whole), torch.stack([cubed(each) for each in experts[mine]])]
+    parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in values]
+    for number, parameter in enumerate(parameters[:-1]):
+        piece = Piece(Box((rows.start, 0), (3, 5)), (0, 0))
+        attach_spec(parameter, ParamSpec(f"layers.{number}.weight", LAYER, (piece,)))
+    of_experts = Piece(Box((mine.start, 0, 0), tuple(parameters[-1].shape)), (0, 0, 0))
+    attach_spec(parameters[-1], ParamSpec("experts.weight", EXPERTS, (of_experts,), is_expert=True))
+    half = sum(each.numel() for each in values) // 2
+    begin, parts, values_of, expected_of, position = half * state.dp.rank, [], [], [], 0
+    for parameter, value, result in zip(parameters, values, expected, strict=True):
+        start, end = (min(max(at - position, 0), value.numel()) for at in (begin, begin + half))
+        position += value.numel()
+        if start < end:
+            flat = parameter.data.view(-1)[start:end]
+            parts.append(ParamPart(parameter, start, end, flat, torch.zeros_like(flat)))
+            values_of.append(value.reshape(-1)[start:end])
+            expected_of.append(result.reshape(-1)[start:end])
+    owners = MatrixOwners(parameters, parts, state.tp, state.dp, is_sharded=True, round_bytes=round_bytes)
+    found = [torch.zeros_like(each) for each in values_of]
+    for matrices in owners.rounds:
+        own = [values_of[at.part][at.start : at.end] for at in matrices.stretches]
+        for at, result in zip(matrices.stretches, matrices.compute(own, lambda each, _: cubed(each)), strict=True):
+            found[at.part][at.start : at.end] = result
+    held = [sum(at.end - at.start for at in matrices.stretches) for matrices in owners.rounds]
+    return held, torch.cat(found), torch.cat(expected_of)
+
+
+def test_rounds_bound_what_each_rank_holds_over_tensor_and_expert_parallel_ranks() -> None:
+    """Layers of 30 numbers, of which ranks hold 15, and experts of 28; data-parallel ranks hold six layers or more."""
+    at_once = run_distributed(4, cubed_in_rounds, 2**20)
+    in_rounds = run_distributed(4, cubed_in_rounds, 30 * 8)
+    assert [len(held) for held, _, _ in at_once] == [1] * 4
+    assert all(max(held) <= 30 for held, _, _ in in_rounds)
+    assert {len(held) for held, _, _ in in_rounds} == {len(in_rounds[0][0])}
+    assert any(0 in held for held, _, _ in in_rounds)
+    for (_, one, expected), (_, other, _) in zip(at_once, in_rounds, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)

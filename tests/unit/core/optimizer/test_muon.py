@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
@@ -64,6 +68,11 @@ def muon_of(
     return Muon(config, [flat], [1.0], owners), flat
 
 
+def step(muon: Muon, weights: list[torch.Tensor], gradients: list[torch.Tensor], grad_multiplier: float = 1.0) -> None:
+    factor = torch.tensor(grad_multiplier, dtype=torch.float64)
+    muon.step_if(torch.tensor(True), weights, gradients, factor)
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_steps_are_those_of_torch(nesterov: bool) -> None:
     ours = torch.nn.Parameter(random(24, 64).float())
@@ -82,8 +91,7 @@ def test_steps_are_those_of_torch(nesterov: bool) -> None:
     before = ours.detach().clone()
     for seed in range(1, 6):
         gradient = random(24, 64, seed=seed).float()
-        flat.grad = 4.0 * gradient.view(-1)
-        muon.step([flat], grad_multiplier=0.25)
+        step(muon, [flat], [4.0 * gradient.view(-1)], grad_multiplier=0.25)
         theirs.grad = gradient.clone()
         reference.step()
     # Both round their products to bfloat16, at places of their own.
@@ -99,8 +107,7 @@ def test_fused_matrices_are_made_orthogonal_one_by_one() -> None:
         weight = torch.nn.Parameter(torch.zeros(8, 16, dtype=torch.float64))
         muon, flat = muon_of(weight, config, fused_rows=(2, 1, 1))
         muon.set_learning_rate(1.0, 0.0)
-        flat.grad = gradient.reshape(-1).clone()
-        muon.step([flat], 1.0)
+        step(muon, [flat], [gradient.reshape(-1).clone()])
         for chosen in matrices:
             expected = orthogonalize(gradient[chosen], 5, "quintic", torch.float64) * update_scale(
                 len(chosen), 16, "spectral"
@@ -121,9 +128,7 @@ def test_each_expert_has_matrices_of_its_own() -> None:
     main = [part.values for part in parts]
     muon = Muon(config, main, [1.0] * 3, MatrixOwners([weight], parts, alone, alone, is_sharded=False))
     muon.set_learning_rate(1.0, 0.0)
-    for part in parts:
-        part.values.grad = gradient.view(-1)[part.start : part.end].clone()
-    muon.step(main, 1.0)
+    step(muon, main, [gradient.view(-1)[part.start : part.end].clone() for part in parts])
     for expert in range(3):
         for rows in (slice(0, 4), slice(4, 8)):
             expected = orthogonalize(gradient[expert, rows], 5, "quintic", torch.float64) * 5**0.5
@@ -143,13 +148,47 @@ def test_rounds_bound_what_is_whole_and_change_no_bit() -> None:
         muon = Muon(OptimizerConfig(optimizer="muon", muon_nesterov=True), main, [1.0, 0.5], owners)
         muon.set_learning_rate(0.1, 0.3)
         for seed in (1, 2):
-            for part in parts:
-                part.values.grad = random(*shape, seed=seed).float().view(-1)[part.start : part.end]
-            muon.step(main, 0.5)
+            gradient = random(*shape, seed=seed).float().view(-1)
+            step(muon, main, [gradient[part.start : part.end] for part in parts], 0.5)
         weights.append(weight.detach())
         num_wholes.append([sum(at.end - at.start for at in each.stretches) // (7 * 12) for each in owners.rounds])
     assert num_wholes == [[30], [3] * 10]
     assert torch.equal(*weights)
+
+
+class Operators(TorchDispatchMode):
+    """Count the operators that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_momentum_and_weights_of_a_round_are_updated_together(dtype: torch.dtype) -> None:
+    """Twelve experts in two rounds; a gradient in bfloat16 becomes float32 in each."""
+    shape = (12, 3, 5)
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    attach_spec(weight, ParamSpec("experts.weight", shape, full_pieces(shape), is_expert=True))
+    flat, alone = weight.data.view(-1), single_rank_group()
+    parts = [ParamPart(weight, 0, weight.numel(), flat, torch.zeros_like(flat))]
+    owners = MatrixOwners([weight], parts, alone, alone, is_sharded=False, round_bytes=6 * 3 * 5 * 4)
+    config = OptimizerConfig(optimizer="muon", muon_nesterov=True, muon_fp32_matmul_prec="highest")
+    muon = Muon(config, [flat], [1.0], owners)
+    gradient = random(weight.numel()).to(dtype)
+    with Operators() as operators:
+        step(muon, [flat], [gradient], 0.5)
+    counts = operators.counts
+    assert counts["aten.lerp.Scalar"] == counts["aten.where.self_out"] == 2 * 2
+    assert counts["aten._foreach_add_.List"] == 2
+    # The factor of the gradients once, and their conversion once a round.
+    assert counts["aten._to_copy.default"] == (1 if dtype is torch.float32 else 3)
 
 
 def test_nothing_changes_where_a_gradient_is_not_finite() -> None:
@@ -157,8 +196,8 @@ def test_nothing_changes_where_a_gradient_is_not_finite() -> None:
     muon, flat = muon_of(weight, OptimizerConfig(optimizer="muon"))
     muon.set_learning_rate(0.1, 0.1)
     before = weight.detach().clone()
-    flat.grad = torch.full_like(flat, torch.nan)
-    muon.step_if(torch.tensor(False), [flat], torch.tensor(1.0, dtype=torch.float64))
+    nan = torch.full_like(flat, torch.nan)
+    muon.step_if(torch.tensor(False), [flat], [nan], torch.tensor(1.0, dtype=torch.float64))
     assert torch.equal(weight, before)
     assert not muon.state_of(flat, "momentum_buffer").any()
 
@@ -215,3 +254,25 @@ def test_lion_on_a_device_that_decides_makes_the_step_of_the_host_or_none(monkey
     on_device.step_if(torch.tensor(False), [weights[1]], factor)
     assert torch.equal(weights[1], before[0])
     assert torch.equal(on_device.state_of(weights[1], "exp_avg"), before[1])
+
+
+def test_lion_on_a_device_asks_for_two_operators_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = OptimizerConfig(optimizer="lion")
+    first = [random(5 + number, seed=number).float() for number in range(40)]
+    weights, operators = [], []
+    for piece in (1 << 24, 100, 7):
+        monkeypatch.setattr("megatron.core.optimizer.lion._PIECE", piece)
+        own = [weight.clone() for weight in first]
+        lion = InnerOptimizer(config, [(own, 1.0)])
+        lion.decides_on_device = True
+        for seed in (1, 2):
+            lion.set_learning_rate(0.1, 0.5)
+            for number, weight in enumerate(own):
+                weight.grad = random(weight.numel(), seed=100 * seed + number).float()
+            with Operators() as counted:
+                lion.step_if(torch.tensor(True), own, torch.tensor(0.375, dtype=torch.float64))
+        weights.append(torch.cat(own))
+        operators.append(sum(counted.counts.values()))
+    assert operators[0] <= 2 * 40 + 10
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
