@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -226,7 +227,7 @@ class Device:
             torch.cuda.empty_cache()
 
 
-def _mark_current_stream(old: DeviceMark | None) -> DeviceMark | None:
+def _mark_current_stream(old: Any) -> DeviceMark | None:
     if torch.cuda.is_current_stream_capturing():
         return None
     event: DeviceMark = torch.cuda.current_stream().record_event(old)
