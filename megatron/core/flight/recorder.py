@@ -90,7 +90,7 @@ class Channel:
         recorder.blocked = None
         if work is not None:
             recorded = _RecordedWork(work, entry, recorder)
-            if recorder.mark is not None:
+            if entry[_REACHED] is not None:
                 entry[_PASSED], entry[_IS_BESIDE] = recorded, True
             return recorded
         _mark_behind(entry, recorder)
@@ -142,10 +142,13 @@ _OVER = _Over()
 
 
 def _mark_behind(entry: Entry, recorder: FlightRecorder) -> None:
-    """Put a mark behind a communication, where there is one before it: nobody asks for it otherwise."""
-    if entry[_REACHED] is not None and recorder.mark is not None:
+    """Put a mark behind a communication, where there is one before it: nobody asks for it otherwise.
+
+    It takes the place of the work, whose tensors the ring must not keep.
+    """
+    if entry[_REACHED] is not None:
         spare, entry[_SPARE] = entry[_SPARE], None
-        entry[_PASSED] = recorder.mark(spare)
+        entry[_PASSED] = None if recorder.mark is None else recorder.mark(spare)
 
 
 def _marks_taken_from(entry: Entry | None) -> tuple[DeviceMark | None, DeviceMark | None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -169,6 +171,7 @@ class PretendedDevice:
         return Mark(self.given, self)
 
 
+@dataclass(eq=False)
 class BesideWork(Work):
     """Stand for a communication beside, which a device has done when ``device`` says so."""
 
@@ -315,6 +318,23 @@ def test_what_is_recorded_as_a_graph_is_given_to_no_device() -> None:
     group = record_flight(Group(("tp",), (0, 1), 0), recorder)
     group.end(start(group, "all_reduce"))
     assert names_on(recorder) == (None, None, {"tp[0,1]": 1})
+
+
+@pytest.mark.parametrize("mark", [None, lambda old: None, PretendedDevice().mark])
+def test_the_ring_keeps_no_work_that_was_waited_for(mark: Callable | None) -> None:
+    """It would keep its tensors."""
+    recorder = FlightRecorder(mark=mark)
+    group = record_flight(Group(("tp",), (0, 1), 0), recorder)
+    for is_watched in (True, False):
+        work = BesideWork(recorder)
+        seen = weakref.ref(work)
+        pending = group.end(start(group, "all_gather"), work)
+        if not is_watched:
+            recorder.mark = None
+        assert pending is not None
+        pending.wait()
+        del work, pending
+        assert seen() is None
 
 
 def test_numbers_that_were_given_up_are_refused() -> None:
