@@ -217,6 +217,9 @@ def exchange_bytes(
     tensors of one size. Who sends to itself has both.
 
     Shapes: ``sent: [n]``, ``received: [m]`` uint8.
+
+    Raises:
+        GivenUpError: communication was given up; what has come is no copy.
     """
     if target == group.rank and sent is not None and received is not None:
         received.copy_(sent)
@@ -240,6 +243,7 @@ def exchange_bytes(
             into.copy_(landed)
     for entry in entries:
         group.end(entry)
+    group.ensure_not_given_up()
 
 
 def _pieces(tensor: torch.Tensor | None) -> list[torch.Tensor]:

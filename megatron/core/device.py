@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -175,10 +176,14 @@ class Device:
         except RuntimeError as error:
             return f"failed: {error}"
 
-    def marker(self) -> Callable[[], DeviceMark | None] | None:
+    def has_work_left(self) -> bool:
+        """Return whether the default stream has work that is not done; False on a CPU, and where the device failed."""
+        return self.queue_state() == "has work left"
+
+    def marker(self) -> Callable[[DeviceMark | None], DeviceMark | None] | None:
         """Return what marks the end of the work that the current stream was given; None on a CPU, which has no queue.
 
-        While work is recorded as a graph, and given to nobody, the mark is None.
+        It moves an old mark that it is given. While work is recorded as a graph, and given to nobody, the mark is None.
         """
         return _mark_current_stream if self.is_cuda else None
 
@@ -222,8 +227,11 @@ class Device:
             torch.cuda.empty_cache()
 
 
-def _mark_current_stream() -> torch.cuda.Event | None:
-    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream().record_event()
+def _mark_current_stream(old: Any) -> DeviceMark | None:
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event: DeviceMark = torch.cuda.current_stream().record_event(old)
+    return event
 
 
 @contextmanager

@@ -98,12 +98,14 @@ def _existing(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists.
 
     Raises:
-        OSError: a file is in its way, or nobody can tell whether it is there.
+        OSError: a file or a link to nothing is in its way, or nobody can tell whether it is there.
     """
     for place in (folder.absolute(), *folder.absolute().parents):
         try:
             is_folder = stat.S_ISDIR(place.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
+            if place.is_symlink():
+                raise FileNotFoundError(errno.ENOENT, "a link to a folder that is not there", str(place)) from None
             continue
         if not is_folder:
             raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(place))

@@ -36,6 +36,7 @@ from megatron.training.reporting.log_lines import (
     format_first_step,
     format_memory,
     format_step,
+    pinned_memory_told,
 )
 from megatron.training.reporting.looks.model_looks import ModelLooks
 from megatron.training.reporting.metrics import MetricsWriter
@@ -174,7 +175,7 @@ def evaluate_and_report(run: TrainingRun, evaluation_sets: Sequence[EvaluationSe
         count = chosen.num_microbatches
         begin = _evaluation_counter(run, count) if is_verbose else lambda microbatch: None
         if run.live is not None:
-            begin = _drawn(begin, run.live, count)
+            begin = run.live.counting(begin, count)
         with run.timers("evaluate", log_level=0), chosen.open_source() as source:
             losses = evaluate_weights(run.config, run.runtime, run.parts, run.forward_step, source, count, begin)
         _report_time(run, "evaluate")
@@ -211,16 +212,6 @@ def _evaluation_counter(run: TrainingRun, num_microbatches: int) -> Callable[[in
     return begin
 
 
-def _drawn(begin: Callable[[int], None], live: LiveLine, total: int) -> Callable[[int], None]:
-    """Return what does the same as each micro-batch begins, and draws how many are done."""
-
-    def begin_and_draw(microbatch: int) -> None:
-        begin(microbatch)
-        live.show(microbatch, total)
-
-    return begin_and_draw
-
-
 def _report_time(run: TrainingRun, name: str) -> None:
     """Print the time of something that is no part of an iteration; every rank must call."""
     run.log(run.timers.report(run.runtime.state.world, [name]))
@@ -231,7 +222,7 @@ def _save(run: TrainingRun) -> None:
         return
     state = run.train_state
     _record_data(run)
-    with run.timers("save-checkpoint", log_level=0):
+    with pinned_memory_told(run.runtime, state.iteration), run.timers("save-checkpoint", log_level=0):
         is_saved = run.checkpoints.save(state)
     _report_time(run, "save-checkpoint")
     if is_saved and run.progress is not None:
@@ -355,6 +346,7 @@ def _log_layer_norms(run: TrainingRun) -> None:
         return
     num_layers, loss_scale = run.config.model.num_layers, parts.optimizer.loss_scale
     norms = measure_layer_norms(parts.ddp_chunks, num_layers, run.runtime.state, loss_scale)
+    run.runtime.flight.ensure_not_given_up()
     run.log(format_layer_norms(iteration, norms))
     if run.metrics is not None:
         run.metrics.scalars(layer_norm_scalars(norms), iteration)

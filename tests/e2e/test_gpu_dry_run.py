@@ -60,6 +60,7 @@ def test_a_stage_of_a_pipeline_is_reported_in_text_json_and_a_picture(tmp_path: 
         (("--world-size", "0"), "error: --world-size 0 is not between 1 and 131072; "),
         (("--json", "/nowhere/a.json"), "error: --json /nowhere/a.json cannot be written: its folder is not there; "),
         (("--json", "/"), "error: --json / cannot be written: it is a folder; "),
+        (("--json", "a" * 300), f"error: --json {'a' * 300} cannot be written: File name too long; "),
         (("--gpu", "v100"), "error: --gpu v100: no figures are known for it; possible: "),
         (("--memory-picture", "a.png"), "error: --memory-picture a.png: the picture is SVG; give a name that ends in"),
         (("--hidden-sise", "3"), "error: unknown flag --hidden-sise"),

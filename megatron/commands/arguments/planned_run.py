@@ -64,17 +64,21 @@ def check_writable(flag: str, path: Path) -> None:
     """Refuse a file that a flag names and that could not be written, as far as that shows before.
 
     Raises:
-        ConfigurationError: its folder is not there, or it is a folder itself, or one of both may not be written to.
+        ConfigurationError: its folder is not there, or it is a folder itself, or one of both may not be written to or
+            looked at.
     """
     folder = path.absolute().parent
-    if not folder.is_dir():
-        problem = "its folder is not there"
-    elif path.is_dir():
-        problem = "it is a folder"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        problem = "permission is missing"
-    else:
-        return
+    try:
+        if not folder.is_dir():
+            problem = "its folder is not there"
+        elif path.is_dir():
+            problem = "it is a folder"
+        elif not os.access(path if path.exists() else folder, os.W_OK):
+            problem = "permission is missing"
+        else:
+            return
+    except OSError as error:
+        problem = error.strerror or str(error)
     raise ConfigurationError(f"{flag} {path} cannot be written: {problem}; give another file")
 
 

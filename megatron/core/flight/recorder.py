@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 _CAPACITY = 1024
 # The fields of an entry, a list: it is made for every communication, and an object would take twice as long.
-_CHANNEL, _SEQUENCE, _OPERATION, _BYTES, _SHAPE, _CODE, _INSTRUCTION, _START, _END, _REACHED, _PASSED = range(11)
+_CHANNEL, _SEQUENCE, _OPERATION, _BYTES, _SHAPE, _CODE, _INSTRUCTION, _START, _END = range(9)
+# What a device is asked by, where it is asked: marks before and behind, an old one for the second, and whether it goes
+# on beside.
+_REACHED, _PASSED, _SPARE, _IS_BESIDE = range(9, 13)
+_NO_MARKS = (None, None, None, False)
 
 _now = time.monotonic
 
@@ -61,10 +65,22 @@ class Channel:
             caller = caller.f_back
         caller = caller or function
         shape = None if tensor is None else tensor.shape
-        entry = [self, sequence, operation, num_bytes, shape, caller.f_code, caller.f_lasti, _now(), None, None, None]
-        if recorder.mark is not None:
-            entry[_REACHED] = recorder.mark()
+        entry: Entry = [
+            self,
+            sequence,
+            operation,
+            num_bytes,
+            shape,
+            caller.f_code,
+            caller.f_lasti,
+            _now(),
+            None,
+            *_NO_MARKS,
+        ]
         recorder.num_begun = count = recorder.num_begun + 1
+        if recorder.mark is not None:
+            old, entry[_SPARE] = _marks_taken_from(self._ring[count % _CAPACITY])
+            entry[_REACHED] = recorder.mark(old)
         self._ring[count % _CAPACITY] = recorder.blocked = entry
         return entry
 
@@ -74,11 +90,10 @@ class Channel:
         recorder.blocked = None
         if work is not None:
             recorded = _RecordedWork(work, entry, recorder)
-            if recorder.mark is not None:
-                entry[_PASSED] = recorded
+            if entry[_REACHED] is not None:
+                entry[_PASSED], entry[_IS_BESIDE] = recorded, True
             return recorded
-        if recorder.mark is not None:
-            entry[_PASSED] = recorder.mark()
+        _mark_behind(entry, recorder)
         entry[_END] = now = _now()
         recorder.waited_s += now - entry[_START]
         recorder.num_ended += 1
@@ -99,9 +114,14 @@ class _RecordedWork:
         recorder, begun = self._recorder, _now()
         recorder.blocked = self._entry
         result = self._work.wait()
-        if recorder.mark is not None:
-            # Without a mark it is still asked for itself: what waits is recorded as a graph.
-            self._entry[_PASSED] = recorder.mark() or self
+        # No mark is needed behind what is over, and one would say less: the device may come to it much later.
+        if self._entry[_REACHED] is not None and self.query():
+            self._entry[_PASSED] = _OVER
+        else:
+            _mark_behind(self._entry, recorder)
+            if recorder.mark is not None and self._entry[_REACHED] is not None and self._entry[_PASSED] is None:
+                # Without a mark it is still asked for itself: what waits is recorded as a graph.
+                self._entry[_PASSED] = self
         self._entry[_END] = now = _now()
         recorder.waited_s += now - begun
         recorder.num_ended += 1
@@ -114,15 +134,46 @@ class _RecordedWork:
         return is_completed is not None and is_completed()
 
 
+class _Over:
+    """Be the mark behind a communication that is known to be over."""
+
+    def query(self) -> bool:
+        return True
+
+
+_OVER = _Over()
+
+
+def _mark_behind(entry: Entry, recorder: FlightRecorder) -> None:
+    """Put a mark behind a communication, where there is one before it: nobody asks for it otherwise.
+
+    It takes the place of the work, whose tensors the ring must not keep.
+    """
+    if entry[_REACHED] is not None:
+        spare, entry[_SPARE] = entry[_SPARE], None
+        entry[_PASSED] = None if recorder.mark is None else recorder.mark(spare)
+
+
+def _marks_taken_from(entry: Entry | None) -> tuple[DeviceMark | None, DeviceMark | None]:
+    """Return the marks of an entry that leaves the ring, to be made again; who asks it now finds that it has none."""
+    if entry is None:
+        return None, None
+    reached, passed, spare = entry[_REACHED], entry[_PASSED], entry[_SPARE]
+    entry[_REACHED] = entry[_SPARE] = None
+    return reached, spare if passed is None or isinstance(passed, _RecordedWork | _Over) else passed
+
+
 @dataclass(frozen=True)
 class DeviceView:
     """Say how far a device has come with communications that the host has left to it.
 
-    ``blocked`` is the oldest that it has reached and not got past, ``ahead`` the oldest that it has not reached.
-    ``entered`` counts those that it has reached, by channel.
+    ``inside`` are those that it has reached and not got past, the oldest first, and so are ``beside``, which go on
+    beside the computation: one that was waited for may be over long before the device comes past the wait. ``ahead`` is
+    the oldest that it has not reached. ``entered`` counts those that it has reached, by channel.
     """
 
-    blocked: Entry | None
+    inside: tuple[Entry, ...]
+    beside: tuple[Entry, ...]
     ahead: Entry | None
     entered: Mapping[str, int]
 
@@ -135,8 +186,9 @@ class FlightRecorder:
     the last part of a run that began. ``reading`` has the samples that threads are reading, by the thread's number.
     ``longest_step_s`` falls slowly, so that one long iteration is forgotten. ``num_begun`` and ``num_ended`` count
     communications, ``ticks`` all else that got done. ``is_given_up`` says that the communicators are being aborted:
-    what was under way ends without a result. ``mark`` makes a mark at the end of what the device has been given, where
-    there is a device that the host does not wait for; None where marks are not to be had just then.
+    what was under way ends without a result. ``mark`` makes a mark at the end of what the device has been given, by
+    moving an old one where it is given that; it is there while somebody watches a device that the host does not wait
+    for, and returns None where marks are not to be had just then.
     """
 
     phase: str = "setup"
@@ -152,7 +204,7 @@ class FlightRecorder:
     reading: dict[int, Sequence[int]] = field(default_factory=dict)
     ring: list[Entry | None] = field(default_factory=lambda: [None] * _CAPACITY)
     channels: dict[str, Channel] = field(default_factory=dict)
-    mark: Callable[[], DeviceMark | None] | None = None
+    mark: Callable[[DeviceMark | None], DeviceMark | None] | None = None
 
     def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
         """Return the channel of this name among these ranks."""
@@ -228,18 +280,23 @@ class FlightRecorder:
         if self.mark is None:
             return None
         entered = {name: channel.entered for name, channel in list(self.channels.items())}
-        blocked = ahead = None
+        inside: list[Entry] = []
+        beside: list[Entry] = []
+        ahead = None
         for entry in self._in_order():
             reached, passed = entry[_REACHED], entry[_PASSED]
             if reached is None or (passed is not None and passed.query()):
                 continue
-            if reached.query():
-                blocked = blocked or entry
+            is_reached = reached.query()
+            if entry[_REACHED] is not reached:  # It has left the ring meanwhile, and the mark is another one's.
+                continue
+            if is_reached:
+                (beside if entry[_IS_BESIDE] else inside).append(entry)
             else:
                 ahead = ahead or entry
                 name = entry[_CHANNEL].name
                 entered[name] = min(entered[name], entry[_SEQUENCE] - 1)
-        return DeviceView(blocked, ahead, entered)
+        return DeviceView(tuple(inside), tuple(beside), ahead, entered)
 
     def latest(self) -> list[Communication]:
         """Return what is in the ring, the oldest first."""

@@ -85,14 +85,19 @@ def side_by_side(sizes: Sequence[int]) -> Packing:
 def pack_again(sizes: Sequence[int], blocks: Sequence[int]) -> Packing | None:
     """Return where tensors lie in blocks that are there, None where some found no place.
 
-    A list that `pack` had more choice for may find none in the blocks that it was given.
+    The list that `pack` made the blocks for always finds one: they are opened one after the other, as they were made.
     """
-    return _packed_into(sizes, blocks)
+    return _packed_into(sizes, [], kept=blocks) or _packed_into(sizes, blocks)
 
 
-def _packed_into(sizes: Sequence[int], blocks: Sequence[int], limit: int = 0) -> Packing | None:
-    """Put the largest tensor first, each where it leaves least; up to a ``limit`` blocks are added for what is left."""
-    made, used = list(blocks), [0] * len(blocks)
+def _packed_into(
+    sizes: Sequence[int], blocks: Sequence[int], limit: int = 0, kept: Sequence[int] = ()
+) -> Packing | None:
+    """Put the largest tensor first, each where it leaves least.
+
+    What fits nowhere opens the next blocks of ``kept``, or else has one made: up to a ``limit``, for what is left.
+    """
+    made, used, closed = list(blocks), [0] * len(blocks), list(reversed(kept))
     places = [(0, 0)] * len(sizes)
     left = sum(map(_aligned, sizes))
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
@@ -100,6 +105,10 @@ def _packed_into(sizes: Sequence[int], blocks: Sequence[int], limit: int = 0) ->
         if not needed:
             continue
         fitting = [block for block, size in enumerate(made) if size - used[block] >= needed]
+        while closed and not fitting:
+            made.append(closed.pop())
+            used.append(0)
+            fitting = [len(made) - 1] if made[-1] >= needed else []
         if not fitting:
             if not limit:
                 return None
@@ -111,7 +120,7 @@ def _packed_into(sizes: Sequence[int], blocks: Sequence[int], limit: int = 0) ->
         places[number] = block, used[block]
         used[block] += needed
         left -= needed
-    return Packing(tuple(places), tuple(made))
+    return Packing(tuple(places), (*made, *reversed(closed)))
 
 
 def _aligned(num_bytes: int) -> int:

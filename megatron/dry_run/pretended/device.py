@@ -70,7 +70,7 @@ class PretendedDevice(Device):
         """
         raise ConfigurationError("--cuda-graph-impl local has no dry run: leave it out, its kernels are the same")
 
-    def marker(self) -> Callable[[], DeviceMark | None] | None:
+    def marker(self) -> Callable[[DeviceMark | None], DeviceMark | None] | None:
         """Return nothing: what is communicated is over at once."""
         return None
 

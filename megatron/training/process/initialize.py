@@ -285,7 +285,7 @@ def make_runtime(config: RunConfig, device: Device, local_rank: int = 0, observe
     from megatron.core.tensor_parallel.random import RngStreams
 
     timeout = timedelta(minutes=config.initialization.distributed_timeout_minutes)
-    flight = FlightRecorder(mark=device.marker())
+    flight = FlightRecorder()
     instances = config.ddp.num_distributed_optimizer_instances
     state = create_parallel_state(
         config.parallel_sizes, timeout, observer, config.model.cp_inner_size, flight, instances

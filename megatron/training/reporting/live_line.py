@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from megatron.core.flight.recorder import FlightRecorder
@@ -64,6 +65,15 @@ class LiveLine:
     def show(self, done: int, total: int) -> None:
         """Draw a bar of which so much is done, until all of it is."""
         self._bar = format_bar(done, total) if done < total else ""
+
+    def counting(self, begin: Callable[[int], None], total: int) -> Callable[[int], None]:
+        """Return what does the same as each micro-batch begins, and draws how many of them are done."""
+
+        def begin_and_draw(microbatch: int) -> None:
+            begin(microbatch)
+            self.show(microbatch, total)
+
+        return begin_and_draw
 
     def show_index(self, split: str, done: int, total: int) -> None:
         """Draw a bar of the samples of a split that are indexed, until all of them are."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from megatron.core.device import Device
 from megatron.core.transformer.moe.expert_load import LoadReport
 from megatron.training.data.data_set_sums import DataSetLoss
+from megatron.training.process.console import print_line
+from megatron.training.process.initialize import Runtime
 
 
 @dataclass(frozen=True)
@@ -128,19 +131,26 @@ def _tflops(value: float) -> str:
 
 
 def format_memory(rank: int, iteration: int, device: Device, with_device: bool = False) -> str:
-    """Return the memory figures of one rank in MiB; ``with_device`` adds those of all processes on its device.
-
-    On a device they end with the machine's memory that is pinned for copies.
-    """
-    use, pinned = device.memory_use(), device.pinned_bytes()
+    """Return the memory figures of one rank in MiB; ``with_device`` adds those of all processes on its device."""
+    use = device.memory_use()
     used = device.used_bytes() if with_device else None
-    of_machine = "" if pinned is None else f" | pinned: {pinned / 2**20:.2f}"
     of_device = "" if used is None else f" | total device memory used: {used / 2**20:.2f}"
     return (
         f"[Rank {rank}] (after {iteration} iterations) memory (MB) | allocated: {use.allocated:.2f} | "
         f"max allocated: {use.max_allocated:.2f} | reserved: {use.reserved:.1f} | max reserved: {use.max_reserved:.1f}"
-        f"{of_machine}{of_device}"
+        f"{of_device}"
     )
+
+
+@contextmanager
+def pinned_memory_told(runtime: Runtime, iteration: int) -> Iterator[None]:
+    """Print what the first copy's ranks have pinned of the machine's memory, where that has grown in the context."""
+    before = runtime.device.pinned_bytes() if runtime.state.dp_cp.is_first else None
+    yield
+    after = None if before is None else runtime.device.pinned_bytes()
+    if before is not None and after is not None and after > before:
+        words = f"pinned memory of the machine (MB): {after / 2**20:.2f}"
+        print_line(f"[Rank {runtime.state.rank}] (after {iteration} iterations) {words}")
 
 
 def format_evaluation(heading: str, lm_loss: float) -> str:

@@ -39,9 +39,9 @@ class Stream:
 
     num_events: int = 0
 
-    def record_event(self) -> int:
+    def record_event(self, event: object) -> object:
         self.num_events += 1
-        return self.num_events
+        return event or self.num_events
 
 
 def test_marks_are_events_of_the_current_stream_but_for_work_that_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,9 @@ def test_marks_are_events_of_the_current_stream_but_for_work_that_is_recorded(mo
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: answers.pop(0))
     mark = Device("cuda", 3).marker()
     assert mark is not None
-    assert [mark() for _ in range(3)] == [1, None, 2]
+    assert [mark(None) for _ in range(3)] == [1, None, 2]
+    answers.append(False)
+    assert mark(stream) is stream
 
 
 def test_pinned_memory_is_told_of_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:

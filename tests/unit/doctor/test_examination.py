@@ -112,7 +112,8 @@ def test_a_folder_to_save_to_is_tried_and_left_as_it_was(tmp_path: Path, monkeyp
 def test_a_folder_that_cannot_be_made_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for folder in ("file", "file/run", "loop/run", "a" * 300):
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    for folder in ("file", "file/run", "loop/run", "a" * 300, "dangling", "dangling/run"):
         (finding,) = examine_save(tmp_path / folder, "")
         assert finding.status == "wrong"
         assert finding.text.startswith("cannot be made: ")

@@ -159,7 +159,7 @@ def test_the_last_report_of_a_hang_is_told(server: DashboardServer, monkeypatch:
         0: RankState(0, process, phase="forward", iteration=3, blocked=blocked, entered={blocked.channel: 7}),
         1: RankState(1, process, phase="forward", iteration=3, entered={blocked.channel: 6}),
     }
-    diagnosis = Diagnosis({0: (1,)}, (Culprit(1, blocked, (0,), False),))
+    diagnosis = Diagnosis({0: blocked}, {0: (1,)}, (Culprit(1, blocked, (0,), False),))
     report = HangReport(
         20.0, states, {0: 30.0, 1: 30.0}, {0: "alive", 1: "stopped"}, {}, diagnosis, "2026-11-22 14:00:05"
     )

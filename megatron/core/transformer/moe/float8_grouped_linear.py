@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
-from megatron.core.kernels.float8.quantised import WHOLE, Quantised
-from megatron.core.kernels.float8.scaled_product import scaled_product
+from megatron.core.kernels.float8.quantised import WHOLE, Blocks, Quantised
+from megatron.core.kernels.float8.scaled_product import has_scaled_products, scaled_product
 from megatron.core.kernels.matrix_product import RowCounts, grouped_gradient, row_counts
 from megatron.core.main_grad import main_grad_of
 
 _MULTIPLE = 16
 """Of so many rows are what a device's fp8 products sum over; rows of zeros make up for what is missing.
 
-Of scales for blocks along the rows a device's products take whole blocks alone.
+Of scales for blocks along the rows a device's products of its own take whole blocks alone.
 """
 _Operands = list[tuple[Quantised, Quantised] | None]
 
@@ -66,7 +66,7 @@ class _Float8GroupedLinear(torch.autograd.Function):
         in_fp8 = needs_weight_grad and quantisers[0].recipe.has_weight_gradients
         x_grad = grad.new_empty(len(grad), weight.shape[2]) if needs_x_grad else None
         operands: _Operands = []
-        multiple = max(_MULTIPLE, quantisers[0].recipe.blocks.columns) if in_fp8 and grad.is_cuda else _MULTIPLE
+        multiple = _summed_multiple(quantisers[0].recipe.blocks, grad.device.type) if in_fp8 else _MULTIPLE
         start = 0
         for number, rows in enumerate(grad.split_with_sizes(counts)):
             end = start + len(rows)
@@ -77,7 +77,8 @@ class _Float8GroupedLinear(torch.autograd.Function):
             plain, turned = own.matrix("grad", _padded(rows, multiple), transpose=in_fp8, records=ctx.records)
             if x_grad is not None:
                 quantised = own.weight(weight[number], transpose=True, records=False, scale=weight_scale)
-                x_grad[start:end] = scaled_product(plain, quantised, grad.dtype, library=library)[: len(rows)]
+                few = _first_rows(plain, len(rows) + -len(rows) % _MULTIPLE)
+                x_grad[start:end] = scaled_product(few, quantised, grad.dtype, library=library)[: len(rows)]
             if turned is not None:
                 operands.append((turned, own.input_again(_padded(x[start:end], multiple), x_scale, True, None)))
             start = end
@@ -117,6 +118,19 @@ def float8_grouped_linear(
     arguments = (x, weight, bias, row_counts(counts), adds_bias, library, quantisers, torch.is_grad_enabled())
     result: torch.Tensor = _Float8GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
+
+
+def _summed_multiple(blocks: Blocks, device: str) -> int:
+    """Return of how many rows those are a multiple that a weight gradient's product sums over."""
+    takes_blocks = device == "cuda" and has_scaled_products(blocks, blocks, device)
+    return max(_MULTIPLE, blocks.columns) if takes_blocks else _MULTIPLE
+
+
+def _first_rows(matrix: Quantised, count: int) -> Quantised:
+    if count == len(matrix.data):
+        return matrix
+    assert matrix.blocks.rows == 1, "rows share scales, and are no more than are asked for"
+    return Quantised(matrix.data[:count], matrix.scale[:count], matrix.blocks)
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:

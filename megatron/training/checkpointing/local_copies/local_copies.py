@@ -67,6 +67,7 @@ class LocalCopies:
 
         Raises:
             CheckpointError: a machine's memory has no room. On every rank alike; the copy before is still there.
+            GivenUpError: communication was given up meanwhile. No copy that was under way counts as whole.
         """
         num_bytes = _size(tensors)
         head = {"token": self._token, "layout": self._layout, "iteration": record["iteration"]}
@@ -76,6 +77,7 @@ class LocalCopies:
             memory = own.allocate(num_bytes)
             for tensor, part in zip(tensors, _parts(memory, tensors)):
                 part.copy_(tensor)
+            self._state.world.ensure_not_given_up()  # What was copied may be gathered weights.
             own.complete(num_bytes, {**head, "record": record})
         except OSError as failure:
             error = self._no_room(failure)

@@ -71,8 +71,9 @@ class HangReport:
         rows = [("rank", "process", "idle", "phase", "waits in", "for")]
         for rank, state in sorted(self.states.items())[:_MOST_RANKS]:
             awaited = self.diagnosis.waits_for.get(rank, ())
-            waits_in = "" if state.waits_in is None else describe_communication(state.waits_in)
-            if waits_in and state.blocked is None:
+            communication = self.diagnosis.waits_in.get(rank)
+            waits_in = "" if communication is None else describe_communication(communication)
+            if waits_in and state.is_held_by_device:
                 waits_in += " on its device"
             process = f"{self.processes.get(rank, '')} ({state.process.host}:{state.process.pid})"
             phase = "left" if state.left else f"{state.phase}, iteration {state.iteration + 1}"
@@ -97,10 +98,12 @@ class HangReport:
                     **state.to_dict(),
                     "idle_s": self.idle_s.get(rank, 0.0),
                     "process_state": self.processes.get(rank, ""),
+                    "waits_in": None if waits_in is None else dataclasses.asdict(waits_in),
                     "waits_for": list(self.diagnosis.waits_for.get(rank, ())),
                     **self.answers.get(rank, {}),
                 }
                 for rank, state in sorted(self.states.items())
+                for waits_in in (self.diagnosis.waits_in.get(rank),)
             ],
         }
 
@@ -138,12 +141,13 @@ class HangReport:
             doing = f"does not answer{f' at {place}' if place else ''}, last heard of in phase {state.phase},"
         else:
             doing = f"is {process}, last heard of in phase {state.phase},"
-        doing += _device_words(state)
+        waits_in = self.diagnosis.waits_in.get(rank)
+        doing += _device_words(state, waits_in)
         if answer.get("reading"):
             doing += f", reading samples {answer['reading']}"
-        if self.diagnosis.is_circle and state.waits_in is not None:
+        if self.diagnosis.is_circle and waits_in is not None:
             awaited = format_ranks(self.diagnosis.waits_for.get(rank, ()))
-            return f"{who} waits in {describe_communication(state.waits_in)} for rank {awaited}, which waits in another"
+            return f"{who} waits in {describe_communication(waits_in)} for rank {awaited}, which waits in another"
         if culprit.waits_in is None:
             return f"{who} {doing}"
         has = "is inside" if culprit.has_entered else "has not entered"
@@ -151,9 +155,9 @@ class HangReport:
         return f"{who} {doing} and {has} {describe_communication(culprit.waits_in)}{waiting}"
 
 
-def _device_words(state: RankState) -> str:
+def _device_words(state: RankState, waits_in: Communication | None) -> str:
     """Return what a device does that waits in no communication; "" for others."""
-    if state.on_device is None or state.waits_in is not None:
+    if state.on_device is None or waits_in is not None:
         return ""
     if state.on_device.ahead is None:
         return ", with a device that has finished what it was given to communicate,"
@@ -191,13 +195,15 @@ def read_hang_report(path: Path) -> HangReport:
             for item in values["culprits"]
         )
         waits_for = {rank: tuple(item["waits_for"]) for rank, item in ranks.items()}
+        told = {rank: item.get("waits_in", item["blocked"]) for rank, item in ranks.items()}
+        waits_in = {rank: None if each is None else Communication(**each) for rank, each in told.items()}
         return HangReport(
             limit_s=float(values["limit_s"]),
             states={rank: RankState.from_dict(item) for rank, item in ranks.items()},
             idle_s={rank: float(item["idle_s"]) for rank, item in ranks.items()},
             processes={rank: item["process_state"] for rank, item in ranks.items()},
             answers={rank: item for rank, item in ranks.items() if "stacks" in item},
-            diagnosis=Diagnosis(waits_for, culprits, bool(values["is_circle"])),
+            diagnosis=Diagnosis(waits_in, waits_for, culprits, bool(values["is_circle"])),
             time=str(values["time"]),
         )
     except OSError as error:

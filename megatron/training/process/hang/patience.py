@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.flight.recorder import FlightRecorder
@@ -25,11 +26,21 @@ class Patience:
     """Say for how long a rank has got nothing done, and for how long it may.
 
     ``seconds`` is ``--hang-report-seconds``. A step may take several times the longest one, setting up and the first
-    ``settling`` iterations ten times that number, saving a quarter more than it.
+    ``settling`` iterations ten times that number, saving a quarter more than it. A host that waits for a device may
+    spin: while ``device_has_work``, or a communication that was left to the device is not over, processor time says
+    nothing, and what the device gets done counts in its place.
     """
 
-    def __init__(self, recorder: FlightRecorder, seconds: float | None, settling: int = 1) -> None:
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        seconds: float | None,
+        settling: int = 1,
+        device_has_work: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._recorder = recorder
+        self._device_has_work = device_has_work
+        self._device_seen: tuple[int, int] | None = None
         self._seconds = _DEFAULT_S if seconds is None else seconds
         self._settling = settling
         self._seen_moves = -1
@@ -75,10 +86,22 @@ class Patience:
         if not is_long or elapsed <= 0:
             return False
         return (
-            cpu_s - was_cpu > _BUSY_SHARE * elapsed
-            or self._bytes - was_moved > _BUSY_BYTES_PER_S * elapsed
+            self._bytes - was_moved > _BUSY_BYTES_PER_S * elapsed
+            or self._device_moves(cpu_s - was_cpu > _BUSY_SHARE * elapsed)
             or _waits_for_disk()
         )
+
+    def _device_moves(self, is_computing: bool) -> bool:
+        """Return whether the device has come further, or where it has nothing to do whether the host is computing."""
+        try:
+            view = self._recorder.on_device()
+        except RuntimeError:  # It has failed, and nobody waits for it any more.
+            return is_computing
+        if view is None:
+            return is_computing
+        seen, self._device_seen = self._device_seen, (sum(view.entered.values()), len(view.inside) + len(view.beside))
+        has_work = view.ahead is not None or self._device_seen[1] > 0 or self._device_has_work()
+        return self._device_seen != seen if has_work else is_computing
 
 
 def _waits_for_disk() -> bool:

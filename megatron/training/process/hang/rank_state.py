@@ -17,6 +17,7 @@ from megatron.training.process.hang.short_path import short_path
 _NUM_FRAMES = 40
 _NUM_ENTRIES = 64
 _NUM_SAMPLES = 32
+_NUM_INSIDE = 128
 # Where a thread that waits for another one is; the other one is then of interest.
 _WAITING_FILES = (
     "threading.py",
@@ -33,21 +34,27 @@ _WAITING_FILES = (
 class DeviceState:
     """Hold how far a rank's device has come with the communications that the host has left to it.
 
-    ``blocked`` is the oldest that it has reached and not finished, and ``ahead`` the oldest that it has not reached.
-    ``entered`` counts those that it has reached, by channel.
+    ``inside`` are those that it has reached and not got past, and so are ``beside``, which go on beside the computation
+    and may be over. ``ahead`` is the oldest that it has not reached. ``entered`` counts those that it has reached, by
+    channel.
     """
 
-    blocked: Communication | None
+    inside: tuple[Communication, ...]
+    beside: tuple[Communication, ...]
     ahead: Communication | None
     entered: Mapping[str, int]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DeviceState:
         """Read back what `dataclasses.asdict` makes of one."""
-        blocked, ahead = (
-            None if values[name] is None else Communication(**values[name]) for name in ("blocked", "ahead")
-        )
-        return cls(blocked, ahead, values["entered"])
+        ahead = None if values["ahead"] is None else Communication(**values["ahead"])
+        inside, beside = (tuple(Communication(**each) for each in values[name]) for name in ("inside", "beside"))
+        return cls(inside, beside, ahead, values["entered"])
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether it is not done with all that it was given to communicate."""
+        return bool(self.inside or self.beside) or self.ahead is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +83,23 @@ class RankState:
     stack_file: str = ""
 
     @property
-    def waits_in(self) -> Communication | None:
-        """Return the communication that the process waits in, or else its device."""
-        return self.on_device.blocked if self.blocked is None and self.on_device is not None else self.blocked
+    def is_held_by_device(self) -> bool:
+        """Return whether the process waits for its device, so that this says what it waits in.
+
+        A host that is in a communication waits there for hosts only where the communicator is used for the first time,
+        or where its device is done with all others: else the device takes no more work, of whatever kind comes next.
+        """
+        device = self.on_device
+        if device is None or self.blocked is None:
+            return device is not None
+        return self.blocked.sequence > 1 and device.has_more
+
+    @property
+    def may_wait_in(self) -> tuple[Communication, ...]:
+        """Return the communications of which the process, or its device, waits in one: the likeliest first."""
+        if self.is_held_by_device and self.on_device is not None:
+            return (*self.on_device.inside, *self.on_device.beside)
+        return () if self.blocked is None else (self.blocked,)
 
     def num_entered(self, channel: str, by_device: bool) -> int:
         """Return how many communications of a channel it has begun, or with ``by_device`` its device (if any)."""
@@ -116,8 +137,11 @@ def device_state(recorder: FlightRecorder) -> DeviceState | None:
         return None
     if view is None:
         return None
-    blocked, ahead = (None if entry is None else recorder.describe(entry) for entry in (view.blocked, view.ahead))
-    return DeviceState(blocked, ahead, view.entered)
+    ahead = None if view.ahead is None else recorder.describe(view.ahead)
+    inside, beside = (
+        tuple(recorder.describe(entry) for entry in entries[:_NUM_INSIDE]) for entries in (view.inside, view.beside)
+    )
+    return DeviceState(inside, beside, ahead, view.entered)
 
 
 def full_answer(recorder: FlightRecorder, device: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,15 +77,18 @@ def watching(
         yield
         return
     with closing(StackFile()) as stack_file:
-        patience = Patience(recorder, seconds, settling)
+        patience = Patience(recorder, seconds, settling, device.has_work_left)
         watchdog = _open(recorder, state, device, patience, folder, stack_file.path, leave_with)
         is_over = False
+        if watchdog is not None:
+            recorder.mark = device.marker()
         try:
             yield
             is_over = True
         finally:
             if watchdog is not None:
                 watchdog.close(is_over)
+                recorder.mark = None
 
 
 def _open(

@@ -52,16 +52,22 @@ class SampleTexts:
         self._engine = engine
 
     def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
-        """Generate, and give the texts to the log, the metrics file and the loggers; every rank must call."""
+        """Generate, and give the texts to the log, the metrics file and the loggers; every rank must call.
+
+        Raises:
+            GivenUpError: communication was given up meanwhile; nothing is written.
+        """
         for chunk in self._parts.ddp_chunks:
             chunk.finish_param_gather()
         try:
             found = self._engine.generate(self._request, on_token=lambda prompt, token: self._runtime.flight.tick())
         except InputError as error:
+            self._runtime.flight.ensure_not_given_up()
             # Every rank learns of logits that are not finite; what is done about them is not decided here.
             if self._runtime.is_reporter:
                 print_line(f"WARNING: no sample at iteration {iteration}: {error}")
             return
+        self._runtime.flight.ensure_not_given_up()
         if metrics is None:
             return
         texts = [self._tokenizer.detokenize(each.tokens) for each in found]

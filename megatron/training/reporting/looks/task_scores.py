@@ -59,16 +59,22 @@ class TaskScores:
         self._ranks = ModelRanks(engine, self._encoding, state.world, copies, size, runtime.flight.tick, show)
 
     def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
-        """Ask, and give the scores to the log, the metrics file and the loggers; every rank must call."""
+        """Ask, and give the scores to the log, the metrics file and the loggers; every rank must call.
+
+        Raises:
+            GivenUpError: communication was given up meanwhile; nothing is written.
+        """
         self._runtime.flight.enter("evaluate")
         for chunk in self._parts.ddp_chunks:
             chunk.finish_param_gather()
         try:
             found = self._ranks.lead(self._scores)
         except InputError as error:
+            self._runtime.flight.ensure_not_given_up()
             if self._runtime.is_reporter:
                 print_line(f"WARNING: no scores at iteration {iteration}: {error}")
             return
+        self._runtime.flight.ensure_not_given_up()
         if metrics is None or found is None:
             return
         for task, figures in found.items():

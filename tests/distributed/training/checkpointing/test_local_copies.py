@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core import collectives
 from megatron.core.errors import CheckpointError
+from megatron.core.flight.recorder import FlightRecorder, GivenUpError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.training.checkpointing.local_copies.copy_file import CopyFile
@@ -127,6 +129,46 @@ def take_parity_apart(folder: Path) -> list[int | None]:
             copies.load(found, tensors_of(state.rank, 0))
         save_iterations(copies, state.rank, (found.iteration if found else 0) + 1)
     return iterations
+
+
+def abort_while_copies_are_sent(folder: Path) -> list[tuple[str, int | None]]:
+    """Save twice; the second time communication is given up when the bytes have come."""
+    flight = FlightRecorder()
+    state = create_parallel_state(ParallelSizes().in_world(2), recorder=flight)
+    copies = LocalCopies(folder, state, CPU, "run", 1)
+    save_iterations(copies, state.rank, 3)
+    send = collectives.dist.batch_isend_irecv
+
+    def give_up(works: list[dist.P2POp]) -> list[dist.Work]:
+        for work in send(works):
+            work.wait()
+        flight.give_up()
+        return []
+
+    collectives.dist.batch_isend_irecv = give_up
+    with pytest.raises(GivenUpError):
+        save_iterations(copies, state.rank, 4)
+    flight.is_given_up = False
+    dist.barrier()
+    flight.give_up()
+    with pytest.raises(GivenUpError):
+        save_iterations(copies, state.rank, 5)
+    flight.is_given_up = False
+    dist.barrier()
+    return sorted((path.name, (CopyFile(path).record() or {}).get("iteration")) for path in folder.iterdir())
+
+
+def test_no_copy_is_whole_that_an_abort_left(tmp_path: Path) -> None:
+    found = run_distributed(2, abort_while_copies_are_sent, tmp_path)[0]
+    # The second slot was being filled: its own copy in the first attempt, which no other rank has.
+    assert [item for item in found if item[0].startswith("0.") or item[0].endswith(".held")] == [
+        ("0.0", 3),
+        ("0.0.held", 3),
+        ("0.1", None),
+        ("0.1.held", None),
+        ("1.0.held", 3),
+        ("1.1.held", None),
+    ]
 
 
 def test_a_copy_that_was_being_written_costs_one_iteration(tmp_path: Path) -> None:

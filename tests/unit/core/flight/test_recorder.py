@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from megatron.core import collectives
-from megatron.core.flight.communication import format_ranks, parse_ranks
+from megatron.core.flight.communication import DeviceMark, format_ranks, parse_ranks
 from megatron.core.flight.recorder import FlightRecorder, GivenUpError
 from megatron.core.parallel_state import record_flight
 from megatron.core.process_group import Group
@@ -157,11 +159,19 @@ class PretendedDevice:
     reached: int = 0
     failure: str = ""
 
-    def mark(self) -> Mark:
+    made: int = 0
+
+    def mark(self, old: DeviceMark | None) -> Mark:
+        """Move an old mark to the end of what was given, or make one."""
         self.given += 1
+        if isinstance(old, Mark):
+            old.place = self.given
+            return old
+        self.made += 1
         return Mark(self.given, self)
 
 
+@dataclass(eq=False)
 class BesideWork(Work):
     """Stand for a communication beside, which a device has done when ``device`` says so."""
 
@@ -174,7 +184,8 @@ class BesideWork(Work):
 def names_on(recorder: FlightRecorder) -> tuple[str | None, str | None, dict[str, int]]:
     view = recorder.on_device()
     assert view is not None
-    said = (None if entry is None else recorder.describe(entry) for entry in (view.blocked, view.ahead))
+    first = next(iter((*view.inside, *view.beside)), None)
+    said = (None if entry is None else recorder.describe(entry) for entry in (first, view.ahead))
     blocked, ahead = (None if each is None else f"{each.operation} #{each.sequence} of {each.channel}" for each in said)
     return blocked, ahead, dict(view.entered)
 
@@ -228,7 +239,7 @@ def test_a_communication_beside_is_asked_for_itself_until_it_is_waited_for() -> 
     assert names_on(recorder)[0] is None
     # One that is waited for by work that is recorded as a graph has no mark.
     pending = group.end(start(group, "all_gather"), work)
-    recorder.mark = lambda: None
+    recorder.mark = lambda old: None
     assert pending is not None
     pending.wait()
     device.reached = 3
@@ -237,11 +248,102 @@ def test_a_communication_beside_is_asked_for_itself_until_it_is_waited_for() -> 
     assert names_on(recorder)[0] is None
 
 
+def test_what_was_over_when_it_was_waited_for_hides_nothing_behind_it() -> None:
+    device = PretendedDevice(reached=1)
+    recorder = FlightRecorder(mark=device.mark)
+    dp, tp = (record_flight(Group((name,), (0, 1), 0), recorder) for name in ("dp", "tp"))
+    work = BesideWork(recorder)
+    pending = dp.end(start(dp, "reduce_scatter"), work)
+    tp.end(start(tp, "all_reduce"))
+    work.is_over = True
+    assert pending is not None
+    pending.wait()
+    device.reached = 2
+    assert names_on(recorder)[0] == "all_reduce #1 of tp[0,1]"
+
+
+def test_what_is_over_before_the_device_comes_to_the_wait_stands_behind_what_the_device_is_in() -> None:
+    """The host has waited long before: the mark behind the wait says nothing of when the communication ended."""
+    device = PretendedDevice(reached=1)
+    recorder = FlightRecorder(mark=device.mark)
+    dp, tp = (record_flight(Group((name,), (0, 1), 0), recorder) for name in ("dp", "tp"))
+    pending = dp.end(start(dp, "reduce_scatter"), BesideWork(recorder))
+    tp.end(start(tp, "all_reduce"))
+    assert pending is not None
+    pending.wait()
+    device.reached = 2
+    view = recorder.on_device()
+    assert view is not None
+    said = [[recorder.describe(entry).operation for entry in entries] for entries in (view.inside, view.beside)]
+    assert said == [["all_reduce"], ["reduce_scatter"]]
+
+
+def test_marks_are_made_once_for_each_place_in_the_ring() -> None:
+    device = PretendedDevice()
+    recorder = FlightRecorder(mark=device.mark)
+    group = record_flight(Group(("tp",), (0, 1), 0), recorder)
+    size = len(recorder.ring)
+    for number in range(3 * size):
+        work = BesideWork(recorder) if number % 5 == 0 else None
+        pending = group.end(start(group, "all_reduce"), work)
+        if pending is not None and number % 10 == 0:
+            pending.wait()
+    assert device.given == 6 * size - 3 * size // 10
+    assert device.made <= 2 * size
+    device.reached = device.given
+    view = recorder.on_device()
+    assert view is not None
+    assert not view.inside
+    assert view.ahead is None
+
+
+def test_a_mark_that_is_moved_while_it_is_asked_says_nothing_of_the_old_entry() -> None:
+    device = PretendedDevice()
+    recorder = FlightRecorder(mark=device.mark)
+    group = record_flight(Group(("tp",), (0, 1), 0), recorder)
+    first = start(group, "all_reduce")
+    group.end(first)
+    (mark,) = [each for each in first if isinstance(each, Mark) and each.place == 1]
+    device.reached = 2
+
+    class Moving(Mark):
+        """Be moved by the thread that communicates just when another one asks."""
+
+        def query(self) -> bool:
+            for _ in range(len(recorder.ring)):
+                group.end(start(group, "all_gather"))
+            return super().query()
+
+    mark.__class__ = Moving
+    first[next(index for index, each in enumerate(first) if isinstance(each, Mark) and each.place == 2)] = None
+    view = recorder.on_device()
+    assert view is not None
+    assert first not in view.inside
+    assert view.ahead is not first
+
+
 def test_what_is_recorded_as_a_graph_is_given_to_no_device() -> None:
-    recorder = FlightRecorder(mark=lambda: None)
+    recorder = FlightRecorder(mark=lambda old: None)
     group = record_flight(Group(("tp",), (0, 1), 0), recorder)
     group.end(start(group, "all_reduce"))
     assert names_on(recorder) == (None, None, {"tp[0,1]": 1})
+
+
+@pytest.mark.parametrize("mark", [None, lambda old: None, PretendedDevice().mark])
+def test_the_ring_keeps_no_work_that_was_waited_for(mark: Callable | None) -> None:
+    """It would keep its tensors."""
+    recorder = FlightRecorder(mark=mark)
+    group = record_flight(Group(("tp",), (0, 1), 0), recorder)
+    for is_watched in (True, False):
+        work = BesideWork(recorder)
+        seen = weakref.ref(work)
+        pending = group.end(start(group, "all_gather"), work)
+        if not is_watched:
+            recorder.mark = None
+        assert pending is not None
+        pending.wait()
+        del work, pending
+        assert seen() is None
 
 
 def test_numbers_that_were_given_up_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,9 @@ from megatron.training.reporting.log_lines import (
     format_evaluation,
     format_memory,
     format_step,
+    pinned_memory_told,
 )
+from tests.e2e.megatron_lines import parse
 
 STEP = StepReport(
     iteration=20,
@@ -84,6 +87,20 @@ def test_a_decoupled_learning_rate_follows_the_common_one() -> None:
     assert " learning rate: 2.000000E-04 | decoupled learning rate: 5.000000E-04 | global batch size:" in line
 
 
+def test_memory_that_a_save_has_pinned_has_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pinned = iter([5 * 2**18, 5 * 2**19, 5 * 2**19, 5 * 2**19])
+    monkeypatch.setattr(Device, "pinned_bytes", lambda self: next(pinned))
+    for is_first in (True, True, False):
+        state = SimpleNamespace(rank=3, dp_cp=SimpleNamespace(is_first=is_first))
+        with pinned_memory_told(SimpleNamespace(device=Device("cuda"), state=state), 20):
+            pass
+    line = capsys.readouterr().out
+    assert line == "[Rank 3] (after 20 iterations) pinned memory of the machine (MB): 2.50\n"
+    assert parse(line) == ["pinned memory"]
+
+
 def test_the_memory_line_has_what_all_processes_use_where_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = r"allocated: [\d.]+ \| max allocated: [\d.]+ \| reserved: [\d.]+ \| max reserved: \d+\.\d"
     plain = rf"\[Rank 3\] \(after 20 iterations\) memory \(MB\) \| {figures}"
@@ -93,7 +110,7 @@ def test_the_memory_line_has_what_all_processes_use_where_that_is_known(monkeypa
     line = format_memory(3, 20, device, with_device=True)
     assert re.fullmatch(rf"{plain} \| total device memory used: 1\.50", line)
     monkeypatch.setattr(Device, "pinned_bytes", lambda self: 5 * 2**18)
-    assert format_memory(3, 20, device, with_device=True).endswith(" | pinned: 1.25 | total device memory used: 1.50")
-    monkeypatch.setattr(Device, "pinned_bytes", lambda self: None)
+    assert format_memory(3, 20, device, with_device=True) == line
+    parse(line.removesuffix(" | total device memory used: 1.50"))
     monkeypatch.setattr(Device, "used_bytes", lambda self: None)
     assert re.fullmatch(plain, format_memory(3, 20, device, with_device=True))

@@ -11,6 +11,7 @@ from megatron.core.fp8.float8_places import Float8Places
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.fp8.float8_recipe import OPERANDS, Float8Recipe
 from megatron.core.fp8.float8_state import Float8State
+from megatron.core.kernels.float8.quantised import SEGMENTS_OF_128, Quantised
 from megatron.core.main_grad import MainGrad, attach_main_grad
 from megatron.core.models.float8_layers import compute_in_float8
 from megatron.core.process_group import single_rank_group
@@ -109,9 +110,16 @@ def test_whole_blocks_of_rows_change_no_number_but_the_order_of_sums(
     monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     """A device's products take whole blocks: there, rows of zeros fill them."""
-    gradients = []
+    gradients, num_rows = [], []
+    product = float8_grouped_linear_module.scaled_product
+
+    def counted(left: Quantised, right: Quantised, *rest: torch.dtype, library: str) -> torch.Tensor:
+        num_rows.append(len(left.data))
+        return product(left, right, *rest, library=library)
+
+    monkeypatch.setattr(float8_grouped_linear_module, "scaled_product", counted)
     for multiple in (16, 128):
-        monkeypatch.setattr(float8_grouped_linear_module, "_MULTIPLE", multiple)
+        monkeypatch.setattr(float8_grouped_linear_module, "_summed_multiple", lambda *of, found=multiple: found)
         x, weight, _, grad = operands()
         main_grad = MainGrad(torch.empty(len(COUNTS), OUTER, INNER))
         attach_main_grad(weight, main_grad)
@@ -120,8 +128,19 @@ def test_whole_blocks_of_rows_change_no_number_but_the_order_of_sums(
         output.backward(grad)
         assert x.grad is not None
         gradients.append((output.detach(), x.grad, main_grad.tensor))
+    # Outputs and input gradients of 5, 33 and 16 rows; weight gradients have rows of the weight.
+    assert num_rows == 2 * (2 * [16, 48, 16] + 3 * [OUTER])
     for few, many in zip(*gradients):
         assert_near(many, few.double(), rounded=few.dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize(("has_products", "multiple"), [(True, 128), (False, 16)])
+def test_whole_blocks_are_filled_only_for_a_device_that_takes_them(
+    monkeypatch: pytest.MonkeyPatch, has_products: bool, multiple: int
+) -> None:
+    monkeypatch.setattr(float8_grouped_linear_module, "has_scaled_products", lambda *blocks_and_device: has_products)
+    found = [float8_grouped_linear_module._summed_multiple(SEGMENTS_OF_128, device) for device in ("cpu", "cuda")]
+    assert found == [16, multiple]
 
 
 def test_each_experts_amaxes_are_noted_beside_none_of_one_without_tokens() -> None:

@@ -70,14 +70,19 @@ def test_one_who_has_left_is_blamed_where_somebody_waits_for_it() -> None:
 
 
 def on_device(
-    rank: int, blocked: tuple[str, int] | None = None, ahead: tuple[str, int] | None = None, **entered: int
+    rank: int,
+    inside: tuple[str, int] | None = None,
+    ahead: tuple[str, int] | None = None,
+    beside: tuple[str, int] | None = None,
+    **entered: int,
 ) -> RankState:
     """Return a rank whose host has begun ten communications of each group, and how far its device has come."""
-    said = (
-        None if each is None else Communication(*each, "op", 8, (2,), "f.py:1", 9.0, None) for each in (blocked, ahead)
-    )
+    said = [
+        () if each is None else (Communication(*each, "op", 8, (2,), "f.py:1", 9.0, None),)
+        for each in (inside, beside, ahead)
+    ]
     counts = {name: entered.get(name.split("[")[0].split(" ")[0], 0) for name in CHANNELS}
-    device = DeviceState(*said, counts)
+    device = DeviceState(said[0], said[1], said[2][0] if said[2] else None, counts)
     return RankState(rank, NOWHERE, entered=dict.fromkeys(CHANNELS, 10), on_device=device)
 
 
@@ -85,7 +90,7 @@ def test_a_device_that_computes_while_others_communicate_is_blamed_though_all_ho
     states = [on_device(0, ("tp[0,1]", 5), tp=5), on_device(1, ahead=("tp[0,1]", 5), tp=4)]
     found = diagnose({item.rank: item for item in states})
     assert [(c.rank, c.waiting, c.has_entered) for c in found.culprits] == [(1, (0,), False)]
-    assert found.culprits[0].waits_in == states[0].waits_in
+    assert found.culprits[0].waits_in == found.waits_in[0] == states[0].may_wait_in[0]
 
 
 def test_a_host_that_has_not_given_its_device_the_communication_is_blamed() -> None:
@@ -113,3 +118,51 @@ def test_a_host_that_is_blocked_waits_for_hosts() -> None:
     late = replace(on_device(1, ahead=("tp[0,1]", 8), tp=7), entered={"tp[0,1]": 9})
     assert culprits([waiting, late]) == [(1, (0,))]
     assert culprits([waiting, replace(late, entered={"tp[0,1]": 10})]) == [(1, ())]
+
+
+def held(state: RankState, channel: str, sequence: int) -> RankState:
+    """Return the rank with its host between the begin and the end of a communication."""
+    return replace(state, blocked=Communication(channel, sequence, "op", 8, (2,), "f.py:1", 1.0, None))
+
+
+def test_hosts_that_a_full_queue_holds_are_compared_by_their_devices() -> None:
+    states = [
+        held(on_device(0, ("tp[0,1]", 5), tp=5), "tp[0,1]", 10),
+        held(on_device(1, ahead=("tp[0,1]", 5), tp=4), "tp[0,1]", 10),
+    ]
+    found = diagnose({item.rank: item for item in states})
+    assert [(c.rank, c.waiting, c.has_entered) for c in found.culprits] == [(1, (0,), False)]
+    assert found.waits_in[0] is not None
+    assert found.waits_in[0].sequence == 5
+    assert found.waits_in[1] is None
+    # One of the hosts alone, in a communication of others, is no other order.
+    states[1] = on_device(1, ahead=("tp[0,1]", 5), tp=4)
+    assert culprits([held(states[0], "world[0-3]", 9), states[1]]) == [(1, (0,))]
+
+
+def test_the_first_use_of_a_communicator_waits_for_hosts() -> None:
+    states = [held(on_device(0, ahead=("tp[0,1]", 5), tp=4), "world[0-3]", 1), state(1)]
+    assert culprits(states) == [(1, (0,))]
+
+
+def test_what_is_over_beside_hides_no_missing_rank() -> None:
+    """Rank 0's device hangs in a kernel; both have a bucket reduced, and the wait for it is behind that kernel."""
+    bucket, sum_of_tp = ("world[0-3]", 1), ("tp[0,1]", 7)
+    states = [
+        on_device(0, ahead=sum_of_tp, beside=bucket, tp=6, world=1),
+        on_device(1, sum_of_tp, beside=bucket, tp=7, world=1),
+        # Others are in a sum of their own that all have reached: they wait for nobody.
+        on_device(2, beside=bucket, world=1),
+    ]
+    found = diagnose({item.rank: item for item in states})
+    assert [(c.rank, c.waiting, c.has_entered) for c in found.culprits] == [(0, (1,), False)]
+    assert found.waits_in[0] is None
+    assert found.waits_in[1] is not None
+    assert found.waits_in[1].channel == "tp[0,1]"
+
+
+def test_where_nobody_is_missing_what_goes_on_beside_is_named() -> None:
+    states = [on_device(rank, beside=("tp[0,1]", 5), tp=5) for rank in range(2)]
+    assert culprits(states) == [(0, ()), (1, ())]
+    found = diagnose({item.rank: item for item in states})
+    assert [each.sequence for each in found.waits_in.values() if each is not None] == [5, 5]

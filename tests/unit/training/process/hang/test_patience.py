@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.parallel_state import record_flight
+from megatron.core.process_group import Group
 from megatron.training.process.hang import patience
 from megatron.training.process.hang.patience import Patience
 
@@ -88,3 +90,48 @@ def test_time_in_which_the_process_did_not_run_is_forgotten(machine: Machine) ->
     patience.start_again()
     machine.now += 1.0
     assert patience.idle_s() == 1.0
+
+
+class Mark:
+    """Stand for an event of a device, which has come past it or not."""
+
+    is_passed = False
+
+    def query(self) -> bool:
+        return self.is_passed
+
+
+def test_a_host_that_spins_until_a_device_answers_is_not_at_work(machine: Machine) -> None:
+    marks: list[Mark] = []
+
+    def mark(old: object) -> Mark:
+        marks.append(Mark())
+        return marks[-1]
+
+    recorder = FlightRecorder(mark=mark)
+    group = record_flight(Group(("tp",), (0, 1), 0), recorder)
+    queue = [True]
+    patience = Patience(recorder, 20, device_has_work=lambda: queue[0])
+    for _ in range(2):
+        group.end(group.begin("all_reduce"))
+
+    def idle_after(seconds: int) -> float:
+        for _ in range(seconds):
+            machine.now += 1.0
+            machine.cpu_s += 1.0
+            idle_s = patience.idle_s()
+        return idle_s
+
+    idle_after(2)
+    assert idle_after(30) == 30.0
+    # The device gets on.
+    marks[0].is_passed = marks[1].is_passed = True
+    assert idle_after(1) == 0.0
+    assert idle_after(30) == 30.0
+    # It is past the last communication, and has other work.
+    marks[2].is_passed = marks[3].is_passed = True
+    assert idle_after(1) == 0.0
+    assert idle_after(30) == 30.0
+    # It has none, so that the host is at work of its own.
+    queue[0] = False
+    assert idle_after(30) == 0.0

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,12 +16,19 @@ import pytest
 import torch.distributed as dist
 
 from megatron.commands.reliability.read_flight import main
+from megatron.core.device import Device
+from megatron.core.flight.communication import DeviceMark
 from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.parallel_state import describe_parallel_state
+from megatron.training.config.arguments import resolve_arguments
 from megatron.training.process.hang.hang_report import HangReportError, read_hang_report
 from megatron.training.process.hang.patience import Patience
 from megatron.training.process.hang.processes import kill, state_of, this_process
 from megatron.training.process.hang.watchdog import Surroundings, Watchdog
+from megatron.training.process.hang.watching import watching
+from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime
 from tests.unit.core.flight.test_recorder import PretendedDevice
+from tests.unit.training.config.command_lines import MINIMAL
 
 SECONDS = 0.6
 BEAT_S = 0.05
@@ -228,3 +236,23 @@ def test_another_file_is_refused_in_one_line(text: str, tmp_path: Path, capsys) 
         main([str(path)])
     assert exit_info.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@dataclass(frozen=True)
+class MarkedDevice(Device):
+    """Stand for a device whose marks are wanted."""
+
+    def marker(self) -> Callable[[DeviceMark | None], DeviceMark | None]:
+        return lambda old: None
+
+
+def test_marks_are_made_only_while_somebody_watches() -> None:
+    recorder, device = FlightRecorder(), MarkedDevice("cpu")
+    state = describe_parallel_state(0, 1)
+    with watching(recorder, state, device, 0):
+        assert recorder.mark is None
+    with watching(recorder, state, device, 60):
+        assert recorder.mark is not None
+    assert recorder.mark is None
+    runtime = initialize_runtime(resolve_arguments([*MINIMAL], 1).config, LaunchEnvironment())
+    assert runtime.flight.mark is None

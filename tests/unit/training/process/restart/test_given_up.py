@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from megatron.core.errors import ConfigurationError, MegatronError, TrainingError
+from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.flight.recorder import FlightRecorder, GivenUpError
-from megatron.training import pretrain
+from megatron.training import pretrain, training
 from megatron.training.agreement import agree_to_exit
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.process.hang import watching
@@ -14,6 +16,8 @@ from megatron.training.process.initialize import LaunchEnvironment, initialize_r
 from megatron.training.process.restart import broken_links
 from megatron.training.process.restart.broken_links import GroupLinks, is_broken_communication
 from megatron.training.process.restart.restarting import Membership
+from megatron.training.reporting.looks.sample_texts import SampleTexts
+from megatron.training.reporting.looks.task_scores import TaskScores
 from tests.unit.training.config.command_lines import MINIMAL
 
 
@@ -24,6 +28,57 @@ def test_sums_that_were_given_up_while_they_were_read_are_no_agreement() -> None
     with pytest.raises(GivenUpError) as raised:
         agree_to_exit(None, runtime)
     assert is_broken_communication(raised.value)
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+@pytest.mark.parametrize("look", [SampleTexts, TaskScores])
+def test_nothing_is_written_of_a_look_that_was_given_up(
+    capsys: pytest.CaptureFixture[str], look: type, is_finite: bool
+) -> None:
+    flight, written = FlightRecorder(), []
+
+    def answer(*arguments: object, **more: object) -> object:
+        if not is_finite:
+            raise InputError("the logits are not finite")
+        return [SimpleNamespace(tokens=(1,))] if look is SampleTexts else {"task": {"acc": 0.5}}
+
+    each = look.__new__(look)
+    each._runtime = SimpleNamespace(flight=flight, is_reporter=True)
+    each._parts = SimpleNamespace(ddp_chunks=[])
+    each._engine = SimpleNamespace(generate=answer)
+    each._ranks = SimpleNamespace(lead=answer)
+    each._tokenizer = SimpleNamespace(detokenize=lambda tokens: "text")
+    each._prompts, each._request = ("prompt",), None
+    metrics = SimpleNamespace(**dict.fromkeys(("write", "text", "scalars"), lambda *rest: written.append(rest)))
+    each.write(3, metrics)
+    assert bool(written) == is_finite
+    assert "at iteration 3" in capsys.readouterr().out
+    written.clear()
+    flight.give_up()
+    with pytest.raises(GivenUpError):
+        each.write(3, metrics)
+    assert not written
+    assert not capsys.readouterr().out
+
+
+def test_norms_that_were_given_up_are_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    flight, logged = FlightRecorder(), []
+    config = resolve_arguments([*MINIMAL, "--log-layer-norms", "1"], 1).config
+    run = SimpleNamespace(
+        config=config,
+        train_state=SimpleNamespace(iteration=0),
+        parts=SimpleNamespace(ddp_chunks=[], optimizer=SimpleNamespace(loss_scale=1.0)),
+        runtime=SimpleNamespace(state=None, flight=flight),
+        log=logged.append,
+        metrics=None,
+    )
+    monkeypatch.setattr(training, "measure_layer_norms", lambda *arguments: None)
+    monkeypatch.setattr(training, "format_layer_norms", lambda iteration, norms: f"norms of {iteration}")
+    training._log_layer_norms(run)
+    flight.give_up()
+    with pytest.raises(GivenUpError):
+        training._log_layer_norms(run)
+    assert logged == ["norms of 1"]
 
 
 @pytest.mark.parametrize("is_hang", [False, True])
