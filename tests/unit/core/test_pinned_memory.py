@@ -140,13 +140,12 @@ def test_a_list_of_tensors_is_packed_into_powers_of_two_hardly_larger_than_they_
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_list_is_packed_again_as_it_was(seed: int) -> None:
-    """The share of a rank of a model of 8 billion parameters: matrices of its layers, moments cut anywhere, norms."""
+    """The share of a rank of a model of 8 billion parameters: of each, weights and moments in float32, cut in parts."""
     draw = random.Random(seed)
-    tp, dp = draw.choice([1, 2, 4, 8]), draw.choice([1, 2, 8, 32])
+    tp, parts = draw.choice([1, 2, 4, 8]), draw.choice([2, 8, 32, 64])
     layer = [4096 * 6144 // tp, 4096 * 4096 // tp, 4096 * 28672 // tp, 14336 * 4096 // tp, 4096, 4096]
-    weights = [2 * each for each in layer * 32] + [2 * 128256 * 4096 // tp] * 2
-    moments = [4 * draw.randint(1, max(layer) // dp) for _ in range(3 * 32)]
-    sizes = weights + moments
+    parameters = layer * 32 + [128256 * 4096 // tp] * 2 + [4096]
+    sizes = [4 * -(-parameter // parts) for parameter in parameters for _ in range(3)]
     packing = pack(sizes)
     assert pack_again(sizes, packing.blocks) == packing
 
