@@ -159,7 +159,8 @@ def _marks_taken_from(entry: Entry | None) -> tuple[DeviceMark | None, DeviceMar
     if entry is None:
         return None, None
     reached, passed, spare = entry[_REACHED], entry[_PASSED], entry[_SPARE]
-    entry[_REACHED] = entry[_SPARE] = None
+    # Nor may it keep a work, and with it tensors, that is not waited for yet.
+    entry[_REACHED] = entry[_PASSED] = entry[_SPARE] = None
     return reached, spare if passed is None or isinstance(passed, _RecordedWork | _Over) else passed
 
 
@@ -279,11 +280,13 @@ class FlightRecorder:
         """
         if self.mark is None:
             return None
+        entries = self._in_order()
+        # Behind the ring: each of its channels is there.
         entered = {name: channel.entered for name, channel in list(self.channels.items())}
         inside: list[Entry] = []
         beside: list[Entry] = []
         ahead = None
-        for entry in self._in_order():
+        for entry in entries:
             reached, passed = entry[_REACHED], entry[_PASSED]
             if reached is None or (passed is not None and passed.query()):
                 continue

@@ -339,22 +339,22 @@ def _choose_rounds(
     stretches: Mapping[str, Mapping[_Place, int]],
     most_elements: int,
 ) -> dict[str, int]:
-    """Return the number of each matrix's round: every owner works through its own, the largest first.
+    """Return the number of each matrix's round: the first with room for it, so that owners work at the same time.
 
-    Neither what an owner has in a round nor a rank's ``stretches`` in it are more than ``most_elements``, or they are
-    of one matrix. Owners were chosen in the same order, so that matrices of a round are of about one size.
+    What an owner has in a round is ``most_elements`` at most, or one matrix, and so are a rank's ``stretches``, or as
+    much as the largest matrix. Owners were chosen in the same order, so that a round's matrices are of about one size.
     """
-    now: dict[tuple[str, _Place], tuple[int, int]] = {}
+    taken: Counter[tuple[int, str, _Place]] = Counter()
     found: dict[str, int] = {}
     for name, place in owner.items():
-        needed = {("stretches", holder): count for holder, count in stretches[name].items()}
-        needed["whole", place] = shapes[name][0] * shapes[name][1]
-        number = max(now.get(who, (0, 0))[0] for who in needed)
-        taken = {who: now[who][1] if who in now and now[who][0] == number else 0 for who in needed}
-        if any(taken[who] and taken[who] + count > most_elements for who, count in needed.items()):
-            number, taken = number + 1, dict.fromkeys(needed, 0)
+        size = shapes[name][0] * shapes[name][1]
+        needed = {("whole", place): size}
+        needed |= {("stretches", holder): count for holder, count in stretches[name].items()}
+        number, most = 0, max(most_elements, size)
+        while any((held := taken[(number, *who)]) and held + count > most for who, count in needed.items()):
+            number += 1
         for who, count in needed.items():
-            now[who] = (number, taken[who] + count)
+            taken[(number, *who)] += count
         found[name] = number
     return found
 

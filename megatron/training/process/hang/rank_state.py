@@ -51,10 +51,11 @@ class DeviceState:
         inside, beside = (tuple(Communication(**each) for each in values[name]) for name in ("inside", "beside"))
         return cls(inside, beside, ahead, values["entered"])
 
-    @property
-    def has_more(self) -> bool:
-        """Return whether it is not done with all that it was given to communicate."""
-        return bool(self.inside or self.beside) or self.ahead is not None
+    def has_more_than(self, communication: Communication) -> bool:
+        """Return whether it is not done with all others that it was given."""
+        given = (*self.inside, *self.beside, *(() if self.ahead is None else (self.ahead,)))
+        one = communication.channel, communication.sequence
+        return any((other.channel, other.sequence) != one for other in given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ class RankState:
         device = self.on_device
         if device is None or self.blocked is None:
             return device is not None
-        return self.blocked.sequence > 1 and device.has_more
+        return self.blocked.sequence > 1 and device.has_more_than(self.blocked)
 
     @property
     def may_wait_in(self) -> tuple[Communication, ...]:

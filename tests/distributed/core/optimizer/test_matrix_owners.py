@@ -99,11 +99,12 @@ def cubed_in_rounds(round_bytes: int) -> tuple[list[int], torch.Tensor, torch.Te
 def test_rounds_bound_what_each_rank_holds_over_tensor_and_expert_parallel_ranks() -> None:
     """Layers of 30 numbers, of which ranks hold 15, and experts of 28; data-parallel ranks hold six layers or more."""
     at_once = run_distributed(4, cubed_in_rounds, 2**20)
-    in_rounds = run_distributed(4, cubed_in_rounds, 30 * 8)
     assert [len(held) for held, _, _ in at_once] == [1] * 4
-    assert all(max(held) <= 30 for held, _, _ in in_rounds)
-    assert {len(held) for held, _, _ in in_rounds} == {len(in_rounds[0][0])}
-    assert any(0 in held for held, _, _ in in_rounds)
-    for (_, one, expected), (_, other, _) in zip(at_once, in_rounds, strict=True):
-        assert torch.equal(one, other)
-        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
+    for most, some_have_nothing in ((30, False), (56, True)):
+        in_rounds = run_distributed(4, cubed_in_rounds, most * 8)
+        assert all(max(held) <= most for held, _, _ in in_rounds)
+        assert {len(held) for held, _, _ in in_rounds} == {5}
+        assert any(0 in held for held, _, _ in in_rounds) == some_have_nothing
+        for (_, one, expected), (_, other, _) in zip(at_once, in_rounds, strict=True):
+            assert torch.equal(one, other)
+            torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)

@@ -346,6 +346,39 @@ def test_the_ring_keeps_no_work_that_was_waited_for(mark: Callable | None) -> No
         assert seen() is None
 
 
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_work_that_leaves_the_ring_before_anybody_waits_for_it_is_let_go(is_waited_for: bool) -> None:
+    recorder = FlightRecorder(mark=PretendedDevice().mark)
+    group = record_flight(Group(("tp",), (0, 1), 0), recorder)
+    work = BesideWork(recorder)
+    seen = weakref.ref(work)
+    pending = group.end(start(group, "all_gather"), work)
+    for _ in range(len(recorder.ring)):
+        group.end(start(group, "all_reduce"))
+    assert pending is not None
+    if is_waited_for:
+        pending.wait()
+    del work, pending
+    assert seen() is None
+
+
+def test_a_group_may_be_used_first_while_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = FlightRecorder(mark=PretendedDevice().mark)
+    group = record_flight(Group(("tp",), (0, 1), 0), recorder)
+    group.end(start(group, "all_reduce"))
+    in_order = recorder._in_order
+
+    def begin_elsewhere() -> list:
+        entries = in_order()
+        start(record_flight(Group(("dp",), (0, 2), 0), recorder), "all_gather")
+        return entries
+
+    monkeypatch.setattr(recorder, "_in_order", begin_elsewhere)
+    view = recorder.on_device()
+    assert view is not None
+    assert view.entered["tp[0,1]"] == 0
+
+
 def test_numbers_that_were_given_up_are_refused() -> None:
     recorder, group = recorded_group()
     group.ensure_not_given_up()

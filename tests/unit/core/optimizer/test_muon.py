@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
-from megatron.core.optimizer.matrix_owners import MatrixOwners
+from megatron.core.optimizer.matrix_owners import MatrixOwners, _choose_owners, _choose_rounds, _in_order
 from megatron.core.optimizer.muon import Muon, is_orthogonalized
 from megatron.core.optimizer.newton_schulz import COEFFICIENTS, orthogonalize, update_scale
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -168,6 +168,41 @@ class Operators(TorchDispatchMode):
     ) -> Any:
         self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8, 32])
+@pytest.mark.parametrize("is_bucketed", [True, False])
+def test_owners_work_in_the_same_rounds(num_ranks: int, is_bucketed: bool) -> None:
+    """A model of 7B whose shards are of each bucket, or of a run of layers: most work is done by all owners at once."""
+    width, inner = 4096, 11008
+    of_layer = {"qkv": (3 * width, width), "proj": (width, width), "fc1": (2 * inner, width), "fc2": (width, inner)}
+    shapes = {f"layers.{layer}.{name}": shape for layer in range(32) for name, shape in of_layer.items()}
+    ends = [0, *accumulate(rows * columns for rows, columns in shapes.values())]
+    cut = [0]
+    for end in ends if is_bucketed else ends[-1:]:
+        if end - cut[-1] >= 40_000_000 or end == ends[-1]:
+            cut.append(end)
+    stretches: dict[str, dict[tuple[int, int], int]] = {name: {} for name in shapes}
+    for of_rank, (start, end) in zip(stretches.values(), pairwise(ends)):
+        bucket = max(number for number, first in enumerate(cut[:-1]) if first <= start)
+        share = -(-(cut[bucket + 1] - cut[bucket]) // num_ranks)
+        for rank in range(num_ranks):
+            first = cut[bucket] + rank * share
+            count = min(end, first + share) - max(start, first)
+            if count > 0:
+                of_rank[rank, 0] = count
+    owner = _choose_owners(shapes, _in_order(shapes, stretches), [shapes], num_ranks)
+    most = 1 << 24
+    round_of = _choose_rounds(shapes, owner, stretches, most)
+    done: Counter[tuple[int, tuple[int, int]]] = Counter()
+    held: Counter[tuple[int, tuple[int, int]]] = Counter()
+    for name, (rows, columns) in shapes.items():
+        done[round_of[name], owner[name]] += rows * columns * min(rows, columns)
+        for rank, count in stretches[name].items():
+            held[round_of[name], rank] += count
+    slowest = [max(work for (number, _), work in done.items() if number == each) for each in set(round_of.values())]
+    assert sum(slowest) <= 2.0 * sum(done.values()) / num_ranks
+    assert max(held.values()) <= max(most, 2 * inner * width)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -140,6 +140,14 @@ def test_hosts_that_a_full_queue_holds_are_compared_by_their_devices() -> None:
     assert culprits([held(states[0], "world[0-3]", 9), states[1]]) == [(1, (0,))]
 
 
+def test_a_host_waits_for_hosts_where_its_device_has_nothing_else_to_communicate() -> None:
+    """What it is in was marked as reached, and nothing behind it: that is no work of the device."""
+    waiting = held(on_device(0, ("tp[0,1]", 10), tp=10), "tp[0,1]", 10)
+    assert not waiting.is_held_by_device
+    assert held(on_device(0, ("tp[0,1]", 9), tp=10), "tp[0,1]", 10).is_held_by_device
+    assert not held(on_device(0, ahead=("tp[0,1]", 10), tp=9), "tp[0,1]", 10).is_held_by_device
+
+
 def test_the_first_use_of_a_communicator_waits_for_hosts() -> None:
     states = [held(on_device(0, ahead=("tp[0,1]", 5), tp=4), "world[0-3]", 1), state(1)]
     assert culprits(states) == [(1, (0,))]
