@@ -73,8 +73,8 @@ class MatrixOwners:
     so that the work, about rows · columns · the smaller of them, is spread evenly over these.
 
     Matrices are worked on in ``rounds``, so that few are whole at a time. In each an owner has ``round_bytes`` of them
-    at most, or one that is larger, and so has each rank of their stretches. Where all ranks of ``dp`` hold all parts,
-    these owners share ``round_bytes``, but each has one matrix at least.
+    at most, or one that is larger. A rank has ``round_bytes`` of their stretches at most, or as much as the largest of
+    them. Where all ranks of ``dp`` hold all parts, the owners share ``round_bytes``, but each has one matrix at least.
     """
 
     def __init__(

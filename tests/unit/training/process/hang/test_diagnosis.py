@@ -51,7 +51,14 @@ def test_a_silent_rank_within_a_communication_is_blamed_for_it() -> None:
 
 
 def test_two_who_wait_for_each_other_are_both_named() -> None:
-    states = [state(0, ("world[0-3]", 2), world=2, tp=4), state(1, ("tp[0,1]", 5), world=1, tp=5)]
+    assert_both_are_named(state(0, ("world[0-3]", 2), world=2, tp=4), state(1, ("tp[0,1]", 5), world=1, tp=5))
+
+
+def test_devices_that_communicate_in_different_orders_are_both_named() -> None:
+    assert_both_are_named(on_device(0, ("world[0-3]", 2), world=2, tp=4), on_device(1, ("tp[0,1]", 5), world=1, tp=5))
+
+
+def assert_both_are_named(*states: RankState) -> None:
     found = diagnose({item.rank: item for item in states})
     assert found.is_circle
     assert [culprit.rank for culprit in found.culprits] == [0, 1]
@@ -96,13 +103,6 @@ def test_a_device_that_computes_while_others_communicate_is_blamed_though_all_ho
 def test_a_host_that_has_not_given_its_device_the_communication_is_blamed() -> None:
     late = state(1, tp=4)
     assert culprits([on_device(0, ("tp[0,1]", 5), tp=5), late]) == [(1, (0,))]
-
-
-def test_devices_that_communicate_in_different_orders_are_both_named() -> None:
-    states = [on_device(0, ("world[0-3]", 2), world=2, tp=4), on_device(1, ("tp[0,1]", 5), world=1, tp=5)]
-    found = diagnose({item.rank: item for item in states})
-    assert found.is_circle
-    assert [culprit.rank for culprit in found.culprits] == [0, 1]
 
 
 def test_where_all_devices_are_in_a_communication_the_transport_is_to_blame() -> None:
