@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,48 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 # Tests say themselves which device they want; the default ones run on the CPU of any machine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+TESTS = Path(__file__).parent
+FULL_BY_DEFAULT = tuple(TESTS / name for name in ("e2e", "golden", "recipes", "unit/repository"))
+"""Folders whose tests are full unless they carry a mark; ``make check`` runs those of the repository's own rules."""
+DEFAULT_SET = "not full and not long and not gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Select the default set, or all tests of the named files but the long ones, if no ``-m`` is given."""
+    if not config.option.markexpr:
+        names_files = config.args_source is pytest.Config.ArgsSource.ARGS
+        config.option.markexpr = "not long and not gpu" if names_files else DEFAULT_SET
+
+
+def _is_full_by_default(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in FULL_BY_DEFAULT)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a default test in the default run: importing them takes a third of the collection."""
+    if config.option.markexpr != DEFAULT_SET or collection_path.suffix != ".py":
+        return None
+    is_left_out = _is_full_by_default(collection_path) and "mark.default" not in collection_path.read_text()
+    return is_left_out or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests as full that are so by their folder, or by their place after the first default cases."""
+    number_of_cases: Counter[str] = Counter()
+    for item in items:
+        default = item.get_closest_marker("default")
+        function = item.nodeid.partition("[")[0]
+        number_of_cases[function] += 1
+        if default is not None and default.args:
+            is_full = number_of_cases[function] > default.args[0]
+        else:
+            has_mark = any(item.get_closest_marker(name) for name in ("default", "long", "gpu"))
+            is_full = _is_full_by_default(item.path) and not has_mark
+        if is_full:
+            item.add_marker("full")
 
 
 @pytest.hookimpl(wrapper=True)

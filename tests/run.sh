@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Set up a fresh machine and run the default tests, three files at a time. Arguments go to pytest, which then runs one
-# file at a time: bash tests/run.sh -k checkpoint
+# Set up a fresh machine and run the default tests. Arguments go to pytest:
+#
+#   bash tests/run.sh                     the default tests: about five minutes on two cores
+#   bash tests/run.sh -m full             the further tests that .ci/run runs: about a quarter of an hour
+#   bash tests/run.sh tests/unit/core     all tests of a folder or file but the long ones
 #
 # The environment is made in .venv (or where VENV says) and used again until what it is made from changes.
 set -euo pipefail
@@ -11,7 +14,14 @@ bash requirements/install.sh "$venv" dev
 export OMP_NUM_THREADS=1
 # The tests start hundreds of interpreters, each of which would compile the package anew.
 unset PYTHONDONTWRITEBYTECODE
-# Many tests leave a core idle: they wait for ranks, for disks and for each other. A file stays in one process, whose
-# tests share what they set up.
-[ $# -gt 0 ] || set -- --numprocesses 3 --dist loadfile
+names_a_path=
+for word in "$@"; do
+    if [ -e "${word%%::*}" ]; then names_a_path=1; fi
+done
+if [ -z "$names_a_path" ]; then
+    # Many tests leave a core idle: they wait for ranks, for disks and for each other. A file stays in one process, whose
+    # tests share their set-up.
+    set -- --numprocesses 3 --dist loadfile "$@"
+    echo "== pytest $*: three processes collect the tests (about 20 s), then each dot is a test that passed"
+fi
 exec "$venv/bin/python" -m pytest "$@"

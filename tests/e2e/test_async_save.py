@@ -35,6 +35,7 @@ def test_an_asynchronous_run_leaves_what_a_synchronous_one_does(num_processes: i
     assert saved == ["3", "6", "9", "12", "14"]
 
 
+@pytest.mark.default
 def test_a_save_that_a_signal_comes_upon_is_finished(tmp_path: Path) -> None:
     args = toy_args(tmp_path, "--save-interval 5 --async-save")
     run = fork_training(args, 2, Faults(rank=1, sigterm_at=6)).check()

@@ -76,6 +76,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("flags", "world_size", "message"),
     # Another process each: every third by default.
@@ -92,6 +93,7 @@ def test_wrong_flags(flags: str, world_size: int, message: str) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.default
 def test_wrong_data_files(tmp_path: Path) -> None:
     argv = [word for word in MINIMAL if word != "--mock-data"]
     prefix = tmp_path / "text"
@@ -159,6 +161,7 @@ def test_a_launch_that_cannot_be(environment: dict[str, str]) -> None:
     assert_refused_before_torch(done, f"{name} is {text if text.isdecimal() else repr(text)}")
 
 
+@pytest.mark.default
 def test_several_problems_are_printed_together() -> None:
     done = run([*MINIMAL, *["--hiden-size", "3", "--fp16", "--bf16", "--spec", "hybrid"]])
     assert done.returncode == 2

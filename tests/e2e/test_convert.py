@@ -62,6 +62,7 @@ def test_there_and_back_by_torch_dist(origin: str, trained: Path, tmp_path: Path
     back.close()
 
 
+@pytest.mark.default
 def test_another_layout_holds_the_same_bits_and_is_resumed(trained: Path, tmp_path: Path) -> None:
     lines = run_converter(
         trained, tmp_path / "checkpoints", "--target-tensor-parallel-size 1 --target-pipeline-parallel-size 2"
@@ -95,6 +96,7 @@ def test_another_layout_holds_the_same_bits_and_is_resumed(trained: Path, tmp_pa
     assert len(converted.iterations()) == 4
 
 
+@pytest.mark.default
 def test_there_and_back_is_the_same_checkpoint(trained: Path, tmp_path: Path) -> None:
     there, back = tmp_path / "there", tmp_path / "back"
     run_converter(trained, there, "--target-pipeline-parallel-size 4 --target-tensor-parallel-size 4")
@@ -106,6 +108,7 @@ def test_there_and_back_is_the_same_checkpoint(trained: Path, tmp_path: Path) ->
     new.close()
 
 
+@pytest.mark.default
 def test_megatrons_format_and_back_keeps_all_of_a_run(trained: Path, tmp_path: Path) -> None:
     lines = run_converter(
         trained,
@@ -131,6 +134,7 @@ def test_megatrons_format_and_back_keeps_all_of_a_run(trained: Path, tmp_path: P
     new.close()
 
 
+@pytest.mark.default
 def test_a_damaged_file_of_megatrons_is_refused(trained: Path, tmp_path: Path) -> None:
     run_converter(trained, tmp_path / "torch", "--saver torch")
     path = next((tmp_path / "torch" / "iter_0000004").glob("mp_rank_00*/model_optim_rng.pt"))

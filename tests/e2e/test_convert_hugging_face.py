@@ -21,6 +21,7 @@ from tests.unit.conversion.small_checkpoint import small_common, write_small
 from tests.unit.interop.huggingface.tiny_models import edit_config, folder_bytes, save_model
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("kind", ["gpt2", "llama31", "qwen_tied"])
 def test_there_and_back_is_byte_equal_with_logits_checked(kind: str, tmp_path: Path) -> None:
     save_model(kind, tmp_path / "hf")

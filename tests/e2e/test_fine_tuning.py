@@ -132,6 +132,7 @@ def test_a_packed_data_set_is_learnt_as_its_jsonl_and_a_run_resumes(
         assert path.read_bytes() == Path(mask_prefix(chat / "talk_sft_document") + suffix).read_bytes()
 
 
+@pytest.mark.default
 def test_a_micro_batch_without_an_answer_counts_nothing(chat: Path, tmp_path: Path) -> None:
     """Prompts that fill a sample leave no answer: their losses and gradients are zeros, not NaN."""
     long = [{"prompt": "x" * 200, "completion": "y"}] * 16

@@ -77,6 +77,7 @@ def check(run: Launch, rank: int, *words: str) -> str:
     return last
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("layout", "rank"),
     [

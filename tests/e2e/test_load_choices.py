@@ -117,6 +117,7 @@ def test_another_model_is_refused_by_what_differs(checkpoints: Path) -> None:
     assert "model.swiglu: False -> True" in error
 
 
+@pytest.mark.default
 def test_a_flipped_byte_is_named_and_an_older_checkpoint_taken(checkpoints: Path) -> None:
     tensor = "optimizer.exp_avg_sq.decoder.layers.1.mlp.linear_fc2.weight"
     path = flip_a_byte(newest(checkpoints), tensor)

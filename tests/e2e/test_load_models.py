@@ -79,6 +79,7 @@ def assert_same_run(run: ForkedRun, expected: ForkedRun) -> None:
         assert ours["sample_ids_hash"] == theirs["sample_ids_hash"]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "tp2-pp2")) for name in LAYOUTS]
 )

@@ -71,6 +71,7 @@ def until(condition: Any) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.default
 def test_the_openai_client_completes_and_chats(server: Served) -> None:
     client = client_of(server)
     assert [model.id for model in client.models.list()] == [NAME]

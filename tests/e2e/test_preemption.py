@@ -35,6 +35,7 @@ def warnings(output: str) -> list[str]:
     return [line for line in output.splitlines() if "--exit-warning-seconds" in line and line.startswith("WARNING")]
 
 
+@pytest.mark.default
 @pytest.mark.parametrize("how", [pytest.param("", marks=pytest.mark.long), "--async-save"])
 def test_a_warning_that_is_too_short_is_said_after_the_first_checkpoint(how: str, tmp_path: Path) -> None:
     flags = "--save-interval 2 --train-iters 6 --lr-decay-iters 20 --eval-interval 100 --micro-batch-size 4"

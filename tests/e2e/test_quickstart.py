@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands.data import preprocess_data
+from megatron.commands.generation import text_generation_cli
+from tests.e2e.test_text_generation import call_tool
+from tests.e2e.toy_run import newest, toy_args
+from tests.harness.forked_training import fork_training
 from tests.harness.training_run import REPOSITORY, run_command
 
 QUICKSTART = REPOSITORY / "examples" / "quickstart.sh"
@@ -33,6 +38,29 @@ def test_a_failed_installation_ends_it_at_once_and_leaves_nothing_running(tmp_pa
     assert done.stdout.startswith("\n== 1/6 environment: ")
     assert "no index is reachable" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.default
+def test_its_steps_with_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    counted = [" ".join(str(number + place) for place in range(27)) for number in range(100)]
+    text = "".join(f'{{"text": "{line}"}}\n' for line in counted)
+    (tmp_path / "text.jsonl").write_text(text)
+    tokenizer = "--tokenizer-type NullTokenizer --vocab-size 127"
+    words = ["--input", f"{tmp_path}/text.jsonl", "--output-prefix", f"{tmp_path}/text", "--append-eod"]
+    assert preprocess_data.main([*words, *tokenizer.split(), "--workers", "1"]) == 0
+    run = [*toy_args(tmp_path, data=False), "--data-path", f"{tmp_path}/text_text_document", "--train-iters", "30"]
+    run += ["--tensor-model-parallel-size", "2", "--save-interval", "30", "--split", "90,5,5", "--lr", "1e-2"]
+    stopped = fork_training([*run, "--exit-interval", "10"], 2).check()
+    assert len(stopped.iterations()) == 10
+    resumed = fork_training(run, 2).check()
+    losses = resumed.losses()
+    assert len(losses) == 30
+    assert losses[-1] < 0.8 * losses[0]
+    assert newest(tmp_path / "checkpoints").name == "iter_0000030"
+    words = ["--load", str(tmp_path / "checkpoints"), "--prompt", "5 6", "--tokens-to-generate", "4", "--greedy"]
+    status, generated, _ = call_tool(monkeypatch, capsys, *words, tool=text_generation_cli)
+    assert status == 0
+    assert generated.splitlines()[-1].startswith("5 6 ")
 
 
 @pytest.mark.long

@@ -81,6 +81,7 @@ def assert_equal_to_uninterrupted(second: ForkedRun, whole: ForkedRun, folder: P
     assert_same_checkpoints(newest(folder / "checkpoints"), newest(whole_folder / "checkpoints"))
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("num_processes", "flags"),
     [pytest.param(*case.values, id=case.id, marks=LONG if case.id in DOUBLED else ()) for case in CASES],
@@ -194,6 +195,7 @@ def assert_same_run(second: ForkedRun, whole: ForkedRun) -> None:
             assert ours["learning_rate"] == expected["learning_rate"]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(("before", "flags", "after", "new_flags"), LAYOUTS)
 def test_resume_at_another_layout(
     before: int, flags: str, after: int, new_flags: str, train_whole: TrainWhole, tmp_path: Path

@@ -50,6 +50,7 @@ def skipped(run: ForkedRun) -> list[int]:
     return [line["iteration"] for line in run.iterations() if line["skipped"]]
 
 
+@pytest.mark.default
 def test_a_spike_stops_a_run_that_is_to_stop(tmp_path: Path) -> None:
     run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy stop"), 1, POISON)
     assert run.statuses == (1,)

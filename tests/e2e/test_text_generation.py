@@ -125,6 +125,7 @@ def byte_level_flags(folder: Path, merges: Sequence[str] = ("h e", "l l", "he ll
     return f"--tokenizer-type GPT2BPETokenizer --vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
 
 
+@pytest.mark.default
 def test_one_process_prints_the_prompt_and_what_follows(llama: Path) -> None:
     result = run_tool("--load", llama, "--prompt", "3 14 15", "--tokens-to-generate", "9", "--greedy").check()
     assert result.stdout == expected_text(f"{LLAMA_SHAPE} {NULL_TOKENIZER}", "3 14 15", 9) + "\n"
@@ -172,6 +173,7 @@ def _generate(argv: Sequence[str], faults: Faults) -> int:
     return text_generation_cli.main(list(argv))
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("num_processes", "shape", "layout"),
     [

@@ -33,6 +33,7 @@ def start_two(folder: Path, nproc: int, flags: str) -> None:
     assert "Traceback" not in loser.errors[0]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("num_rounds", "nproc", "flags"),
     [

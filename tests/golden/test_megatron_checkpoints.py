@@ -37,6 +37,7 @@ def arguments(load: Path, tmp_path: Path, layout: str) -> list[str | Path]:
     return [*FLAGS.split(), *files, "--metrics-jsonl", tmp_path / "metrics.jsonl", *layout.split()]
 
 
+@pytest.mark.default(1)
 @needs_checkpoints
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("tp2", "pp2"))) for name in LAYOUTS]
@@ -62,6 +63,7 @@ def test_what_goes_on_is_saved_as_megatron_saved_it(tmp_path: Path) -> None:
     compare_folders(theirs, tmp_path / "saved" / "iter_0000010", tolerance=1e-4, all_arguments=False)
 
 
+@pytest.mark.default
 @needs_checkpoints
 @pytest.mark.parametrize("name", ["gpt2_tp1/iter_0000005", "gpt2_tp1/iter_0000010", "gpt2_tp2pp2/iter_0000010"])
 def test_loading_and_saving_gives_the_same_files(name: str, tmp_path: Path) -> None:
@@ -84,6 +86,7 @@ def test_a_pipeline_of_megatron_gives_the_same_losses_at_any_layout(tmp_path: Pa
     assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE, abs=0.0)
 
 
+@pytest.mark.default
 @pytest.mark.parametrize("name", ["tp2_pp2_bf16_distributed", "pp2_vpp2_bf16", "pp2_vpp2_fp32_distributed"])
 def test_files_of_megatron_core_are_written_as_they_were_read(name: str, tmp_path: Path) -> None:
     # All 32 rows of the vocabulary are taken for real ones: padding would come back as zeros.

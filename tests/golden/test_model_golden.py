@@ -126,6 +126,7 @@ def run_model(name: str, sequence_parallel: bool) -> RankResult:
     )
 
 
+@pytest.mark.default
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen", "windowed"])
 def test_model_meets_reference_numbers(name: str, tp_size: int, sequence_parallel: bool) -> None:

@@ -105,6 +105,7 @@ def check_model(path: Path) -> None:
     assert_gradients_close(gradients, expected, TOLERANCE)
 
 
+@pytest.mark.default
 @pytest.mark.parametrize("name", NAMES)
 def test_model_of_experts_meets_reference_numbers(name: str) -> None:
     check_model(FOLDER / f"{name}.npz")
@@ -150,6 +151,7 @@ def check_ten_steps(path: Path) -> None:
     np.testing.assert_allclose(norms, reference["train/grad_norm"], rtol=TOLERANCE, atol=0.0)
 
 
+@pytest.mark.default(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_ten_steps_of_experts_meet_reference_numbers(name: str) -> None:
     check_ten_steps(FOLDER / f"{name}.npz")

@@ -66,6 +66,7 @@ def values_of(tensor: StoredTensor) -> tuple[Any, ...]:
     return (tensor.global_shape, tensor.dtype, *pieces)
 
 
+@pytest.mark.default
 def test_what_is_loaded_is_saved_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     processes, layout = LAYOUTS["same"]
     flags = [*FLAGS.split(), *layout.split(), "--load", str(FOLDER), "--save", str(tmp_path)]

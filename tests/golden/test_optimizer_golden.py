@@ -107,6 +107,7 @@ def is_determined(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(np.array([True, False, True])[None, :, None], (4, 3, 16)).reshape(shape)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("num_processes", "tp_size", "sequence_parallel"),
     [

@@ -143,6 +143,7 @@ def test_training_goes_on_at_any_layout(layout: str) -> None:
         assert losses == pytest.approx(expected, rel=TOLERANCE, abs=0.0), name
 
 
+@pytest.mark.default
 @needs_references
 def test_values_are_those_that_were_saved() -> None:
     saved = np.load(REFERENCES / "gpt2_tp1" / "state.npz")
@@ -170,6 +171,7 @@ def test_torch_reads_the_same_and_what_is_written_is_what_was_read(name: str, tm
     assert left.metadata.objects.keys() == right.metadata.objects.keys()
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("name", ["dp_reshardable", "dp_zero_gather_scatter", "singleton_local_shards"])
 def test_every_form_of_the_distributed_optimizer_holds_the_same(name: str) -> None:
     expected = TorchDistSource(SMALL / "fully_reshardable" / "iter_0000002")

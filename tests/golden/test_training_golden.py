@@ -120,6 +120,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(("num_processes", "layout", "reference"), LAYOUTS)
 def test_training_meets_reference_numbers(num_processes: int, layout: str, reference: str, tmp_path: Path) -> None:
     files = ["--data-path", FOLDER / "t_u16", "--data-cache-path", tmp_path / "cache"]

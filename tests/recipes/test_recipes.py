@@ -151,12 +151,14 @@ def files_named(recipe: str) -> set[str]:
     return set(re.findall(r"^\d+\. `([^`]+)`", section, flags=re.MULTILINE))
 
 
+@pytest.mark.default
 def test_every_recipe_has_its_patch_and_is_used() -> None:
     linked = re.findall(r"tests/recipes/(\w+)\.patch\)", DOCUMENT)
     assert sorted(linked) == sorted(path.stem for path in PATCHES.glob("*.patch")) == sorted(USES)
     assert len(linked) == len(re.findall(r"^## ", DOCUMENT, flags=re.MULTILINE))
 
 
+@pytest.mark.default
 @pytest.mark.parametrize("recipe", USES)
 def test_a_recipe_touches_the_files_that_it_names(recipe: str) -> None:
     patch = PATCHES / f"{recipe}.patch"

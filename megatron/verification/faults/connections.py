@@ -7,6 +7,7 @@ rights as a debugger's), and both ends of each connection learn that it is over.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import socket
 from pathlib import Path
@@ -44,6 +45,8 @@ def _shut_down(process: int, descriptor: int) -> bool:
     library = ctypes.CDLL(None, use_errno=True)
     borrowed: int = library.syscall(_PIDFD_GETFD, process, descriptor, 0)
     if borrowed < 0:
+        if ctypes.get_errno() in (errno.EBADF, errno.ESRCH):  # the process has closed it, or has ended, meanwhile
+            return False
         reason = os.strerror(ctypes.get_errno())
         raise ConfigurationError(
             f"--partition: this system does not lend a process's sockets ({reason}); in a container give it "

@@ -49,6 +49,7 @@ def create_and_count(tp: int, pp: int, cp: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.default(4)
 @pytest.mark.parametrize(
     ("tp", "pp", "cp", "made_by_rank_1"),
     [

@@ -48,6 +48,7 @@ def some_of(layouts: dict[str, tuple[int, str]]) -> pytest.MarkDecorator:
     )
 
 
+@pytest.mark.default(1)
 @some_of(SAME)
 def test_layouts_that_sum_alike_give_the_same_bits(train, recipe: str, layout: str) -> None:
     reference, _ = train(f"--fp8-recipe {recipe}")
@@ -56,6 +57,7 @@ def test_layouts_that_sum_alike_give_the_same_bits(train, recipe: str, layout: s
     assert losses(run) == losses(reference)
 
 
+@pytest.mark.default(1)
 @some_of(CUT)
 def test_layouts_that_cut_products_agree_within_roundings(train, recipe: str, layout: str) -> None:
     reference, _ = train(f"--fp8-recipe {recipe}")
@@ -79,6 +81,7 @@ def test_histories_are_those_of_one_process(train, layout: str) -> None:
     torch.testing.assert_close(found["amax_history"], expected["amax_history"], rtol=AMAX_TOLERANCE, atol=0)
 
 
+@pytest.mark.full
 def test_weights_that_are_gathered_in_fp8_are_those_of_the_products(train) -> None:
     reference, _ = train("--fp8-recipe tensorwise")
     run, checkpoints = train("--fp8-recipe tensorwise --use-distributed-optimizer --fp8-param-gather", 2)
@@ -90,6 +93,7 @@ def test_weights_that_are_gathered_in_fp8_are_those_of_the_products(train) -> No
     assert not torch.equal(torch.frexp(plain).mantissa * 16, (torch.frexp(plain).mantissa * 16).round())
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "flags",
@@ -108,6 +112,7 @@ def test_recomputed_and_deferred_passes_change_nothing(train, recipe: str, flags
         assert all(torch.equal(values, expected[name]) for name, values in scaling(others).items())
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("flags", ["--no-fp8-wgrad", "--fp8-margin 4", "--first-last-layers-bf16", "--fp8-interval 5"])
 def test_each_choice_changes_what_is_computed(train, flags: str) -> None:
     more = "--num-layers-at-end-in-bf16 0" if flags == "--first-last-layers-bf16" else ""
@@ -117,6 +122,7 @@ def test_each_choice_changes_what_is_computed(train, flags: str) -> None:
     assert losses(run) == pytest.approx(losses(reference), rel=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.long), "tp2-sp"])
 def test_a_resumed_run_is_the_run_that_went_on(tmp_path: Path, train, layout: str) -> None:
     num_processes, flags = {"one": (1, ""), **CUT}[layout]
@@ -128,6 +134,7 @@ def test_a_resumed_run_is_the_run_that_went_on(tmp_path: Path, train, layout: st
     assert_same_checkpoints(newest(tmp_path / "checkpoints"), newest(checkpoints))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("checkpoint_format", [pytest.param("torch", marks=pytest.mark.long), "torch_dist"])
 def test_megatrons_formats_keep_the_histories(tmp_path: Path, train, checkpoint_format: str) -> None:
     whole, _ = train("--fp8-recipe delayed")
@@ -149,6 +156,7 @@ def test_a_converted_checkpoint_leaves_the_scales_out(tmp_path: Path, train) -> 
         assert newest(tmp_path / saver).is_dir()
 
 
+@pytest.mark.full
 def test_scales_go_on_at_another_layout_and_begin_anew_at_another_length(tmp_path: Path, train) -> None:
     _, checkpoints = train("--fp8-recipe delayed")
     more = f"--load {checkpoints} --fp8-format hybrid --train-iters 7 --override-opt-param-scheduler"

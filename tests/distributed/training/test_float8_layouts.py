@@ -55,6 +55,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Float8Runs:
     return Float8Runs(tmp_path_factory.mktemp("float8"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "plain", "schedule", "again"),
     [*ALWAYS, *(pytest.param(*cell, marks=pytest.mark.long) for cell in MORE)],
@@ -82,6 +83,7 @@ def run_with_graphs(argv: Sequence[str], faults: Faults) -> int:
         return run_with_faults(argv, faults)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "plain", "more"),
     [
@@ -106,6 +108,7 @@ def test_graphs_change_no_bit(train: Float8Runs, recipe: str, plain: str, more: 
         assert all(torch.equal(values, expected[name]) for name, values in scaling(others).items())
 
 
+@pytest.mark.full
 def test_weights_that_are_gathered_in_fp8_bucket_by_bucket_are_those_that_are_gathered_after_the_step(
     train: Float8Runs,
 ) -> None:
@@ -146,6 +149,7 @@ def first_amaxes(
     return found / unit, expected / unit
 
 
+@pytest.mark.default(1)
 @CUT
 def test_amaxes_of_equal_numbers_are_equal(train: Float8Runs, layout: str) -> None:
     """Weights, and what goes into the first layer, are the same numbers at every layout; later inputs nearly are.

@@ -43,6 +43,7 @@ def leave_old_mark(directory: Path) -> None:
     os.utime(mark, (time.time() - 3600.0,) * 2)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("is_there", [False, True])
 def test_ranks_find_out_which_of_them_share_a_folder(is_there: bool, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("first", "second")]

@@ -11,7 +11,7 @@ from megatron.verification.verifier import Verifier
 from megatron.verification.worker_pool import WorkerPool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def verifier() -> Iterator[Verifier]:
     """Return a verifier with processes of its own, as many as the largest layouts of these files have ranks."""
     with WorkerPool(8, timeout_s=120) as pool:

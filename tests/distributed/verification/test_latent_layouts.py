@@ -14,6 +14,7 @@ CELLS = (
 )
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_latent_attention_is_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
     report = verifier.check(cell)

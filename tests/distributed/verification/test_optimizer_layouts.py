@@ -18,6 +18,7 @@ CELLS = (
 FURTHER = [cell for cell in optimizer_matrix() if cell not in CELLS]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "cell",
     [*CELLS, *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],

@@ -16,6 +16,7 @@ CELLS = (
 )
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "cell",
     [*CELLS[:2], *(pytest.param(cell, marks=pytest.mark.long) for cell in CELLS[2:])],

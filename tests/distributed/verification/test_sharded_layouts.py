@@ -18,6 +18,7 @@ CELLS = (
 )
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_sharded_weights_are_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
     report = verifier.check(cell)

@@ -52,20 +52,26 @@ def make_verifier(pool: WorkerPool, provider: ModelProvider = pretrain_gpt.provi
 
 
 SP = Layout(tp=2, sequence_parallel=True)
+DEFAULT = (
+    make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2, dp=2, sharding="optim_grads")),
+    make_cell("gpt2", Layout(pp=2, dp=2, schedule="zero-bubble", sharding="optim_grads", overlap=True)),
+    make_cell("gpt2-untied", Layout(pp=2, pipeline_layout="E|tt|tt|L", virtual_stages=2)),
+    make_cell("gpt2", Layout(pp=2, cp=2, dp=2, cp_comm_type="a2a", recompute=("full", "uniform", "1")), "uneven"),
+    make_cell("qwen", Layout(dp=2, sharding="optim", overlap=True, recompute=MODULES, offloaded_layers=3), "packed"),
+    make_expert_cell("mixtral", ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True, dispatcher="allgather")),
+    make_expert_cell("deepseek-experts", ExpertLayout(pp=2, dp=2, ep=2, sharding="optim_grads", overlap=True)),
+)
+"""Cells that the default tests run: each parallelism, sharding and schedule at least once."""
 REPRESENTATIVE = (
     make_cell("llama", replace(SP, tp_overlap=TP_OVERLAP[0], cp=2, recompute=("full", "uniform", "1")), "packed"),
     make_cell("gpt2", replace(SP, tp_overlap=TP_OVERLAP[0], pp=2, schedule="zero-bubble")),
     make_cell("llama", Layout(pp=2, first_stage_layers=1)),
     *(make_cell("gpt2", Layout(pp=2, virtual_stages=2, pp_overlap=flags)) for flags in PP_OVERLAP),
     make_cell("gpt2", Layout(pp=2, dp=2, sharding="optim", overlap=True, pp_overlap=PP_OVERLAP[3])),
-    make_cell("gpt2-untied", Layout(pp=2, pipeline_layout="E|tt|tt|L", virtual_stages=2)),
     make_cell("gpt2", Layout(pp=2, virtual_stages=2), extra=("--global-batch-size", "6")),
     make_cell("llama", Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2)), "packed"),
     make_cell("gpt2", Layout(dp=4, sharding="optim_grads", overlap=True), "uneven"),
-    make_cell("gpt2", Layout(pp=2, dp=2, schedule="zero-bubble", sharding="optim_grads", overlap=True)),
-    make_cell("gpt2", Layout(tp=2, sequence_parallel=True, pp=2, dp=2, sharding="optim_grads")),
     make_cell("llama", Layout(tp=2, sequence_parallel=True, pp=2, cp=2, cp_comm_type="all_gather"), "packed"),
-    make_cell("gpt2", Layout(pp=2, cp=2, dp=2, cp_comm_type="a2a", recompute=("full", "uniform", "1")), "uneven"),
     # Families least alike once; the whole matrix has all of them at all of their layouts.
     make_cell("gemma2", Layout(tp=2, sequence_parallel=True, pp=2, recompute=("full", "block", "1"))),
     # Dropout: the reference is run once for each shape and kind of data.
@@ -80,10 +86,6 @@ REPRESENTATIVE = (
         )
     ),
     make_cell("gpt2", Layout(pp=4, schedule="zero-bubble", recompute=("full", "uniform", "1"))),
-    make_cell("qwen", Layout(dp=2, sharding="optim", overlap=True, recompute=MODULES, offloaded_layers=3), "packed"),
-    # Experts.
-    make_expert_cell("mixtral", ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True, dispatcher="allgather")),
-    make_expert_cell("deepseek-experts", ExpertLayout(pp=2, dp=2, ep=2, sharding="optim_grads", overlap=True)),
     make_expert_cell("dropping", ExpertLayout(tp=2, cp=2, ep=4, etp=1)),
 )
 FURTHER = (
@@ -115,9 +117,10 @@ FURTHER = (
 """Cells whose parts the others have in other mixtures."""
 
 
+@pytest.mark.default(len(DEFAULT))
 @pytest.mark.parametrize(
     "cell",
-    [*REPRESENTATIVE, *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],
+    [*DEFAULT, *REPRESENTATIVE, *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],
     ids=lambda cell: cell.name,
 )
 def test_a_layout_computes_what_one_process_computes(verifier: Verifier, cell: Cell) -> None:

@@ -129,6 +129,7 @@ def test_line_ends_of_other_systems_do_not_matter(tmp_path: Path) -> None:
     assert command.would_run
 
 
+@pytest.mark.full
 def test_the_tool_as_users_call_it(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(TWO_STEPS)
     tool = Path(__file__).parents[3] / "tools" / "adopt.py"
@@ -272,6 +273,7 @@ def test_the_command_line(tmp_path: Path, capsys) -> None:
 SOURCED = ("common_gpt2", "common_choices")
 
 
+@pytest.mark.default(13)
 @pytest.mark.skipif(not USER_SCRIPTS.is_dir(), reason=f"{USER_SCRIPTS} is not on this machine")
 @pytest.mark.parametrize("name", sorted({path.stem for path in USER_SCRIPTS.glob("*.sh")} - set(SOURCED)) or ["none"])
 @pytest.mark.parametrize("extra", [{}, {"PR": "bf16", "TP": "2", "AC": "sel"}], ids=["plain", "set"])

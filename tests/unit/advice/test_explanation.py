@@ -157,6 +157,7 @@ def test_wrong_words_are_answered_in_one_line(words: list[str], told: str, capsy
     assert told in line
 
 
+@pytest.mark.full
 def test_a_layout_that_does_not_fit_gets_three_changes_that_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LARGE, "--world-size", "32", "--json"]) == 0
     named = json.loads(capsys.readouterr().out)["changes"]
@@ -175,6 +176,7 @@ def test_a_refused_layout_gets_changes_that_run(capsys: pytest.CaptureFixture[st
     assert sum(line.startswith("would run with") for line in lines) == 3
 
 
+@pytest.mark.full
 def test_flags_with_an_equals_sign_are_offered_for_removal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--world-size", "12", "--fp8-format=hybrid", "--hidden-size", "72"]) == 2
     assert "would run with 1. (no --fp8-format)" in capsys.readouterr().err

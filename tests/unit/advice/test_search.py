@@ -46,6 +46,7 @@ def test_presets_have_the_parameters_that_were_published(name: str) -> None:
     assert size.block + size.embedding == pytest.approx(PUBLISHED[name], rel=5e-3)
 
 
+@pytest.mark.full
 def test_the_best_command_parses_and_is_predicted_as_the_table_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

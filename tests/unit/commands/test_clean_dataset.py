@@ -210,6 +210,7 @@ def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path: Path, refused: Ref
     assert f"{path}:2: " in refused("--input", path, "--min-tokens", 1, *NULL)
 
 
+@pytest.mark.full
 def test_languages_are_filtered(tmp_path: Path, refused: Refusal) -> None:
     pytest.importorskip("py3langid", reason="the optional package py3langid is absent")
     english = "The quick brown fox jumps over the lazy dog and runs back into the forest."
@@ -314,6 +315,7 @@ def test_near_duplicates_are_those_that_comparing_all_pairs_finds(tmp_path: Path
     assert last[1]["detail"] == f"of {tmp_path / 'in.jsonl'}:80, similarity 1.000"
 
 
+@pytest.mark.full
 def test_workers_and_hash_seeds_do_not_change_the_output(tmp_path: Path) -> None:
     pytest.importorskip("datasketch", reason="the optional package datasketch is absent")
     path = write_texts(tmp_path / "in.jsonl", *corpus(6, families=300, variants=5), "", "last")

@@ -43,6 +43,7 @@ def test_help_of_a_command_names_it_as_it_was_called(
     assert " ".join(capsys.readouterr().out.split()).startswith(usage)
 
 
+@pytest.mark.default(5)
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [

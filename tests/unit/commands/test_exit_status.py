@@ -56,6 +56,7 @@ def test_another_pipe_that_breaks_is_an_error(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "words",
     ["--help", "--print-completion bash", "verify --list", "train --help", f"train {PRINTED}"],

@@ -77,6 +77,7 @@ def write_tar(folder: Path) -> list[Path]:
     return [folder / "part-000.tar"]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("write", [write_compressed, write_parquet, write_arrow, write_texts, write_tar])
 def test_every_kind_of_file_gives_the_same_tokens_whatever_the_workers(write, tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
@@ -93,6 +94,7 @@ def test_every_kind_of_file_gives_the_same_tokens_whatever_the_workers(write, tm
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.full
 def test_rows_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that holds no ids stops the first run; the second one goes on behind what was done, and says the same."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: requirements/dev.txt has it")

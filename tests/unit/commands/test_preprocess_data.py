@@ -70,6 +70,7 @@ def articles(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "articles.jsonl", *({"text": text} for text in texts))
 
 
+@pytest.mark.full
 def test_output_is_what_the_tokenizer_says_whatever_the_workers(
     articles: Path, gpt2_files: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_patterns_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     assert sequences(tmp_path / "out_text_document") == [[1], [2], [3]]
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -164,6 +166,7 @@ def test_earlier_output_survives_a_failure(tmp_path: Path) -> None:
     assert sequences(tmp_path / "out_text_document") == [[1]]
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -211,6 +214,7 @@ def test_input_without_text_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.glob("out*")) == []
 
 
+@pytest.mark.full
 def test_existing_output_is_replaced_where_that_is_asked_for(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "ids.jsonl", {"text": "1"})
     assert preprocess(source, tmp_path / "out", *NULL).returncode == 0
@@ -222,6 +226,7 @@ def test_existing_output_is_replaced_where_that_is_asked_for(tmp_path: Path) -> 
     assert sequences(tmp_path / "out_text_document") == [[2]]
 
 
+@pytest.mark.full
 def test_the_same_command_again_finds_its_work_done(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "ids.jsonl", {"text": "1"}, {"text": "2"})
     assert preprocess(source, tmp_path / "out", *NULL).returncode == 0
@@ -271,6 +276,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "0 False"
 
 
+@pytest.mark.full
 def test_merge_of_a_folder(tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     parts.mkdir()
@@ -294,6 +300,7 @@ def test_merge_of_a_folder(tmp_path: Path) -> None:
     assert_refused(run(merge_tool), "the following arguments are required")
 
 
+@pytest.mark.full
 def test_the_users_script_runs_as_it_stands(tmp_path: Path) -> None:
     script, data = SHARED / "user_scripts" / "preprocess.sh", SHARED / "data"
     if not (script.is_file() and (data / "wikitext2.jsonl").is_file()):
@@ -317,6 +324,7 @@ def test_the_users_script_runs_as_it_stands(tmp_path: Path) -> None:
             assert (end, tokenizer.detokenize(ids)) == (50256, json.loads(line)["text"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("names", [("once",), pytest.param(("first", "second"), marks=pytest.mark.long)], ids=len)
 def test_quickstart_text_is_large_and_always_the_same(names: tuple[str, ...], tmp_path: Path) -> None:
     outputs = []

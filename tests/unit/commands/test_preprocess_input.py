@@ -55,6 +55,7 @@ def texts() -> list[str]:
     return [" ".join(map(str, draw.integers(0, 127, draw.integers(0, 30)))) for _ in range(101)]
 
 
+@pytest.mark.full
 def test_plain_compressed_and_piped_files_give_the_same(tmp_path: Path, texts: list[str]) -> None:
     zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
     data = write_ids(tmp_path / "all.jsonl", texts)
@@ -121,6 +122,7 @@ def test_partitions_lay_documents_out_as_megatron_does(tmp_path: Path, texts: li
     assert not (tmp_path / "kept_text_document.checksums.json").exists()
 
 
+@pytest.mark.full
 def test_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nltk = pytest.importorskip("nltk", reason="nltk is not installed")
     folder = tmp_path / "nltk" / "tokenizers" / "punkt_tab" / "english"

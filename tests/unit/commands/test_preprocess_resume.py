@@ -50,6 +50,7 @@ def write_ids(path: Path, num_documents: int) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("chunk_bytes", "num_documents", "partitions"),
     [
@@ -118,6 +119,7 @@ def test_random_kills(tmp_path: Path, num_kills: int, seed: int) -> None:
         assert round_number < 10 * num_kills
 
 
+@pytest.mark.full
 def test_compressed_input_and_pipes_are_gone_on_with(tmp_path: Path) -> None:
     source = write_ids(tmp_path / "ids.jsonl", 400)
     lines = source.read_bytes().splitlines(keepends=True)
@@ -144,6 +146,7 @@ def test_compressed_input_and_pipes_are_gone_on_with(tmp_path: Path) -> None:
             assert kept.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("change", ["another text", "another end", "too short"])
 def test_another_text_through_the_pipe_is_refused(change: str, tmp_path: Path) -> None:
     lines = write_ids(tmp_path / "ids.jsonl", 400).read_bytes().splitlines(keepends=True)
@@ -191,6 +194,7 @@ def stop_after_some(tmp_path: Path) -> tuple[Path, Path]:
     return source, tmp_path / "x"
 
 
+@pytest.mark.full
 def test_work_of_another_command_is_not_touched(tmp_path: Path) -> None:
     source, prefix = stop_after_some(tmp_path)
     done = run(command(2000, source, prefix, "--json-keys", "id", "--on-error", "skip"))
@@ -212,6 +216,7 @@ def test_input_that_changed_means_a_new_start(tmp_path: Path) -> None:
     assert b"1 documents, 3 tokens" in done.stdout
 
 
+@pytest.mark.full
 def test_damaged_work_is_done_again(tmp_path: Path) -> None:
     source, prefix = stop_after_some(tmp_path)
     tokens = tmp_path / "x.preprocessing" / "0.tokens"

@@ -31,6 +31,7 @@ def test_the_text_chart_of_a_small_pipeline() -> None:
     assert lines[2].startswith("rank 1 |   F0-B0----F1-B1----      | bubble  50.0 %  peak 1 live")
 
 
+@pytest.mark.default(3)
 @pytest.mark.parametrize(
     ("flags", "last", "saved"),
     [
@@ -99,6 +100,7 @@ def test_a_recorded_run_is_drawn(tmp_path: Path) -> None:
     assert result.stdout.startswith(f"2 pipeline ranks x 2 chunks, 4 micro-batches: {timeline.makespan:g} time units")
 
 
+@pytest.mark.default(6)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -187,5 +187,6 @@ def test_the_scripts_find_pythons_own_inspect(tool: str) -> None:
     assert result.stdout.startswith(f"usage: {tool}")
 
 
+@pytest.mark.full
 def test_a_script_imports_torch_beside_inspect_py(checkpoint: Path) -> None:
     assert "format: the native format" in run_command([sys.executable, TOOLS / "inspect.py", checkpoint]).check().stdout

@@ -214,6 +214,7 @@ def test_the_command_answers_in_lines_and_in_json(tmp_path: Path, capsys, monkey
     assert {"status", "subject", "text", "remedy"} == set(report["findings"][0])
 
 
+@pytest.mark.full
 def test_processes_are_examined_together(tmp_path: Path) -> None:
     command = [*launch_prefix(2), REPOSITORY / "tools" / "doctor.py", "--backend", "nccl", "--save", tmp_path]
     result = run_command(command, env={"MEGATRON_DEVICE": "cpu"}).check()

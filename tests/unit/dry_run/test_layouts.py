@@ -18,7 +18,10 @@ from megatron.training.config.arguments import resolve_arguments
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
 from tests.unit.dry_run.layouts import EXPERTS, LION, SINKS, layouts
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this"),
+]
 
 Wait = tuple[str, str, str]
 ALLOWED: dict[Wait, tuple[int, str]] = {

@@ -105,6 +105,7 @@ def seen() -> dict[str, Any]:
     return result
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "waits"),
     [

@@ -110,6 +110,7 @@ def attempts(name: str, tmp_path: Path) -> Callable[[int], None]:
     return attempt
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_mutated_checkpoints_are_read_or_refused(name: str, tmp_path: Path) -> None:
     assert bad_cases(attempts(name, tmp_path), 30 if name == "torch_dist" else 70) == []

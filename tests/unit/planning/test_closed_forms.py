@@ -99,6 +99,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("dtype", "cell"),
     # Neighbours are alike: every other one by default.

@@ -145,6 +145,7 @@ def steps(flags: str) -> Iterator[Crossings]:
         yield crossings
 
 
+@pytest.mark.default(1)
 @pytest.mark.usefixtures("_kernels_take_meta")
 @pytest.mark.parametrize("flags", ["", " --fp16 --log-num-zeros-in-grad", LLAMA, LLAMA + " --bf16", WATCHED, LION])
 def test_a_step_waits_once_and_copies_nothing(flags: str) -> None:

@@ -134,6 +134,7 @@ def test_random_configurations_have_other_recipes_with_experts_and_without() -> 
     assert all(("--optimizer" in cell.reference_flags) == ("--optimizer muon" in cell.name) for cell in cells)
 
 
+@pytest.mark.full
 def test_most_random_configurations_run_and_a_refusal_says_what_would_work() -> None:
     runs = 0
     for cell in fuzz(0, 100):
@@ -151,6 +152,7 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_the_command_lists_the_cells_that_every_word_fits() -> None:
     listed = tool("--list", "--filter", "gpt2 zero-bubble dp2").stdout.splitlines()
     everything = tool("--list").stdout.splitlines()

@@ -217,6 +217,7 @@ FURTHER = [
 ]
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize(
     "cell",
     [*CHOSEN, *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],
@@ -277,6 +278,7 @@ def test_a_recording_has_set_up_steps_evaluation_and_objects(tensor_parallel_log
     assert {"all_gather_object", "allgather_base", "reduce_scatter_base", "allreduce", "broadcast"} <= set(kinds)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "layout", [SP, Layout(pp=2, virtual_stages=2, dp=2, sharding="optim_grads", overlap=True)], ids=["sp", "overlap"]
 )
@@ -314,6 +316,7 @@ def test_a_recorder_is_told_of_groups_rings_reductions_and_threads() -> None:
     assert [call.in_other_thread for call in stray] == [True]
 
 
+@pytest.mark.full
 def test_the_command_replays_cells_and_refuses_what_cannot_be(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

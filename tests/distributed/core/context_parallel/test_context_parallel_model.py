@@ -147,6 +147,7 @@ DOUBLES = (
 )
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in DOUBLES)) for n in CASES])
 def test_loss_and_gradients_do_not_depend_on_the_layout(name: str) -> None:
     case = CASES[name]
@@ -212,6 +213,7 @@ def largest_error(tensors: dict[str, np.ndarray], exact: dict[str, np.ndarray]) 
     return max(relative_difference(tensors[name], values, floor) for name, values in exact.items())
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-5), ("bfloat16", 0.15)])
 def test_lower_precisions_round_no_worse_than_one_process(dtype: str, tolerance: float) -> None:
     alone = describe_parallel_state(0, 1)

@@ -135,6 +135,7 @@ def all_exchanges(case: Case, dtype: torch.dtype, dropout: float = 0.0) -> dict[
     return results
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_whole_attention(name: str) -> None:
     expected = whole_attention(CASES[name], torch.float64)
@@ -161,6 +162,7 @@ def test_sizes_need_not_be_powers_of_two() -> None:
 DROPOUT = {"dropout": 0.4}
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "name",
     [

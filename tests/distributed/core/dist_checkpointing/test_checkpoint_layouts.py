@@ -115,6 +115,7 @@ def flip_byte(path: Path, position: int) -> None:
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "source",
     [*LAYOUTS[:1], *(pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS[1:3]), *LAYOUTS[3:]],

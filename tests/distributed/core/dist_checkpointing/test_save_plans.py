@@ -22,6 +22,7 @@ def gather(sizes: ParallelSizes) -> list[Any]:
     return gather_from_world(state.rank * 11, state)
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize(("tp", "pp", "cp"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (1, 4, 2)])
 def test_the_first_rank_gathers_in_the_order_of_the_ranks(tp: int, pp: int, cp: int) -> None:
     first, *others = run_distributed(8, gather, ParallelSizes(tp=tp, pp=pp, cp=cp))

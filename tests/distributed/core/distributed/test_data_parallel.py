@@ -62,6 +62,7 @@ def reduced_gradients(
     return mine, naive, len(ddp.grad_buffers[0].buckets)
 
 
+@pytest.mark.default(7)
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize(
     ("options", "num_buckets"),

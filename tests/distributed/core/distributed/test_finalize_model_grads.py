@@ -131,6 +131,7 @@ def tied_sums(pp: int, strategy: str, per_token: bool) -> dict[str, list[torch.T
     return parts
 
 
+@pytest.mark.default(6)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 @pytest.mark.parametrize(("world_size", "pp", "per_token"), [(2, 2, False), (4, 2, True), (6, 3, False)])
 def test_both_ends_get_the_sum_of_a_tied_weights_gradients(

@@ -49,6 +49,7 @@ def texts_of_rank(
     return {name: texts(name, state, eod_id, scored) for name in names}
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("tp", "pp", "names"),
     [
@@ -83,6 +84,7 @@ def test_log_probabilities_are_those_of_one_whole_forward_pass(tp: int, pp: int)
             assert continuation.log_probabilities == pytest.approx(expected.tolist(), rel=1e-11, abs=1e-11)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("pp", [1, 2])
 def test_all_ranks_stop_at_the_end_of_document(pp: int) -> None:
     free = texts("odd", ALONE, None)

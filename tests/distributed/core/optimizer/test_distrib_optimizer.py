@@ -34,6 +34,7 @@ from tests.unit.core.dist_checkpointing.toy import save_tensors
 from tests.unit.core.distributed.toy_model import batch
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("world_size", "cp", "per_token"),
     [
@@ -71,6 +72,7 @@ def test_any_sharding_trains_as_no_sharding(world_size: int, cp: int, per_token:
                 assert outcome.num_zeros == wanted.num_zeros
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_without_clipping_the_update_is_bitwise_the_same(dtype: torch.dtype) -> None:
     """Two ranks add the same two numbers however they are reduced; only the norm is summed in another order."""
@@ -82,6 +84,7 @@ def test_without_clipping_the_update_is_bitwise_the_same(dtype: torch.dtype) -> 
             assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters.items())
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_overlap_changes_no_bit(strategy: str) -> None:
     # Gathering piecewise gives the first one the same buckets.
@@ -93,6 +96,7 @@ def test_overlap_changes_no_bit(strategy: str) -> None:
             assert all(torch.equal(apart[0][name], parameter) for name, parameter in together[0].items())
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.0)])
 def test_sharded_weights_change_no_more_than_the_order_of_sums(dtype: torch.dtype, tolerance: float) -> None:
     # Shards are cut layer by layer, so that the squares of the norm are added in another order.
@@ -133,6 +137,7 @@ def test_each_bucket_is_gathered_while_the_next_is_updated() -> None:
         assert events == ["update", "all_gather"] * (len(events) // 2)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("dtype", "in_bf16"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)]
 )
@@ -193,6 +198,7 @@ def load_each_and_train(
     return [load_and_train(folder, options, dtype) for folder in folders]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [(OPTIM, torch.float32), (GRADS | OVERLAP | GATHER, torch.bfloat16), (WEIGHTS | OVERLAP, torch.bfloat16)],
@@ -206,6 +212,7 @@ def test_resuming_at_the_same_layout_is_bitwise_exact(tmp_path: Path, options: O
         assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters.items())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.long), torch.bfloat16])
 def test_a_checkpoint_loads_at_any_sharding(tmp_path: Path, dtype: torch.dtype) -> None:
     """What is saved at one layout goes on at every other as it would have where it was saved."""

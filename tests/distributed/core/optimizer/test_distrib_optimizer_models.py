@@ -67,6 +67,7 @@ def train_two_heads(options: Options) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in ddp.module.named_parameters()}
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("options", [OPTIM | OVERLAP, GRADS, GRADS | OVERLAP | {"ddp_bucket_size": 1}])
 def test_parameters_unused_on_some_ranks_do_not_mix_collectives_up(options: Options) -> None:
     expected = run_distributed(2, train_two_heads, {})[0]
@@ -104,6 +105,7 @@ def step_of_pair(options: Options) -> tuple[float, float, int, torch.Tensor, tor
     return outcome.grad_norm, params_norm, outcome.num_zeros, *parameters
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("options", [OPTIM, GRADS, GRADS | OVERLAP | GATHER])
 def test_with_tensor_parallelism_partial_gradients_are_summed_and_each_element_counts_once(options: Options) -> None:
     expected = run_distributed(4, step_of_pair, {})
@@ -175,6 +177,7 @@ def step_of_stages(folder: str, options: Options, pp: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("world_size", "pp"), [*(pytest.param(*each, marks=pytest.mark.long) for each in ((4, 2), (6, 3))), (8, 2)]
 )

@@ -51,6 +51,7 @@ def bytes_of_state(options: Options) -> dict[str, int]:
     }
 
 
+@pytest.mark.default(8)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_bytes_of_each_rank_equal_the_closed_form(world_size: int, strategy: str) -> None:
@@ -90,6 +91,7 @@ def bytes_sent(options: Options) -> tuple[dict[str, list[int]], int, int]:
     return sent, buffer.layout.num_elements, len(buffer.buckets)
 
 
+@pytest.mark.default(4)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
     ("options", "rounds"),

@@ -40,6 +40,7 @@ def trained_with_each(options: Options, optimizers: list[Options], **settings: A
     return [trained(options, optimizer=optimizer, **settings) for optimizer in optimizers]
 
 
+@pytest.mark.default(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
 @pytest.mark.parametrize("options", [{}, OPTIM, GRADS | OVERLAP | GATHER], ids=["whole", "optim", "grads"])
 def test_offload_computes_the_same_bits(options: Options, dtype: torch.dtype) -> None:
@@ -67,6 +68,7 @@ def load_with(optimizer: Options, folder: str, options: Options) -> Any:
     return load_and_train(folder, options, torch.bfloat16, optimizer)
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.long), OPTIM], ids=["whole", "optim"])
 @pytest.mark.parametrize(
     ("saver", "loader"), [(HALF, PLAIN), (PLAIN, HALF), (HALF, HALF), (NARROW, NARROW), (SMALLEST, SMALLEST)]
@@ -81,6 +83,7 @@ def test_resuming_with_and_without_is_bitwise_exact(
         assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters.items())
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("saver", [HALF, NARROW], ids=["offload", "narrow"])
 def test_a_checkpoint_loads_at_another_layout(tmp_path: Path, saver: Options) -> None:
     saved = run_distributed(4, save_with, saver, str(tmp_path), OPTIM)

@@ -50,6 +50,7 @@ def trained(overlap: bool) -> tuple[dict[str, torch.Tensor], list[StepOutcome]]:
     return {name: p.detach() for name, p in ddp.module.named_parameters()}, outcomes
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_replicas_train_as_one_process_does(world_size: int, overlap: bool) -> None:

@@ -184,6 +184,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("pp", "in_one_order", "waits"),
     [*((pp, False, False) for pp in (1, 2, 4)), *((pp, True, False) for pp in (2, 4)), (3, True, True)],

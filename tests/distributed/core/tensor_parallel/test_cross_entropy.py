@@ -34,6 +34,7 @@ def loss_and_gradient(vocab_size: int, dtype: torch.dtype, slab_elements: int) -
     return losses.detach(), shard.grad
 
 
+@pytest.mark.default(4)
 @pytest.mark.parametrize(
     ("vocab_size", "dtype", "slab_elements", "loss_tolerance", "gradient_tolerance"),
     [

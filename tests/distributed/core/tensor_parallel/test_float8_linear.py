@@ -70,6 +70,7 @@ def whole(name: str, results: list[dict[str, Any]], sequence_parallel: bool) -> 
     return torch.cat(parts, dim=cut[name]) if name in cut else parts[0]
 
 
+@pytest.mark.default(5)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
 @pytest.mark.parametrize(
     ("sequence_parallel", "brings_bias", "is_frozen"),

@@ -79,6 +79,7 @@ def test_recompute_is_exact_on_one_rank() -> None:
     assert differences(sequence_parallel=False) == NONE_WITHOUT_PARTS
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.long), True])
 def test_recompute_is_exact_under_tensor_parallelism(sequence_parallel: bool) -> None:
     expected = NONE_WITHOUT_PARTS if sequence_parallel else NO_DIFFERENCES

@@ -87,6 +87,7 @@ def compute_all(folders: dict[str, Path], counts: dict[str, int]) -> dict[str, t
     return {kind: compute(kind, folder, counts[kind]) for kind, folder in folders.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tp", [2, 4])
 def test_logits_and_greedy_tokens_are_those_of_transformers(expected: Any, tp: int) -> None:
     kinds = [kind for kind in KINDS if tp in SIZES[kind]]
@@ -187,6 +188,7 @@ def compute_loaded(folders: dict[str, Path]) -> dict[str, tuple[list[int], int]]
     return results
 
 
+@pytest.mark.full
 def test_a_loaded_model_is_cut_as_its_folder_is(expected: Any) -> None:
     folders = {kind: expected[kind][0] for kind in ("neo", "neox", "llama31")}
     for results in run_distributed(2, compute_loaded, folders, timeout_s=120.0):
@@ -196,6 +198,7 @@ def test_a_loaded_model_is_cut_as_its_folder_is(expected: Any) -> None:
             assert num_values < 0.6 * sum(parameter.numel() for parameter in whole.decoder.parameters())
 
 
+@pytest.mark.default(16)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_in_memory_is_read_as_its_folder_is(expected: Any, kind: str) -> None:
     loaded = parallelize(make_model(kind), num_gpus=1)

@@ -27,6 +27,7 @@ def pair() -> Iterator[tuple[Any, SpawnedModel]]:
     ours.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [{}, BEAMS], ids=["greedy", "beams"])
 def test_texts_are_those_of_transformers(pair: tuple[Any, SpawnedModel], how: dict[str, Any]) -> None:
     theirs, ours = pair

@@ -95,6 +95,7 @@ def on(machines: list[Path]) -> list[str]:
     return [str(machine) for machine in machines]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_each_machine_holds_its_ranks_files_and_loads_again(tp: int, machines: list[Path]) -> None:
     run_distributed(4, save, on(machines), tp, (10, 20, 30), 2)
@@ -137,6 +138,7 @@ def load_while_nobody_answers(machines: list[str], failure: OSError, at: str) ->
     return str(caught.value), lines
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("failure", "at"),
     [
@@ -206,6 +208,7 @@ def die_while_publishing(machines: list[str], tp: int, publisher: int | None) ->
     return "saved"
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("publisher", [*(pytest.param(each, marks=pytest.mark.long) for each in (None, 2)), 0])
 def test_what_one_machine_published_before_an_interruption_the_others_publish_too(
     publisher: int | None, machines: list[Path]

@@ -145,6 +145,7 @@ def check_layout(kind: str, world_size: int, flags: str) -> None:
                 assert pair == pytest.approx(figures(expected)[name], rel=1e-10), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tp2-pp2", "cp2-dp2", pytest.param("pp2-interleaved", marks=pytest.mark.long)])
 def test_it_is_the_same_at_any_layout(name: str) -> None:
     check_layout("uneven" if name == "tp2-pp2" else "packed", *LAYOUTS[name])

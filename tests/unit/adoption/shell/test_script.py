@@ -143,6 +143,7 @@ EOF
 }
 
 
+@pytest.mark.default(12)
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("parameters", [[], ["--lr", "2 3", "c", "--flag", "e"]], ids=["bare", "with arguments"])
 def test_words_are_those_that_bash_makes(name: str, parameters: list[str], tmp_path: Path, monkeypatch) -> None:

@@ -21,6 +21,7 @@ from megatron.verification.run_cell import resolve_cell
 PROMPTS = ((1, 2, 3), (5, 6, 7, 8, 9, 10, 11, 12, 13), (4,))
 
 
+@pytest.mark.default(11)
 @pytest.mark.parametrize("shape", [*FAMILY_SHAPES, *LATENT_SHAPES, *ATTENTION_SHAPES])
 def test_cache_and_padding_change_no_probability(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two positions of each prompt at a time: queries then look back over the end of a stretch.

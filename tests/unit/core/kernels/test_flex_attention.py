@@ -76,6 +76,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(("name", "part", "softcap"), CASES)
 def test_outputs_and_gradients_are_those_of_plain_attention(
     flex: Callable[..., Any], name: str, part: str, softcap: float | None

@@ -76,6 +76,7 @@ def check_split(dtype: torch.dtype) -> None:
                 close(one, other)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_projection_in_parts_and_its_bias(dtype: torch.dtype) -> None:
     interpret(check_split, dtype)

@@ -89,6 +89,7 @@ def check_kinds_of_tensors() -> None:
     assert not runs_on_triton(x)
 
 
+@pytest.mark.full
 @needs_triton
 def test_float64_and_tensors_without_memory_go_to_torch() -> None:
     interpret(check_kinds_of_tensors)

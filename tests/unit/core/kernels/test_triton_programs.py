@@ -53,6 +53,7 @@ def check_rows(dtype: torch.dtype) -> None:
         assert not result[:, num_columns:].any()
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_the_cross_entropy(dtype: torch.dtype) -> None:
     interpret(check_rows, dtype)
@@ -103,6 +104,7 @@ def check_gated_activations(dtype: torch.dtype) -> None:
         close(of_sum, torch.autograd.grad(gated_activation(x.double(), kind).sum(), x)[0])
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_activations(dtype: torch.dtype) -> None:
     interpret(check_gated_activations, dtype)
@@ -143,6 +145,7 @@ def compare_heads(
         close(one, other)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("dtype", "interleaved"),
     [

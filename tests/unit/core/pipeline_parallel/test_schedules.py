@@ -35,6 +35,7 @@ def expected_passes(name: str) -> tuple[Pass, ...]:
     return (Pass.FORWARD, Pass.BACKWARD)
 
 
+@pytest.mark.default(7)
 @pytest.mark.parametrize("pp", range(1, 9))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_pass_runs_once_in_order_and_no_rank_waits_for_ever(name: str, pp: int) -> None:
@@ -73,6 +74,7 @@ def test_the_bubble_of_1f1b_is_p_minus_1_over_m(pp: int) -> None:
             assert timeline.ranks[rank].peak_activations <= pp - rank
 
 
+@pytest.mark.default(23)
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
 @pytest.mark.parametrize("pp", range(1, 9))
 def test_the_bubble_of_interleaving_is_divided_by_the_chunks(pp: int, num_chunks: int) -> None:

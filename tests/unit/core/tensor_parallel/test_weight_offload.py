@@ -63,6 +63,7 @@ def num_there(layers: list[torch.nn.Module]) -> int:
     return sum(all(p.untyped_storage().nbytes() for p in layer.parameters()) for layer in layers)
 
 
+@pytest.mark.default(5)
 @pytest.mark.parametrize("moves_activations", [False, True])
 @pytest.mark.parametrize("config", [{}, MODULES, FULL], ids=["all", "modules", "full"])
 def test_a_step_is_the_same_bits(config: dict[str, Any], moves_activations: bool) -> None:

@@ -61,6 +61,7 @@ def test_special_tokens_of_a_tokenizer_json_are_kept(hugging_face: HuggingFaceTo
     assert next(iter(encoder.encode([text.encode()]))).tolist() == hugging_face.tokenize(text)
 
 
+@pytest.mark.default(2)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines_against_the_published_algorithm(engine: str) -> None:
     if not SHARED.is_dir():

@@ -40,6 +40,7 @@ def through_native(folder: Path, run: Path) -> NativeSource:
     return native
 
 
+@pytest.mark.default(20)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_file_is_the_same(models: Path, tmp_path: Path, kind: str) -> None:
     write_hugging_face(through_native(models / kind, tmp_path / "native"), tmp_path / "again")
@@ -71,6 +72,7 @@ def without_record(source: MemorySource) -> MemorySource:
     return MemorySource(source.values, common, source.folder)
 
 
+@pytest.mark.default(9)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_of_our_own_gets_files_that_transformers_reads(models: Path, tmp_path: Path, kind: str) -> None:
     """The weights' file is again the same; config.json is new, and describes the same model to transformers."""

@@ -75,6 +75,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.is_dir()}
 
 
+@pytest.mark.default(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("model", "distributed"),

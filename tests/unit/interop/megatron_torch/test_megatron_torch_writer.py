@@ -75,6 +75,7 @@ def write_and_open(source: CheckpointSource, directory: Path) -> MegatronTorchSo
     return MegatronTorchSource(write_megatron_torch(source, directory, 12))
 
 
+@pytest.mark.default(4)
 @pytest.mark.parametrize(("model", "layout", "distributed"), CASES)
 def test_what_is_written_reads_back(model: str, layout: str, distributed: bool, tmp_path: Path) -> None:
     config = dataclasses.replace(SMALL, **MODELS[model], **LAYOUTS[layout])
@@ -119,6 +120,7 @@ def test_a_model_that_arguments_cannot_describe_is_refused(tmp_path: Path) -> No
     assert not list(tmp_path.glob("*/*/*.pt"))
 
 
+@pytest.mark.full
 def test_layouts_follow_each_other_without_a_loss(tmp_path: Path) -> None:
     source: CheckpointSource = MemorySource(dataclasses.replace(SMALL, bf16=True), distributed=True)
     original = source

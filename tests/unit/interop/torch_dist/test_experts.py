@@ -17,6 +17,7 @@ from tests.unit.interop.megatron_torch.test_experts import EXPERTS, LATENT, PLAI
 from tests.unit.interop.megatron_torch.test_megatron_torch_writer import same
 
 
+@pytest.mark.default(3)
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("model", [EXPERTS, PLAIN, LATENT], ids=["all", "plain", "latent"])
 def test_experts_that_are_written_read_back(model: Any, distributed: bool, tmp_path: Path) -> None:

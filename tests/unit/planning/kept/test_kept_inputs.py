@@ -59,6 +59,7 @@ def formula(**config: Any) -> int:
     return sum(saved_bytes(make(3, **config).config, LENGTH, BATCH, layer_number=2).values())
 
 
+@pytest.mark.default(11)
 @pytest.mark.parametrize(
     "config",
     [

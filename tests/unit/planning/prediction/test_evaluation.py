@@ -86,6 +86,7 @@ def test_each_rank_of_the_345m_runs_peaks_where_it_did(evaluated: dict[str, Eval
     assert compared == 11
 
 
+@pytest.mark.full
 def test_runs_of_a_model_are_predicted_from_those_of_the_others() -> None:
     """The model with the most runs is the hardest to do without."""
     runs = read_runs(RUNS)

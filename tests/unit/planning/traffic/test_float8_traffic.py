@@ -63,12 +63,14 @@ MORE = [
 ]
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("flags", [*ALWAYS, *(pytest.param(flags, marks=pytest.mark.long) for flags in MORE)])
 def test_recorded_bytes_equal_the_closed_form(flags: str) -> None:
     recorded, expected = both(flags)
     assert recorded == expected
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "more",
     [
@@ -102,6 +104,7 @@ def test_gathered_weights_of_experts_are_as_the_closed_form_says(more: str, worl
     assert recorded == expected
 
 
+@pytest.mark.full
 def test_gathers_are_of_half_the_bytes() -> None:
     """All six of a layer and micro-batch are: two forward, two of gradients, and two of inputs once more."""
     one = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 3 --num-layers-at-end-in-bf16 0"

@@ -177,6 +177,7 @@ def test_all_problems_are_reported_together() -> None:
     assert all("\n" not in problem for problem in problems)
 
 
+@pytest.mark.default(75)
 @pytest.mark.parametrize("flag", sorted(NO_EFFECT))
 def test_flags_without_effect_are_accepted_with_one_line(flag: str) -> None:
     note = NO_EFFECT[flag]

@@ -80,6 +80,7 @@ def test_another_trainers_flag_is_refused_by_name_with_what_stands_for_it(row: F
     assert row.becomes or row.change in problem
 
 
+@pytest.mark.full
 def test_each_spelling_of_a_field_is_the_same_flag() -> None:
     for _, spec in command_line_fields():
         value = [] if spec.is_bool else ["7"]

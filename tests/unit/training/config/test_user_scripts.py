@@ -75,6 +75,7 @@ def expand(workplace: Path, script: str, *extra: str, **choices: str) -> tuple[l
     return arguments, world_size
 
 
+@pytest.mark.default(7)
 @pytest.mark.parametrize(("script", "layout"), GPT2_SCRIPTS.items())
 def test_script_is_accepted(
     script: str, layout: tuple[int, int], workplace: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +113,7 @@ def refusals(arguments: list[str], world_size: int) -> tuple[str, ...]:
     return ()
 
 
+@pytest.mark.full
 def test_domains_script_is_accepted(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     names = ("c4_en", "dolma_books", "wikitext_103")
@@ -124,6 +126,7 @@ def test_domains_script_is_accepted(workplace: Path, monkeypatch: pytest.MonkeyP
             assert refusals(*expand(workplace, "llama_7b_domains.sh", **choices, **extra)) == ()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", ["llama3_1.sh", "qwen2_5.sh"])
 def test_scripts_with_choices(script: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)

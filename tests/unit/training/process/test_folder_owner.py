@@ -213,6 +213,7 @@ def race(directory: str, start: float, num_rounds: int) -> list[bool]:
     return owned
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_taken_over", [False, True], ids=["new", "after a dead owner"])
 def test_of_several_that_come_at_the_same_moment_exactly_one_is_the_owner(
     is_taken_over: bool, tmp_path: Path, dead: ProcessIdentity

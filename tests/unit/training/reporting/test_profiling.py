@@ -62,6 +62,7 @@ def names_in(trace: Path) -> list[str]:
     return [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
 
 
+@pytest.mark.full
 def test_a_run_leaves_a_trace_of_the_chosen_ranks_and_iterations(tmp_path: Path) -> None:
     """The second rank of a pipeline alone, and one iteration of four."""
     flags = ("--pipeline-model-parallel-size", "2", "--profile", "--profile-step-start", "2", "--profile-step-end", "3")

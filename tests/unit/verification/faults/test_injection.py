@@ -23,6 +23,7 @@ listener = socket.create_server(("127.0.0.1", 0))
 ours = socket.create_connection(listener.getsockname())
 theirs = listener.accept()[0]
 print("connected", flush=True)
+sys.stdin.readline()
 print(len(ours.recv(10)) + len(theirs.recv(10)), flush=True)
 """
 WRITER = f"""
@@ -49,10 +50,14 @@ time.sleep(60)
 
 def test_connections_of_a_process_end_at_both_ends() -> None:
     command = [sys.executable, "-c", CONNECTED]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "connected\n"
         assert drop_connections(process.pid) == 2
+        # It reads only now: the end of the first connection would let it exit before the second is dropped.
+        process.stdin.write("\n")
+        process.stdin.flush()
         assert process.stdout.readline() == "0\n"
 
 

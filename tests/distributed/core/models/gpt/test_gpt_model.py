@@ -98,6 +98,7 @@ def run_layouts(settings: dict[str, Any], packed: bool) -> dict[tuple[int, bool]
     return results
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("case", "packed"),
     [
@@ -146,6 +147,7 @@ def fresh_models(settings: dict[str, Any]) -> dict[int, tuple[float, list[Fragme
     return {tp_size: fresh_model(settings, tensor_parallel_group(tp_size)) for tp_size in (2, 4)}
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("case", ["gpt2-untied-empty-vocabulary-rank", "llama", "query-key-norm"])
 def test_initial_weights_are_bitwise_equal_at_any_layout(case: str) -> None:
     settings = CASES[case] | {"init_method_std": 0.3}

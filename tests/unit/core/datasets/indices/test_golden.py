@@ -65,6 +65,7 @@ def assert_same_samples(dataset: GPTDataset | BlendedDataset, arrays: Any, key: 
         np.testing.assert_array_equal(packed[None], arrays[f"{key}/attention_mask_packed"][i])
 
 
+@pytest.mark.default(14)
 @pytest.mark.parametrize("builder_name", ["compiled", "NumPy"])
 @pytest.mark.parametrize("case_name", sorted(META))
 def test_indices_and_samples_are_identical(case_name: str, builder_name: str, tmp_path: Path) -> None:

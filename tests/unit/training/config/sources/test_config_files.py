@@ -120,6 +120,7 @@ def test_sequences_are_as_long_as_the_positions_and_micro_batches_hold_one_sampl
     assert (config.data.seq_length, config.training.micro_batch_size) == (1024, 1)
 
 
+@pytest.mark.full
 def test_what_is_printed_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
     read = 0
     for row in FLAG_VALUES.read_text().splitlines()[1::2]:
@@ -136,6 +137,7 @@ def test_what_is_printed_reads_back_as_the_same_configuration(tmp_path: Path) ->
     assert read > 50
 
 
+@pytest.mark.full
 def test_print_config_writes_a_file_with_the_help_of_every_flag(tmp_path: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *MINIMAL, "--print-config"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

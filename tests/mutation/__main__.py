@@ -1,0 +1,239 @@
+"""Measure how many planted faults the tests find.
+
+    python -m tests.mutation record FOLDER            run all tests but the long ones, and record the lines of each
+    python -m tests.mutation run FOLDER --seed N      draw mutants, and run the recorded tests of each one's lines
+    python -m tests.mutation report FOLDER --seed N   print the results
+
+``record`` takes about an hour on two cores, ``run`` about a minute per mutant. It needs the package ``coverage``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue
+
+from tests.mutation.mutants import REPOSITORY, Mutant, draw
+
+LIMIT_S = 600.0
+"""The time that the tests of one mutant may take; a mutant that passes until then is not found."""
+ALL_BUT_LONG = "not long and not gpu"
+
+
+@dataclass
+class Record:
+    """The lines that each test executed, and the seconds that it took.
+
+    ``lines`` maps a file and a line to the tests; ``sizes`` is the number of lines of a test.
+    """
+
+    lines: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    sizes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Record:
+        """Read what the recorders of all processes wrote."""
+        record = cls()
+        for text in (folder / "seconds.jsonl").read_text().splitlines():
+            test, seconds = json.loads(text)
+            record.seconds[test] = seconds
+        for path in folder.glob("*.json"):
+            for test, files in json.loads(path.read_text()).items():
+                for file, lines in files.items() if test in record.seconds else ():
+                    record.sizes[test] += len(lines)
+                    for line in lines:
+                        record.lines[file, line].add(test)
+        return record
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """Return the tests that execute the mutated line, those first that execute few lines in all.
+
+        A line that only runs when a module is imported has no tests of its own; its module's tests stand for it.
+        """
+        tests = self.lines.get((mutant.path, mutant.line), set())
+        if not tests:
+            first, last = mutant.function_lines
+            tests = set().union(*(self.lines.get((mutant.path, line), ()) for line in range(first, last + 1)))
+        return sorted(tests, key=lambda test: (self.sizes[test], test))
+
+
+class Workplace:
+    """A copy of the repository in which one mutant at a time is tested."""
+
+    def __init__(self, folder: Path) -> None:
+        ignored = shutil.ignore_patterns(".venv*", ".git", "__pycache__", "build", ".mypy_cache", ".pytest_cache")
+        shutil.copytree(REPOSITORY, folder, ignore=ignored, symlinks=True)
+        self.folder = folder
+        self._number_of_writes = 0
+
+    def write(self, path: str, text: str) -> None:
+        """Write a source file with a time of change that no compiled file has."""
+        file = self.folder / path
+        file.write_text(text, encoding="utf-8")
+        self._number_of_writes += 1
+        changed_at = 1_000_000_000 + self._number_of_writes
+        os.utime(file, (changed_at, changed_at))
+
+    def failing_test(self, tests: Sequence[str], limit_s: float) -> str | None:
+        """Run tests until the first failure; return its name, and None where all pass or the time ends."""
+        if not tests:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            listed = Path(folder) / "tests.json"
+            listed.write_text(json.dumps(tests))
+            files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "tests.mutation.listed_tests"]
+            command += ["-p", "no:cacheprovider", "-o", f"addopts=--import-mode=importlib --basetemp={folder}/t"]
+            environment = os.environ | {
+                "MUTATION_TESTS": str(listed),
+                "PYTHONPATH": str(self.folder),
+                "OMP_NUM_THREADS": "1",
+                "TMPDIR": folder,
+            }
+            process = subprocess.Popen(
+                [*command, "-m", ALL_BUT_LONG, *files],
+                cwd=self.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            try:
+                output, _ = process.communicate(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                return None
+        if process.returncode == 0:
+            return None
+        failures = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        return failures[0].split(" - ")[0] if failures else f"pytest ended with status {process.returncode}"
+
+
+def record_lines(folder: Path) -> int:
+    """Run all tests but the long ones under the recorders; return pytest's exit status."""
+    folder.mkdir(parents=True)
+    hook = Path(__file__).parent / "hook"
+    environment = os.environ | {
+        "MUTATION_RECORD": str(folder.resolve()),
+        "PYTHONPATH": os.pathsep.join((str(hook), str(REPOSITORY))),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutation.line_record", "-m", ALL_BUT_LONG]
+    command += ["--numprocesses", "3", "--dist", "loadfile"]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, check=False).returncode
+
+
+def default_tests() -> set[str]:
+    """Return the names of the tests that run by default."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    return {line for line in listed.splitlines() if "::" in line}
+
+
+def run_mutants(mutants: Sequence[Mutant], record: Record, default: set[str], results: Path, jobs: int) -> None:
+    """Test each mutant that has no result yet, and append its result."""
+    done = {json.loads(line)["mutant"] for line in results.read_text().splitlines()} if results.exists() else set()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        free: Queue[Workplace] = Queue()
+        for number in range(jobs):
+            free.put(Workplace(Path(folder) / str(number)))
+
+        def examine(mutant: Mutant) -> None:
+            workplace = free.get()
+            try:
+                result = _examine(mutant, record, default, workplace)
+            finally:
+                free.put(workplace)
+            with results.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(f"{result['found_by_default'] or result['found_by_full'] or 'SURVIVES'}  {mutant}", flush=True)
+
+        list(pool.map(examine, [mutant for mutant in mutants if str(mutant) not in done]))
+
+
+def _examine(mutant: Mutant, record: Record, default: set[str], workplace: Workplace) -> dict[str, object]:
+    """Return which test of the default set, and if none which further test, fails with this mutant."""
+    tests = record.tests_of(mutant)
+    source = (REPOSITORY / mutant.path).read_text(encoding="utf-8")
+    start = time.monotonic()
+    workplace.write(mutant.path, mutant.apply(source))
+    try:
+        first = workplace.failing_test([test for test in tests if test in default], LIMIT_S)
+        further = None
+        if first is None:
+            further = workplace.failing_test([test for test in tests if test not in default], LIMIT_S)
+    finally:
+        workplace.write(mutant.path, source)
+    return {
+        "mutant": str(mutant),
+        "tests": len(tests),
+        "default_tests": sum(test in default for test in tests),
+        "found_by_default": first,
+        "found_by_full": first or further,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def interval(successes: int, trials: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a share (E. B. Wilson, JASA 22, 1927)."""
+    if not trials:
+        return 0.0, 1.0
+    z, share = 1.959964, successes / trials
+    middle = share + z * z / (2 * trials)
+    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return (middle - half) / (1 + z * z / trials), (middle + half) / (1 + z * z / trials)
+
+
+def report(results: Path) -> Iterator[str]:
+    """Yield the lines of the report."""
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    full = [row for row in rows if row["found_by_full"]]
+    default = [row for row in rows if row["found_by_default"]]
+    for name, found, trials in (("full of all", full, len(rows)), ("default of full", default, len(full))):
+        low, high = interval(len(found), trials)
+        yield f"{name}: {len(found)} of {trials}, {len(found) / max(trials, 1):.1%} ({low:.1%} to {high:.1%})"
+    for row in rows:
+        if not row["found_by_default"]:
+            fate = f"found by {row['found_by_full']}" if row["found_by_full"] else "survives"
+            yield f"{row['mutant']}: {fate} ({row['tests']} tests execute it)"
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("record", "run", "report"))
+    parser.add_argument("folder", type=Path, help="where the recorded lines and the results are")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=150, help="number of mutants")
+    parser.add_argument("--jobs", type=int, default=2, help="number of mutants that are tested at the same time")
+    given = parser.parse_args()
+    results = given.folder / f"results-{given.seed}.jsonl"
+    if given.action == "record":
+        return record_lines(given.folder)
+    if given.action == "run":
+        mutants = draw(given.seed, given.count)
+        run_mutants(mutants, Record.read(given.folder), default_tests(), results, given.jobs)
+    print("\n".join(report(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
