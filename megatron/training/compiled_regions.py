@@ -40,7 +40,8 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
             norm.compute = compiled_norm
         for mlp in mlps[:1]:
             activation = mlp.activation
-            is_on_triton = (mlp.is_gated or mlp.linear_fc1.bias is not None) and runs_on_triton(mlp.linear_fc1.weight)
+            weight, has_bias = mlp.linear_fc1.weight, mlp.linear_fc1.bias is not None
+            is_on_triton = runs_on_triton(weight) if mlp.is_gated else has_bias and mlp.has_program(weight)
             if not is_on_triton:
                 activation = torch.compile(activation, dynamic=False)
             for other in mlps:

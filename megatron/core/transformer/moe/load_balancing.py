@@ -88,6 +88,7 @@ def _balancing_losses(
         elif kind == "aux_loss":
             mean = _mean_product(sums.sum(dim=0), counts.sum(dim=0), num_tokens, whole, config)
         else:
+            assert kind == "global_aux_loss", kind
             so_far = tally.add_to_global_batch(counts.sum(dim=0), groups.dp)
             mean = _mean_product(sums.sum(dim=0), so_far, num_tokens, whole * groups.dp.size, config)
         yield _loss(LOSS_NAMES[kind], mean * num_tokens, num_tokens, coefficient)
