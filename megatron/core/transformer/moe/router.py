@@ -29,6 +29,8 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Routing:
     """Hold where tokens go and with what weight; a dropped choice is of the expert behind the last, and weighs 0.
 
+    The weights have the dtype of the hidden states, or are as wide as the scores where --moe-router-dtype is given.
+
     Shapes: ``indices, weights: [n, k]``.
     """
 
@@ -109,7 +111,9 @@ class TopKRouter(BiasedRouter):
             losses = router_losses(
                 logits, rows.sequences(x.device), rows.batch_size, rows.num_tokens, self.config, self.groups, self.tally
             )
-        return Routing(indices, weights.to(x.dtype), losses)
+        if self.config.moe_router_dtype is None:
+            weights = weights.to(x.dtype)
+        return Routing(indices, weights, losses)
 
     @torch.no_grad()
     def _kept(self, indices: torch.Tensor, weights: torch.Tensor, rows: TokenRows, capacity: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import accumulate
 from typing import Any
 
@@ -179,3 +180,37 @@ def test_a_routers_bias_begins_as_its_weight_does() -> None:
     assert router.bias is not None
     assert router.bias.std().item() == pytest.approx(0.5, rel=0.15)
     assert router.weight.std().item() == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_weights_keep_the_type_of_the_router_until_outputs_are_summed(dispatcher: str, dtype: str) -> None:
+    """In bfloat16, with experts that give back what they are given: the weighted sum is rounded once."""
+    settings = {"params_dtype": "bfloat16", "bf16": True, "moe_router_topk": 3, "moe_router_pre_softmax": True}
+    _, layer = make_layer(moe_token_dispatcher_type=dispatcher, moe_router_dtype=dtype, **settings)
+    x = torch.randn(50, 28, generator=torch.Generator().manual_seed(5)).bfloat16()
+    routing = layer.router(x, TokenRows(50, 50, 5, 0))
+    logits = F.linear(x.double(), layer.router.weight.double(), layer.router.bias.double())
+    values = logits.softmax(dim=-1).gather(1, routing.indices).detach().requires_grad_()
+    torch.testing.assert_close(routing.weights.double(), values, rtol=1e-6, atol=0)
+    weights = routing.weights.detach().requires_grad_()
+    wanted = torch.randn(50, 28, generator=torch.Generator().manual_seed(6)).bfloat16()
+    rows = x.clone().requires_grad_()
+    chosen = dataclasses.replace(routing, weights=weights)
+    output = layer.dispatch(rows, chosen, lambda given, counts: given * 1.25, lambda: None)
+    exact = x.double().requires_grad_()
+    expected = values.sum(dim=1, keepdim=True) * (exact * 1.25).bfloat16().double()
+    # Rounded once, but for ties that float32 moves.
+    assert (output != expected.bfloat16()).double().mean() < 0.01
+    found_of_weights, found_of_rows = torch.autograd.grad(output, (weights, rows), wanted)
+    of_weights = torch.autograd.grad(expected, values, wanted.double())[0]
+    # Sums of 28 products, of which some cancel.
+    torch.testing.assert_close(found_of_weights.double(), of_weights, rtol=1e-5, atol=1e-5)
+    of_rows = values.sum(dim=1, keepdim=True) * wanted.double() * 1.25
+    torch.testing.assert_close(found_of_rows.double(), of_rows, rtol=2**-6, atol=2**-8)
+
+
+def test_without_a_type_of_its_own_the_router_gives_weights_of_the_type_of_hidden_states() -> None:
+    _, layer = make_layer(params_dtype="bfloat16", bf16=True)
+    routing = layer.router(torch.ones(6, 28, dtype=torch.bfloat16), TokenRows(6, 6, 2, 0))
+    assert routing.weights.dtype == torch.bfloat16
