@@ -113,6 +113,8 @@ class TransformerBlock(nn.Module):
                 )
             x = self.graphs.run(units, x, dropout)
         else:
+            if self.graphs is not None and self.training:
+                self.graphs.warm_up(self.layers.values())
             x, found = self._run(units(), x, angles, dropout)
             losses += found
         return LayerOutput(x if self.final_layernorm is None else self.final_layernorm(x), tuple(losses))
