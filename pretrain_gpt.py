@@ -87,6 +87,7 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
         batch.position_ids,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
+        padding_mask=batch.padding_mask,
         pattern=pattern,
         hidden=hidden,
         losses=losses,

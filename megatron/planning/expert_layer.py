@@ -114,6 +114,11 @@ class ExpertLayer:
         """Return the bytes of an element of the router's product."""
         return max(self.element, _ROUTER_BYTES[self.model.moe_router_dtype])
 
+    @property
+    def weight_element(self) -> int:
+        """Return the bytes of the weight of an expert's output."""
+        return self.element if self.model.moe_router_dtype is None else self.wide
+
     def keeps_input(self, *, shared_keeps: bool = True) -> bool:
         """Return whether the layer's input is kept as it came: by the router, or by the shared expert.
 
@@ -183,7 +188,7 @@ class ExpertLayer:
         else:
             kept += of_scores
             kept += 0 if is_softmax or k == 1 else of_weights + rows * self.wide
-        kept += (rows * k * self.sizes.expert_tp if self._is_sent else self._gathered * k) * self.element
+        kept += (rows * k * self.sizes.expert_tp if self._is_sent else self._gathered * k) * self.weight_element
         if model.moe_aux_losses:
             kept += of_scores + (0 if is_softmax else rows * self.wide)
         if model.moe_z_loss_coeff:
@@ -233,11 +238,13 @@ class ExpertLayer:
             add("all_to_all", self.axes, sent, 2 * (forward + backward))
             return
         gathered, k = hidden * self.num_ranks, model.moe_router_topk
-        weights = self._gathered * k * self.element
+        weights = self._gathered * k * self.weight_element
         add("all_gather", self.axes, gathered, forward + backward)
         add("all_gather", self.axes, weights, forward)
         add("all_gather", self.axes, self._gathered * k * _INDEX, forward)
-        add("reduce_scatter", self.axes, gathered, forward + backward)
+        # What the weights are as wide as is summed as wide.
+        add("reduce_scatter", self.axes, gathered // self.element * self.weight_element, forward)
+        add("reduce_scatter", self.axes, gathered, backward)
         add("reduce_scatter", self.axes, weights, backward)
 
     def add_traffic_of_input(self, add: Add, backward: int) -> None:
@@ -253,7 +260,7 @@ class ExpertLayer:
             return
         gathered = self._gathered
         add("reduce_scatter", self.axes, gathered * model.hidden_size * self.element, backward)
-        add("reduce_scatter", self.axes, gathered * model.moe_router_topk * self.element, backward)
+        add("reduce_scatter", self.axes, gathered * model.moe_router_topk * self.weight_element, backward)
 
     def _add_losses(self, add: Add, forward: int) -> None:
         model = self.model

@@ -40,7 +40,10 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
             norm.compute = compiled_norm
         for mlp in mlps[:1]:
             activation = mlp.activation
-            is_on_triton = (mlp.is_gated or mlp.linear_fc1.bias is not None) and runs_on_triton(mlp.linear_fc1.weight)
+            fc1 = mlp.linear_fc1
+            is_on_triton = (
+                runs_on_triton(fc1.weight) if mlp.is_gated else fc1.bias is not None and mlp.has_program(fc1.weight)
+            )
             if not is_on_triton:
                 activation = torch.compile(activation, dynamic=False)
             for other in mlps:

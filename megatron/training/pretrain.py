@@ -88,7 +88,7 @@ class Application:
     ) -> BatchSource:
         """Return the micro-batches of a data set from a position on, or of ``whole_set`` samples, each once."""
         vocab_size = self.tokenizer.vocab_size
-        return BatchSource(dataset, self.config, self.runtime, vocab_size, consumed_samples, whole_set)
+        return BatchSource(dataset, self.config, self.runtime, vocab_size, consumed_samples, whole_set, evaluates=True)
 
     def training_source(
         self, dataset: SampleDataset | ExternalSamples, consumed_samples: int, shift: int = 0

@@ -94,6 +94,29 @@ losses = [json.loads(line)["lm_loss"] for line in open("metrics.jsonl")]
 assert len(losses) == 10
 assert min(losses[5:]) < losses[0]
 """,
+    "activation": """
+import dataclasses, os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+from megatron.core.kernels import triton_choice
+from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.mlp import MLP
+config = dataclasses.replace(parse_arguments([*flags, "--mish"]).model, num_experts=None)
+assert config.activation == "mish"
+triton_choice._DEVICE = "cpu"
+mlp = MLP(config, single_rank_group(), "cpu")
+for parameter in mlp.parameters():
+    torch.nn.init.normal_(parameter)
+first, second = mlp.linear_fc1, mlp.linear_fc2
+leaves = [p.detach().double().requires_grad_() for p in (first.weight, first.bias, second.weight, second.bias)]
+x = torch.randn(5, 1, config.hidden_size)
+expected = torch.nn.functional.mish(x.double() @ leaves[0].t() + leaves[1]) @ leaves[2].t() + leaves[3]
+actual = mlp(x).hidden
+torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-3)
+grads = torch.autograd.grad(actual.sum(), [first.weight, first.bias, second.weight, second.bias])
+for one, other in zip(grads, torch.autograd.grad(expected.sum(), leaves)):
+    torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-3)
+""",
     "normalization": """
 import torch
 from megatron.core.process_group import single_rank_group

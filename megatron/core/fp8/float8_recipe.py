@@ -29,6 +29,7 @@ _BLOCKS: Mapping[str, Blocks] = {
     "blockwise": SEGMENTS_OF_128,
     "mxfp8": SEGMENTS_OF_32,
 }
+_GRAD_DTYPES = {"e4m3": E4M3, "hybrid": E5M2}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Float8Recipe:
         return cls(
             blocks=blocks,
             weight_blocks=SQUARES_OF_128 if blocks == SEGMENTS_OF_128 else blocks,
-            grad_dtype=E5M2 if config.fp8_format == "hybrid" else E4M3,
+            grad_dtype=_GRAD_DTYPES[config.fp8_format or "e4m3"],
             is_delayed=config.fp8_recipe == "delayed",
             has_weight_gradients=config.fp8_wgrad,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,12 @@ from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
 
 _STEEPNESS = {"swiglu": 1.0, "quick_geglu": 1.702}
+"""The activations of the form ``x * sigmoid(steepness x)``."""
+_GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": partial(F.gelu, approximate="tanh"),
+}
+"""The activations that torch has as one function, by the name of the gated activation."""
 
 
 def gated_activation(x: torch.Tensor, kind: str, offset: float = 0.0, limit: float | None = None) -> torch.Tensor:
@@ -22,15 +30,16 @@ def gated_activation(x: torch.Tensor, kind: str, offset: float = 0.0, limit: flo
 
     Shapes: ``[..., 2f] -> [..., f]``.
     """
-    if kind == "quick_geglu" or offset != 0.0 or limit is not None:
+    if kind not in _GATES or offset != 0.0 or limit is not None:
         result: torch.Tensor = _LimitedGate.apply(x, kind, offset, limit)  # type: ignore[no-untyped-call]
         return result
     if runs_on_triton(x):
         from megatron.core.kernels.triton_programs import gated_activation as programs
 
-        return programs.gated_activation(x, kind)
+        if kind in programs.KINDS:
+            return programs.gated_activation(x, kind)
     gate, up = x.chunk(2, dim=-1)
-    return (F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+    return _GATES[kind](gate) * up
 
 
 class _LimitedGate(torch.autograd.Function):
@@ -65,15 +74,16 @@ def _limited(x: torch.Tensor, limit: float | None) -> tuple[torch.Tensor, torch.
 
 
 def _activated(gate: torch.Tensor, kind: str) -> torch.Tensor:
-    if kind == "geglu":
-        return F.gelu(gate, approximate="tanh")
-    return gate * torch.sigmoid(_STEEPNESS[kind] * gate)
+    if kind in _STEEPNESS:
+        return gate * torch.sigmoid(_STEEPNESS[kind] * gate)
+    return _GATES[kind](gate)
 
 
 def _activated_grad(grad: torch.Tensor, gate: torch.Tensor, kind: str) -> torch.Tensor:
-    if kind == "geglu":
-        result: torch.Tensor = torch.ops.aten.gelu_backward(grad, gate, approximate="tanh")
-        return result
+    if kind not in _STEEPNESS:
+        with torch.enable_grad():
+            leaf = gate.detach().requires_grad_()
+            return torch.autograd.grad(_GATES[kind](leaf), leaf, grad)[0]
     steep = _STEEPNESS[kind] * gate
     share = torch.sigmoid(steep)
     return grad * share * (1.0 + steep * (1.0 - share))

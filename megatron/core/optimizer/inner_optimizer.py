@@ -134,6 +134,7 @@ def _make_torch_optimizer(
         return Lion(param_groups, (config.lion_beta1, config.lion_beta2))
     if config.elementwise == "sgd":
         return torch.optim.SGD(param_groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
+    assert config.elementwise == "adam", config.elementwise
     options: dict[str, Any] = {
         "lr": 0.0,
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -149,6 +150,7 @@ def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
     if config.elementwise == "lion":
         return ("exp_avg",)
+    assert config.elementwise == "sgd", config.elementwise
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 

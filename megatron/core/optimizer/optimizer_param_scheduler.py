@@ -101,6 +101,8 @@ def weight_decay(config: ScheduleConfig, num_samples: int) -> float:
     ratio = num_samples / config.wd_incr_steps
     if config.wd_incr_style == "cosine":
         ratio = 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
+    else:
+        assert config.wd_incr_style == "linear", config.wd_incr_style
     return config.start_wd + ratio * (config.end_wd - config.start_wd)
 
 

@@ -8,7 +8,7 @@ replays: the wait for gathered parameters, and the word to the owner of main gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,17 @@ class GraphedLayers:
     def is_warm(self) -> bool:
         """Tell whether graphs are to be used now."""
         return self._num_steps_to_wait <= 0
+
+    def warm_up(self, modules: Iterable[nn.Module]) -> None:
+        """Prepare the last step without graphs, before a forward pass of ``modules``: its gradients are added to zeros.
+
+        So are those of graphs. Where a step has one micro-batch, all gradients before were written over what was there,
+        by other specializations of the Triton programs. CUDA compiles none while it records.
+        """
+        if self._num_steps_to_wait == 1:
+            for parameter in (parameter for module in modules for parameter in module.parameters()):
+                if (main_grad := main_grad_of(parameter)) is not None:
+                    main_grad.fill_if_empty()
 
     def run(
         self, make_units: Callable[[], Sequence[GraphUnit]], x: torch.Tensor, dropout: DropoutKeys | None

@@ -70,12 +70,22 @@ class MLP(nn.Module):
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.linear_fc1.bias
-        has_program = not self.is_gated and self.activation is ACTIVATIONS[self.kind]
-        if not has_program or bias is None or not bias.requires_grad or not runs_on_triton(x, bias):
+        if bias is None or not bias.requires_grad or not self.has_program(x, bias):
             return self.activation(self.linear_fc1(x))
         from megatron.core.kernels.triton_programs.activation import activate_with_bias
 
         return activate_with_bias(self.linear_fc1(x, gives_bias_gradient=False), bias, self.activation, self.kind)
+
+    def has_program(self, *tensors: torch.Tensor) -> bool:
+        """Return whether a Triton program differentiates the activation, which is not gated, on these tensors' device.
+
+        An activation that the program does not list, or that has been replaced, is differentiated by torch.
+        """
+        if self.is_gated or self.activation is not ACTIVATIONS[self.kind] or not runs_on_triton(*tensors):
+            return False
+        from megatron.core.kernels.triton_programs.activation import KINDS
+
+        return self.kind in KINDS
 
 
 def activation_of(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:

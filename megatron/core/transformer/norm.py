@@ -73,6 +73,7 @@ def normalise(
     if kind == "LayerNorm":
         # torch's kernel accumulates low precisions in float32.
         return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+    assert kind == "RMSNorm", kind
     if x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, epsilon)
     # On the CPU torch's own is made of the same operations; here its accumulation in float32 is explicit.

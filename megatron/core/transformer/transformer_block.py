@@ -70,8 +70,11 @@ class TransformerBlock(nn.Module):
         angles: RotaryAngles | None,
         cache: KeyValueCache | None = None,
         dropout: DropoutKeys | None = None,
+        padding_mask: torch.Tensor | None = None,
     ) -> LayerOutput:
         """Return the hidden states after the last of these layers, and the auxiliary losses of all.
+
+        Experts leave out the positions where ``padding_mask: [b, s]``, of the whole sequences, is True.
 
         Raises:
             ConfigurationError: layers drop something in training, and ``dropout`` is not given.
@@ -84,7 +87,7 @@ class TransformerBlock(nn.Module):
             # A layer's last branch is added in the pass of the next one's first norm.
             for layer, following in zip(group, (*group[1:], None)):
                 ahead.following = None if following is None else following.input_layernorm
-                hidden, found = layer(hidden, pattern, angles, cache, keys, ahead)
+                hidden, found = layer(hidden, pattern, angles, cache, keys, ahead, padding_mask)
                 losses_of_group += found
             return LayerOutput(hidden, tuple(losses_of_group))
 
@@ -110,6 +113,8 @@ class TransformerBlock(nn.Module):
                 )
             x = self.graphs.run(units, x, dropout)
         else:
+            if self.graphs is not None and self.training:
+                self.graphs.warm_up(self.layers.values())
             x, found = self._run(units(), x, angles, dropout)
             losses += found
         return LayerOutput(x if self.final_layernorm is None else self.final_layernorm(x), tuple(losses))

@@ -123,8 +123,11 @@ class TransformerLayer(nn.Module):
         cache: KeyValueCache | None = None,
         dropout: DropoutKeys | None = None,
         ahead: NormAhead | None = None,
+        padding_mask: torch.Tensor | None = None,
     ) -> LayerOutput:
         """Return the layer's output; ``ahead`` may hold its first norm, and is left holding the next layer's.
+
+        Experts leave out the positions where ``padding_mask: [b, s]``, of the whole sequences, is True.
 
         Raises:
             ConfigurationError: the layer drops something in training, and is given no keys.
@@ -150,8 +153,10 @@ class TransformerLayer(nn.Module):
             x, normalised = self.pre_mlp_layernorm(x, branch, attended_keys, probability)
             stream = x
         with self._recomputed(self.pre_mlp_layernorm, stream, normalised):
-            is_dropped = self.recomputes_mlp and self.training
-            fed, more_losses = recompute(self._feed, normalised, dropout) if is_dropped else self.mlp(normalised)
+            if self.recomputes_mlp and self.training:
+                fed, more_losses = recompute(self._feed, normalised, dropout, padding_mask)
+            else:
+                fed, more_losses = self._feed(normalised, dropout, padding_mask)
         branch = self.post_mlp_layernorm(fed)
         if ahead is None or ahead.following is None:
             x = add_branch(x, branch, fed_keys, probability)
@@ -159,10 +164,13 @@ class TransformerLayer(nn.Module):
             x, ahead.normalised = ahead.following(x, branch, fed_keys, probability)
         return LayerOutput(x, losses + more_losses)
 
-    def _feed(self, normalised: torch.Tensor, dropout: DropoutKeys | None) -> LayerOutput:
+    def _feed(
+        self, normalised: torch.Tensor, dropout: DropoutKeys | None, padding_mask: torch.Tensor | None
+    ) -> LayerOutput:
         """Return the feed-forward's output; when it is computed again, by the keys of the first time."""
         self._hand_keys(dropout)
-        output: LayerOutput = self.mlp(normalised)
+        is_told = isinstance(self.mlp, MoELayer) and padding_mask is not None
+        output: LayerOutput = self.mlp(normalised, padding_mask) if is_told else self.mlp(normalised)
         return output
 
     def _hand_keys(self, dropout: DropoutKeys | None) -> None:

@@ -26,4 +26,8 @@ def sample_bytes(config: RunConfig, tokens: int, chunks: Sequence[StageContents]
         num_bytes += tokens * position
     if data.reset_attention_mask and any(chunk.layer_numbers for chunk in chunks):
         num_bytes += tokens * model.context_parallel_size * position  # of the whole sequences
+    if data.has_padding and any(
+        model.has_experts_among(chunk.layer_numbers, is_last=chunk.has_loss) for chunk in chunks
+    ):
+        num_bytes += tokens * model.context_parallel_size  # one byte a position of the whole sequences
     return num_bytes

@@ -121,6 +121,11 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
             object.__setattr__(self, "fim_rate", 0.5)
 
     @property
+    def has_padding(self) -> bool:
+        """Tell whether samples that are trained on may end in padding: conversations do, and the caller's may."""
+        return self.sft or self.dataloader_type == "external"
+
+    @property
     def has_data_per_split(self) -> bool:
         """Tell whether the three sets come from lists of their own."""
         return bool(

@@ -42,7 +42,8 @@ class BatchSource:
     cost grows with the global batch, so that only a rank that reports them asks. With ``whole_set`` the source gives
     that many samples from the first on, each once, and what fills its last micro-batches counts nothing. With
     ``shift`` a rank gets what is meant for the data-parallel rank so many places after it. With ``tells_data_sets`` the
-    micro-batches of a blend say which of its ``data_sets``, by name, each sample is of.
+    micro-batches of a blend say which of its ``data_sets``, by name, each sample is of. A source that
+    ``evaluates`` gives samples that may be padding as a whole.
     """
 
     def __init__(
@@ -55,13 +56,16 @@ class BatchSource:
         whole_set: int | None = None,
         shift: int = 0,
         tells_data_sets: bool = False,
+        evaluates: bool = False,
     ) -> None:
         state, device = runtime.state, runtime.device
         self.dataset = None if isinstance(dataset, ExternalSamples) else dataset
         self._device = device.torch_device
         self._tp = state.tp
         self.data_sets = blend_names(dataset) if tells_data_sets else ()
-        self._layout = batch_layout(config, state.pp.rank, state.cp.rank, vocab_size, bool(self.data_sets))
+        self._layout = batch_layout(
+            config, state.pp.rank, state.cp.rank, vocab_size, bool(self.data_sets), evaluates=evaluates
+        )
         positions = torch.arange(config.data.seq_length, device=self._device)
         self._positions = cut_sequence(positions, state.cp, dim=0).expand(config.training.micro_batch_size, -1)
         place = (config.training.micro_batch_size, (state.dp.rank + shift) % state.dp.size, state.dp.size)
@@ -162,26 +166,34 @@ def _read_external(
 
 
 def batch_layout(
-    config: RunConfig, pp_rank: int, cp_rank: int, vocab_size: int | None, tells_data_sets: bool = False
+    config: RunConfig,
+    pp_rank: int,
+    cp_rank: int,
+    vocab_size: int | None,
+    tells_data_sets: bool = False,
+    *,
+    evaluates: bool = False,
 ) -> BatchLayout:
     """Return what a rank needs of a micro-batch: what its pipeline stage uses, of its part of the sequence.
 
-    With ``tells_data_sets`` the stage that has the loss is told which data set each sample is of.
+    With ``tells_data_sets`` the stage that has the loss is told which data set each sample is of. ``evaluates`` is for
+    micro-batches of an evaluation.
     """
     length, size = config.data.seq_length, config.model.context_parallel_size
     parts = [slice(0, length)]
     if size > 1:
         chunk = chunk_length(length, size)
         parts = [slice(index * chunk, (index + 1) * chunk) for index in chunks_of(cp_rank, size)]
-    contents = batch_contents(config, pp_rank)
+    contents = batch_contents(config, pp_rank, evaluates=evaluates)
     contents = dataclasses.replace(contents, data_sets=tells_data_sets and contents.labels)
     return BatchLayout(contents, config.training.micro_batch_size, length, vocab_size, parts)
 
 
-def batch_contents(config: RunConfig, pp_rank: int) -> BatchContents:
+def batch_contents(config: RunConfig, pp_rank: int, *, evaluates: bool = False) -> BatchContents:
     """Return what a pipeline stage needs: tokens for the embedding, labels for the loss, boundaries where there are.
 
-    Rotary positions are needed wherever there are layers, learned ones by the embedding.
+    Rotary positions are needed wherever there are layers, learned ones by the embedding. Layers of experts are told of
+    padding if the data has some.
     """
     chunks = config.stage_layout.chunks(pp_rank)
     has_embedding = any(chunk.has_embedding for chunk in chunks)
@@ -193,4 +205,13 @@ def batch_contents(config: RunConfig, pp_rank: int) -> BatchContents:
         and (positions == "rope" or (positions == "learned_absolute" and has_embedding)),
         document_ids=config.data.reset_attention_mask
         and any(chunk.layer_numbers or (chunk.has_loss and config.model.num_further_tokens) for chunk in chunks),
+        padding_mask=_may_pad(config, evaluates)
+        and any(config.model.has_experts_among(chunk.layer_numbers, is_last=chunk.has_loss) for chunk in chunks),
     )
+
+
+def _may_pad(config: RunConfig, evaluates: bool) -> bool:
+    """Return whether padding is to be told apart: in an evaluation it matters only where it takes experts' places."""
+    if evaluates:
+        return config.model.moe_expert_capacity_factor is not None
+    return config.data.has_padding

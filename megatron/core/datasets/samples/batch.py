@@ -15,6 +15,7 @@ from megatron.core.errors import DataError
 from megatron.core.kernels.dropout_keys import DropoutSamples
 
 _TORCH_DTYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.uint16): torch.uint16, np.dtype(np.int32): torch.int32}
+_WIDE_DTYPES = {"loss_mask": torch.float32, "padding_mask": torch.bool}
 _NUM_TOKENS_BYTES = 8
 
 
@@ -31,6 +32,8 @@ class Batch:
         position_ids: int64 ``[b, s/cp]``.
         document_ids: int64 ``[b, s]`` of the whole sequences, or None where a sample is attended to as a whole.
             Positions with different ids must not attend to each other.
+        padding_mask: bool ``[b, s]`` of the whole sequences, True where a position is padding, or None where nothing
+            depends on it. A token whose loss does not count is no padding.
         num_tokens: int64 ``[]``, how many positions of the whole micro-batch count, on all context-parallel ranks.
         dropout_samples: what dropout and routing at random know of the samples; None where neither is.
         data_sets: int64 ``[b]``, the place in the blend of each sample's data set; None where it is not asked for.
@@ -41,6 +44,7 @@ class Batch:
     loss_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
+    padding_mask: torch.Tensor | None = None
     num_tokens: torch.Tensor | None = None
     dropout_samples: DropoutSamples | None = None
     data_sets: torch.Tensor | None = None
@@ -58,6 +62,7 @@ class BatchContents:
     labels: bool = True
     position_ids: bool = False
     document_ids: bool = False
+    padding_mask: bool = False
     data_sets: bool = False
 
 
@@ -102,6 +107,7 @@ class BatchLayout:
             ("position_ids", contents.position_ids, place, self.num_positions),
             ("document_ids", contents.document_ids, place, sequence_length),
             ("data_sets", contents.data_sets, np.dtype(np.uint16), 1),
+            ("padding_mask", contents.padding_mask, np.dtype(np.uint8), sequence_length),
             ("loss_mask", contents.labels, np.dtype(np.uint8), self.num_positions),
         )
         fields = []
@@ -127,7 +133,7 @@ class BatchLayout:
         tensors: dict[str, Any] = {}
         for field in self._fields:
             small = memory[field.offset : field.end].view(_TORCH_DTYPES[field.dtype]).view(field.shape)
-            wide = small.to(torch.float32 if field.name == "loss_mask" else torch.int64)
+            wide = small.to(_WIDE_DTYPES.get(field.name, torch.int64))
             tensors[field.name] = wide.squeeze(1) if field.name == "data_sets" else wide
         if self.contents.labels:
             tensors["num_tokens"] = memory[:_NUM_TOKENS_BYTES].view(torch.int64)[0]
@@ -153,15 +159,17 @@ class BatchWriter:
         """Write a sample to a row that was not written before.
 
         Raises:
-            DataError: the loss mask has other values than 0 and 1, or a position or document is out of range.
+            DataError: a mask has other values than 0 and 1, or a position or document is out of range.
         """
         for name, row_of in self._arrays.items():
             if name == "loss_mask":
-                counts = self._mask(sample["loss_mask"])
+                counts = self._mask(sample["loss_mask"], "loss")
                 self._num_tokens[0] += np.count_nonzero(counts)
                 self._cut(counts, row_of[row])
             elif name == "document_ids":
                 row_of[row] = self._in_range(sample["document_ids"], "document")
+            elif name == "padding_mask":
+                row_of[row] = self._mask(sample["padding_mask"], "padding") if "padding_mask" in sample else 0
             elif name == "position_ids":
                 self._cut(self._in_range(sample["position_ids"], "position"), row_of[row])
             else:
@@ -182,11 +190,11 @@ class BatchWriter:
             out[start : start + length] = whole[part]
             start += length
 
-    def _mask(self, mask: NDArray[np.float32]) -> NDArray[np.bool_]:
-        counts: NDArray[np.bool_] = mask != 0
-        if not np.array_equal(mask, counts):
-            raise DataError("the loss mask has other values than 0 and 1")
-        return counts
+    def _mask(self, mask: NDArray[Any], what: str) -> NDArray[np.bool_]:
+        is_set: NDArray[np.bool_] = mask != 0
+        if not np.array_equal(mask, is_set):
+            raise DataError(f"the {what} mask has other values than 0 and 1")
+        return is_set
 
     def _in_range(self, values: NDArray[np.int64], what: str) -> NDArray[np.int64]:
         smallest, largest = int(values.min()), int(values.max())

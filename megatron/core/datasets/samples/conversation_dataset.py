@@ -154,10 +154,11 @@ class ConversationDataset:
             filled = place.stop
         documents[filled:] += 1
         positions[filled:] = np.arange(room - filled)
-        return self._sample(text, counts, documents, positions)
+        return self._sample(filled, text, counts, documents, positions)
 
     def _sample(
         self,
+        num_tokens: int,
         text: NDArray[np.int64],
         counts: NDArray[np.float32],
         documents: NDArray[np.int64],
@@ -171,6 +172,7 @@ class ConversationDataset:
             "labels": text[1:],
             "loss_mask": loss_mask,
             "position_ids": positions[:-1] if config.reset_position_ids else np.arange(len(tokens)),
+            "padding_mask": np.arange(len(tokens)) >= num_tokens,
         }
         if config.reset_attention_mask:
             sample["document_ids"] = documents[:-1]

@@ -74,7 +74,7 @@ class ExternalReader:
         if missing := sorted(needed - sample.keys()):
             raise DataError(f"it has no {', '.join(missing)}")
         shape = (self._layout.sequence_length,)
-        for name in sorted(needed):
+        for name in sorted(needed | (sample.keys() & {"padding_mask"})):
             array = np.asarray(sample[name])  # type: ignore[literal-required]
             if array.shape != shape:
                 raise DataError(f"its {name} have the shape {array.shape}, not {shape}")

@@ -27,6 +27,8 @@ class GPTSample(TypedDict, total=False):
     """One training sample; all arrays have shape ``[sequence_length]``.
 
     ``document_ids`` (0, 1, … from the start of the sample) is there only with ``reset_attention_mask``.
+    ``padding_mask`` is True where a position holds no token of the data, and is there only if a position may. A token
+    that the loss does not count is no padding.
     """
 
     tokens: NDArray[np.int64]
@@ -34,6 +36,7 @@ class GPTSample(TypedDict, total=False):
     loss_mask: NDArray[np.float32]
     position_ids: NDArray[np.int64]
     document_ids: NDArray[np.int64]
+    padding_mask: NDArray[np.bool_]
 
 
 class SampleDataset(Protocol):
@@ -53,8 +56,8 @@ class ExternalSamples(Protocol):
     A run that is to go on as if it had not been stopped, at any layout, needs an order that is a function of
     ``consumed_samples``, of which each data-parallel rank takes its share. The first rank of each tensor-parallel group
     reads, where its pipeline stage needs samples, and asks for a few micro-batches more than the run trains on. Loss
-    masks hold 0 and 1 only. Positions other than 0, 1, … need ``--reset-position-ids``, ``document_ids``
-    ``--reset-attention-mask``.
+    masks hold 0 and 1 only, and so do padding masks, which a sample without padding need not have. Positions other than
+    0, 1, … need ``--reset-position-ids``, ``document_ids`` ``--reset-attention-mask``.
     """
 
     def read_microbatches(
@@ -289,6 +292,8 @@ def make_sample(
         "position_ids": positions,
     }
     by_document = config.eod_mask_loss or config.reset_position_ids or config.reset_attention_mask
+    if num_tokens < len(tokens):
+        sample["padding_mask"] = np.arange(len(tokens)) >= num_tokens
     is_eod = tokens == config.eod_token_id if by_document and config.eod_token_id is not None else None
     if num_tokens < len(text) or (config.eod_mask_loss and is_eod is not None):
         loss_mask = all_ones.copy()

@@ -19,8 +19,9 @@ from megatron.core.errors import DataError, MegatronError
 class MicroBatchReader:
     """Read the samples of a micro-batch into memory, check their token ids, and lay them out as a rank needs them.
 
-    `PADDING_ID` gives a sample whose loss mask is 0. Any number of threads may read at a time where the data set
-    allows it; ours do. ``data_sets_of`` returns the place in a blend of each sample's data set, which is laid out too.
+    `PADDING_ID` gives a sample that is padding, whose loss mask is 0. Any number of threads may read at a time where
+    the data set allows it; ours do. ``data_sets_of`` returns the place in a blend of each sample's data set, which is
+    laid out too.
     """
 
     dataset: SampleDataset
@@ -53,6 +54,7 @@ class MicroBatchReader:
             return self.dataset[sample_id]
         sample = self.dataset[0]
         sample["loss_mask"] = np.zeros_like(sample["loss_mask"])
+        sample["padding_mask"] = np.ones(len(sample["tokens"]), np.bool_)
         return sample
 
     def _source_of(self, sample_id: int) -> str:

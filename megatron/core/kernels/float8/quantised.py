@@ -130,7 +130,7 @@ def quantise_whole(
 def _cast_whole(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, amax: torch.Tensor | None, plain: bool, transpose: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if runs_on_triton(x) and casts_to_float8(x.device.type):
+    if runs_on_triton(x) and casts_to_float8(x.device.type) and dtype in (E4M3, E5M2):
         from megatron.core.kernels.triton_programs.float8_cast import cast_and_transpose
 
         return cast_and_transpose(x, dtype, scale, amax, plain, transpose)

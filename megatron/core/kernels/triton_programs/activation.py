@@ -14,6 +14,8 @@ import triton.language as tl
 
 from megatron.core.main_grad import Receiver, receive_parts
 
+KINDS = ("gelu", "gelu_tanh", "squared_relu")
+"""The activations whose derivative is written here; every other one is torch's to differentiate."""
 _BLOCK = 1024
 _MAX_PARTS = 256
 
@@ -21,6 +23,7 @@ _MAX_PARTS = 256
 @triton.jit
 def slope_of(x, KIND: tl.constexpr):
     """Return the derivative of an activation at ``x``."""
+    tl.static_assert(KIND == "gelu" or KIND == "gelu_tanh" or KIND == "squared_relu", "an activation without a slope")
     if KIND == "gelu":
         # The normal distribution and its density.
         slope = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x)) + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
@@ -94,9 +97,10 @@ def activate_with_bias(
 ) -> torch.Tensor:
     """Return ``activation(x)``, with a gradient for the ``bias`` that is in ``x`` already.
 
-    ``kind`` says what the activation is: gelu, gelu_tanh or squared_relu.
+    ``kind`` names the activation, one of `KINDS`.
 
     Shapes: ``x: [..., f]``, ``bias: [f] -> [..., f]``.
     """
+    assert kind in KINDS, kind
     result: torch.Tensor = _BiasedActivation.apply(x, bias, activation, kind)
     return result

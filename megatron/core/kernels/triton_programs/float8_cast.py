@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""The formats whose bits are written here."""
 _BLOCK = 64
 
 
@@ -64,6 +66,7 @@ def cast_and_transpose(
 
     Shapes: ``x: [n, m]``, ``scale: [1, 1]``, ``amax: [] -> [n, m], [m, n]``.
     """
+    assert dtype in DTYPES, dtype
     x = x.detach().contiguous()
     num_rows, width = x.shape
     data = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device) if plain else None

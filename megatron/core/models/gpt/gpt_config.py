@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, field_specs, flag
 from megatron.core.transformer.latent_attention.latent_config import LatentConfig
@@ -96,6 +96,11 @@ class GPTConfig(TransformerConfig, in_args=True):
             object.__setattr__(self, "position_embedding_type", "rope")
         elif not self.add_position_embedding and self.position_embedding_type == "learned_absolute":
             object.__setattr__(self, "position_embedding_type", "none")
+
+    def has_experts_among(self, layer_numbers: Iterable[int], *, is_last: bool) -> bool:
+        """Return whether a model chunk with these layers has experts; the last one has those of further tokens too."""
+        further = range(self.num_layers, self.num_layers + self.num_further_tokens * is_last)
+        return any(self.moe_layers[self.kind_of(number)] for number in (*layer_numbers, *further))
 
     @property
     def embedding_init_std(self) -> float:

@@ -160,6 +160,7 @@ class GPTModel(Model):
         dropout_samples: DropoutSamples | None = None,
         losses: list[AuxiliaryLoss] | None = None,
         loss_mask: torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the loss of every token, the logits where no labels are given, or a stage's hidden states.
 
@@ -171,10 +172,13 @@ class GPTModel(Model):
         ``dropout_samples`` say which elements are dropped in training. Without them every call draws a number from
         torch's generator of the CPU, and the same elements are dropped at any tensor- and context-parallel layout only.
 
+        Experts leave out the positions where ``padding_mask`` is True, which is of whole sequences under context
+        parallelism too: every stage with experts is given it.
+
         ``tokens`` are for the chunk with the embedding, ``labels`` for the one with the output layer, ``position_ids``
         for the embedding and, where they are rotary, for all.
 
-        Shapes: ``tokens, position_ids, labels, loss_mask: [b, s]``; loss ``-> [b, s]`` float32; logits
+        Shapes: ``tokens, position_ids, labels, loss_mask, padding_mask: [b, s]``; loss ``-> [b, s]`` float32; logits
         ``-> [s, b, v/tp]``; hidden states ``-> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
         """
         if self.pre_process:
@@ -186,7 +190,7 @@ class GPTModel(Model):
             assert hidden is not None, "a later stage is given the previous stage's output"
             dropout = self._dropout(dropout_samples, hidden)
         angles = self._angles(position_ids, hidden.dtype)
-        hidden, found = self.decoder(hidden, pattern, angles, cache, dropout)
+        hidden, found = self.decoder(hidden, pattern, angles, cache, dropout, padding_mask)
         if losses is not None:
             losses += found
         if not self.post_process:
@@ -203,7 +207,7 @@ class GPTModel(Model):
         assert self.embedding is not None, "further tokens are embedded"
         targets = further_targets(labels, loss_mask, pattern.document_ids, self.config.num_further_tokens, self.cp)
         embedded = self.embedding.of_words(targets.tokens.flatten(0, 1))
-        states, found = self.mtp(hidden, embedded, pattern, angles, dropout)
+        states, found = self.mtp(hidden, embedded, pattern, angles, dropout, padding_mask)
         losses += found
         # All logits are one product, and use the output layer's weight once.
         all_labels = torch.cat((labels, *targets.labels))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.core.collectives import all_gather_first_dim, all_to_all_rows
+from megatron.core.collectives import all_gather_first_dim, all_to_all_rows, reduce_scatter_first_dim
 from megatron.core.process_group import Group
 
 
@@ -27,18 +27,29 @@ class _TakeRows(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor, choices: torch.Tensor
+        ctx: Any,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        slots: torch.Tensor,
+        choices: torch.Tensor,
+        group: Group | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, weights, slots, choices)
-        return torch.bmm(weights.unsqueeze(1), _rows_at(rows, slots)).squeeze(1)
+        ctx.group = group
+        total = _weighted_sum(rows, weights, slots)
+        if group is not None:
+            total = reduce_scatter_first_dim(total, group)
+        return total.to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         rows, weights, slots, choices = ctx.saved_tensors
-        weights_grad = torch.bmm(_rows_at(rows, slots), grad.unsqueeze(-1)).squeeze(-1)
+        if ctx.group is not None:
+            grad = all_gather_first_dim(grad.contiguous(), ctx.group)
+        weights_grad = _products_of_rows(rows, grad, slots, weights.dtype)
         of_row = weights.reshape(-1)[choices]
         rows_grad = grad.index_select(0, choices.div(slots.shape[1], rounding_mode="floor")).mul_(of_row.unsqueeze(-1))
-        return rows_grad, weights_grad, None, None
+        return rows_grad, weights_grad, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -81,9 +92,41 @@ def _rows_at(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
     Shapes: ``rows: [m, h]``, ``slots: [n, c] -> [n, c, h]``.
     """
-    if len(rows) < slots.numel():
-        rows = F.pad(rows, (0, 0, 0, 1))
+    rows = _with_row_of_zeros(rows, slots)
     return rows.index_select(0, slots.reshape(-1)).view(*slots.shape, rows.shape[-1])
+
+
+def _with_row_of_zeros(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the rows, with a row of zeros after them if there are slots for it."""
+    return F.pad(rows, (0, 0, 0, 1)) if len(rows) < slots.numel() else rows
+
+
+def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of each token's rows in the dtype of the weights, which may be wider.
+
+    Wider sums take one choice at a time, so that only one row per token is wide.
+
+    Shapes: ``rows: [m, h]``, ``weights, slots: [n, c] -> [n, h]``.
+    """
+    if weights.dtype == rows.dtype:
+        return torch.bmm(weights.unsqueeze(1), _rows_at(rows, slots)).squeeze(1)
+    rows = _with_row_of_zeros(rows, slots)
+    total = weights.new_zeros(len(slots), rows.shape[1])
+    for places, of_choice in zip(slots.unbind(1), weights.unbind(1)):
+        total.addcmul_(rows.index_select(0, places), of_choice.unsqueeze(1))
+    return total
+
+
+def _products_of_rows(rows: torch.Tensor, grad: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the product of each of a token's rows with the token's gradient, in a dtype that may be wider.
+
+    Shapes: ``rows: [m, h]``, ``grad: [n, h]``, ``slots: [n, c] -> [n, c]``.
+    """
+    if dtype == rows.dtype:
+        return torch.bmm(_rows_at(rows, slots), grad.unsqueeze(-1)).squeeze(-1)
+    rows, wide = _with_row_of_zeros(rows, slots), grad.to(dtype)
+    products = [(wide * rows.index_select(0, places)).sum(dim=1) for places in slots.unbind(1)]
+    return torch.stack(products, dim=1)
 
 
 def take_rows(x: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -96,12 +139,23 @@ def take_rows(x: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor) -> to
     return result
 
 
-def combine(rows: torch.Tensor, weights: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each token's rows: `take_rows` undone.
+def combine(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    choices: torch.Tensor,
+    slots: torch.Tensor,
+    group: Group | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum of each token's rows in their dtype: `take_rows` undone.
 
-    Shapes: ``rows: [m, h]``, ``weights, slots: [n, c]``, ``choices: [m] -> [n, h]``.
+    The sum has the dtype of the weights until it is complete. If the ranks of a ``group`` have parts of it, a
+    reduce-scatter adds them, and each rank is given its own tokens. Backward: an all-gather in the rows' dtype.
+
+    Shapes: ``rows: [m, h]``, ``weights, slots: [n, c]``, ``choices: [m] -> [n, h]``, with a group ``[n/size, h]``.
     """
-    result: torch.Tensor = _Combine.apply(rows, weights, slots, choices)  # type: ignore[no-untyped-call]
+    if group is not None and group.size == 1:
+        group = None
+    result: torch.Tensor = _Combine.apply(rows, weights, slots, choices, group)  # type: ignore[no-untyped-call]
     return result
 
 

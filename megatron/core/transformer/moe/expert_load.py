@@ -34,14 +34,18 @@ class ExpertTally:
         self._num_microbatches = 0
 
     @torch.no_grad()
-    def add(self, indices: torch.Tensor, num_experts: int) -> None:
+    def add(self, indices: torch.Tensor, num_experts: int, are_padding: torch.Tensor | None = None) -> None:
         """Count the choices of a micro-batch; a number beyond the last expert is one that was dropped.
 
-        Shapes: ``indices: [n, k]``.
+        Padding has no choices, and none of it counts as dropped.
+
+        Shapes: ``indices: [n, k]``, ``are_padding: [n]``.
         """
         if torch._C._current_graph_task_id() != -1:
             return  # Within a backward pass: this is a pass that was counted before.
-        found = occurrences(indices.reshape(-1), num_experts + 1).double()
+        if are_padding is not None:
+            indices = indices.masked_fill(are_padding.unsqueeze(1), num_experts + 1)
+        found = occurrences(indices.reshape(-1), num_experts + 2)[:-1].double()
         self.counts = found if self.counts is None else self.counts + found
 
     @torch.no_grad()

@@ -43,7 +43,8 @@ class MoEConfig(Config, in_args=False):
     moe_router_topk_scaling_factor: float | None = flag(None, role="meaning", bounds=POSITIVE, needs="num_experts")
     """Multiply the chosen experts' weights by this factor."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), role="meaning", needs="num_experts")
-    """Type in which the router multiplies; by default the model's own. Scores are computed in float32 at least."""
+    """Type in which the router multiplies, and that the weights of the experts' outputs keep until these are summed; by
+    default the model's own. Scores are computed in float32 at least."""
     moe_router_enable_expert_bias: bool = flag(False, role="shape", needs="num_experts")
     """Choose experts by their scores plus a bias, which moves after each step towards an even load."""
     moe_router_bias_update_rate: float = flag(1e-3, role="recipe", bounds=NOT_NEGATIVE, where=_BIASED)

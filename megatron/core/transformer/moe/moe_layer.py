@@ -77,16 +77,22 @@ class MoELayer(nn.Module):
         kind = AllGatherDispatcher if config.moe_token_dispatcher_type == "allgather" else AllToAllDispatcher
         self.dispatch: TokenDispatcher = kind(config.num_experts, groups)
 
-    def forward(self, x: torch.Tensor) -> LayerOutput:
-        """Return the sum of the experts' outputs, and the router's losses."""
+    def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> LayerOutput:
+        """Return the sum of the experts' outputs, and the router's losses.
+
+        Padding, where ``padding_mask`` is True, goes to no expert, takes no place of a capacity, and is in no loss and
+        no count. It still goes through the shared expert.
+
+        Shapes: ``padding_mask: [b, s]`` of the whole sequences.
+        """
         tp, is_cut = self.groups.tp, self.config.sequence_parallel
         flat, batch_size = x.reshape(-1, x.shape[-1]), x.shape[1]
         if is_cut or tp.size == 1:
-            rows = TokenRows(len(flat), len(flat) * tp.size, batch_size, tp.rank * len(flat))
+            rows = TokenRows(len(flat), len(flat) * tp.size, batch_size, tp.rank * len(flat), padding_mask)
             own = flat
         else:
             num_rows = -(-len(flat) // tp.size)
-            rows = TokenRows(num_rows, len(flat), batch_size, tp.rank * num_rows)
+            rows = TokenRows(num_rows, len(flat), batch_size, tp.rank * num_rows, padding_mask)
             num_empty = num_rows * tp.size - len(flat)
             whole = F.pad(flat, (0, 0, 0, num_empty)) if num_empty else flat
             own = scatter_to_sequence_parallel_region(whole, tp)

@@ -29,6 +29,8 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Routing:
     """Hold where tokens go and with what weight; a dropped choice is of the expert behind the last, and weighs 0.
 
+    The weights have the dtype of the hidden states, or are as wide as the scores where --moe-router-dtype is given.
+
     Shapes: ``indices, weights: [n, k]``.
     """
 
@@ -79,7 +81,7 @@ class TopKRouter(BiasedRouter):
             self.expert_bias.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, rows: TokenRows) -> Routing:
-        """Return the choices of this rank's rows; those that are no tokens have none.
+        """Return the choices of this rank's rows; those that are no tokens, or padding, have none.
 
         Shapes: ``x: [n, h]``.
 
@@ -95,6 +97,10 @@ class TopKRouter(BiasedRouter):
             drawn = require_keys(self.keys).of_router(self.layer_number, self.num_experts, tokens)
             logits = drawn + (logits - logits.detach())
         indices, weights = choose_experts(logits, self.config, self.expert_bias)
+        are_padding = rows.are_padding(self.groups.cp, x.device)
+        if are_padding is not None:
+            indices = indices.masked_fill(are_padding.unsqueeze(1), self.num_experts)
+            weights = weights.masked_fill(are_padding.unsqueeze(1), 0.0)
         num_empty = rows.num_rows - rows.num_real
         if num_empty:
             indices = F.pad(indices, (0, 0, 0, num_empty), value=self.num_experts)
@@ -105,11 +111,11 @@ class TopKRouter(BiasedRouter):
             indices, weights = indices.masked_fill(~is_kept, self.num_experts), weights * is_kept
         losses: tuple[AuxiliaryLoss, ...] = ()
         if self.training and torch.is_grad_enabled():
-            self.tally.add(indices[: rows.num_real], self.num_experts)
-            losses = router_losses(
-                logits, rows.sequences(x.device), rows.batch_size, rows.num_tokens, self.config, self.groups, self.tally
-            )
-        return Routing(indices, weights.to(x.dtype), losses)
+            self.tally.add(indices[: rows.num_real], self.num_experts, are_padding)
+            losses = router_losses(logits, rows, are_padding, self.config, self.groups, self.tally)
+        if self.config.moe_router_dtype is None:
+            weights = weights.to(x.dtype)
+        return Routing(indices, weights, losses)
 
     @torch.no_grad()
     def _kept(self, indices: torch.Tensor, weights: torch.Tensor, rows: TokenRows, capacity: int) -> torch.Tensor:

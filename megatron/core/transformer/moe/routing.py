@@ -16,7 +16,10 @@ def expert_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
 
     Shapes: ``[n, experts] -> [n, experts]``.
     """
-    return logits.softmax(dim=-1) if function == "softmax" else logits.sigmoid()
+    if function == "softmax":
+        return logits.softmax(dim=-1)
+    assert function == "sigmoid", function
+    return logits.sigmoid()
 
 
 def choose_experts(
@@ -74,6 +77,8 @@ def kept_choices(
     order = first.argsort()
     if policy == "probs":
         order = order[weights.reshape(-1)[order].argsort(descending=True, stable=True)]
+    else:
+        assert policy == "position", policy
     order = order[experts[order].argsort(stable=True)]
     counts = occurrences(experts, num_experts)
     starts = counts.cumsum(0) - counts

@@ -14,10 +14,7 @@ import torch
 
 from megatron.core.collectives import all_to_all_first_dim
 from megatron.core.kernels.matrix_product import RowCounts
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.exchange import all_to_all, combine, reorder, take_rows
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.router import Routing
@@ -94,7 +91,7 @@ class AllGatherDispatcher(TokenDispatcher):
         group.ensure_not_given_up()
         choices, slots = ordered.kept(sum(counts))
         rows = experts(take_rows(x, choices, slots), counts)
-        return reduce_scatter_to_sequence_parallel_region(combine(rows, weights, choices, slots), group)
+        return combine(rows, weights, choices, slots, group)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,13 +15,17 @@ class TokenRows:
     """Say which tokens this rank's rows are, of a micro-batch whose tensor-parallel ranks have ``num_rows`` each.
 
     Tokens are in the order of ``[s, b]``, sequences side by side. ``num_tokens`` are those of all these ranks, and
-    ``first`` is the number of this rank's first; rows behind the last token are empty.
+    ``first`` is the number of this rank's first; rows behind the last token are empty. ``padding_mask`` is True where
+    a position of the whole sequences is padding, and None where there is none.
+
+    Shapes: ``padding_mask: [b, s]``.
     """
 
     num_rows: int
     num_tokens: int
     batch_size: int
     first: int
+    padding_mask: torch.Tensor | None = None
 
     @property
     def num_real(self) -> int:
@@ -47,3 +51,9 @@ class TokenRows:
         places = numbers.div(self.batch_size, rounding_mode="floor")
         length = self.num_tokens // self.batch_size * cp.size
         return positions_of(cp.rank, cp.size, length, device)[places] * self.batch_size + numbers % self.batch_size
+
+    def are_padding(self, cp: Group, device: torch.device) -> torch.Tensor | None:
+        """Return which of the tokens are padding, None where there is none. Shapes: ``-> [num_real]`` bool."""
+        if self.padding_mask is None:
+            return None
+        return self.padding_mask.t().reshape(-1)[self.positions(cp, device)]

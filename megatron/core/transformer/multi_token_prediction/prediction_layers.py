@@ -79,6 +79,7 @@ class PredictionLayer(nn.Module):
         pattern: AttentionPattern,
         angles: RotaryAngles | None,
         dropout: DropoutKeys | None,
+        padding_mask: torch.Tensor | None = None,
     ) -> LayerOutput:
         """Return the normalised states behind the layer, and its auxiliary losses."""
         if self.embedding_dropout.is_active:
@@ -87,7 +88,7 @@ class PredictionLayer(nn.Module):
         if self.sequence_parallel:
             joined = gather_from_tensor_model_parallel_region(joined, self.tp)
             joined = scatter_to_sequence_parallel_region(joined, self.tp)
-        hidden, losses = self.transformer_layer(joined, pattern, angles, None, dropout)
+        hidden, losses = self.transformer_layer(joined, pattern, angles, None, dropout, None, padding_mask)
         return LayerOutput(self.final_layernorm(hidden), losses)
 
 
@@ -122,6 +123,7 @@ class MultiTokenPrediction(nn.Module):
         pattern: AttentionPattern,
         angles: RotaryAngles | None,
         dropout: DropoutKeys | None,
+        padding_mask: torch.Tensor | None = None,
     ) -> tuple[list[torch.Tensor], tuple[AuxiliaryLoss, ...]]:
         """Return the states of each further prediction, and the layers' auxiliary losses.
 
@@ -133,7 +135,7 @@ class MultiTokenPrediction(nn.Module):
         states: list[torch.Tensor] = []
         losses: tuple[AuxiliaryLoss, ...] = ()
         for layer, tokens in zip(self.layers.values(), embedded.chunk(len(self.layers), dim=1)):
-            arguments = hidden, tokens, pattern, angles, dropout
+            arguments = hidden, tokens, pattern, angles, dropout, padding_mask
             is_again = self.recomputes and self.training
             output = recompute(layer, *arguments) if is_again else layer(*arguments)
             hidden, found = cast("LayerOutput", output)

@@ -20,15 +20,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "relu2": {"squared_relu": True},
 }
 """Their names of the activations of a feed-forward layer that is not gated."""
-WRITTEN_ACTIVATIONS = {
-    "gelu_tanh": "gelu_new",
-    "gelu": "gelu",
-    "squared_relu": "relu2",
-    "swiglu": "gelu_new",
-    "geglu": "gelu_new",
-    "quick_geglu": "gelu_new",
-}
-"""The name that is written for each of ours; a gated one has none, and what is read back is another model."""
+_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "squared_relu": "relu2"}
 
 
 def read_activation(settings: Settings, name: str, default: str) -> dict[str, Any]:
@@ -37,6 +29,11 @@ def read_activation(settings: Settings, name: str, default: str) -> dict[str, An
     if activation not in ACTIVATIONS:
         settings.refuse(f"{name} {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS.get(activation, {})
+
+
+def written_activation(config: GPTConfig) -> str:
+    """Return their name of a model's activation; where they have none, what is read back is another model."""
+    return _WRITTEN_ACTIVATIONS.get(config.activation, "gelu_new")
 
 
 class GPT2Family:
@@ -76,7 +73,7 @@ class GPT2Family:
         return {
             "model_type": self.model_type,
             "architectures": [self.architecture],
-            "activation_function": WRITTEN_ACTIVATIONS[config.activation],
+            "activation_function": written_activation(config),
             "attn_pdrop": config.attention_dropout,
             "embd_pdrop": config.hidden_dropout,
             "initializer_range": config.init_method_std,

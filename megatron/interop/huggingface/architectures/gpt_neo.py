@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.transformer.layer_pattern import format_layer_pattern
-from megatron.interop.huggingface.architectures.gpt2 import WRITTEN_ACTIVATIONS, read_activation
+from megatron.interop.huggingface.architectures.gpt2 import read_activation, written_activation
 from megatron.interop.huggingface.family import dtype_fields
 from megatron.interop.huggingface.settings import Settings
 from megatron.interop.huggingface.tensor_link import TensorLink, query_key_value_rows, rows, whole
@@ -60,7 +60,7 @@ class GPTNeoFamily:
         return {
             "model_type": self.model_type,
             "architectures": [self.architecture],
-            "activation_function": WRITTEN_ACTIVATIONS[config.activation],
+            "activation_function": written_activation(config),
             "attention_dropout": config.attention_dropout,
             "attention_types": [[[_FULL if window is None else _WINDOW], 1] for window in windows],
             "embed_dropout": config.hidden_dropout,

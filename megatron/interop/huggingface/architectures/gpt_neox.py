@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.architectures.gpt2 import WRITTEN_ACTIVATIONS, read_activation
+from megatron.interop.huggingface.architectures.gpt2 import read_activation, written_activation
 from megatron.interop.huggingface.decoder_parts.rope import read_partial_rope, write_rope
 from megatron.interop.huggingface.family import dtype_fields
 from megatron.interop.huggingface.settings import Settings
@@ -60,7 +60,7 @@ class GPTNeoXFamily:
             "architectures": [self.architecture],
             "attention_bias": True,
             "attention_dropout": config.attention_dropout,
-            "hidden_act": WRITTEN_ACTIVATIONS[config.activation],
+            "hidden_act": written_activation(config),
             "hidden_dropout": config.hidden_dropout,
             "hidden_size": config.hidden_size,
             "initializer_range": config.init_method_std,

@@ -18,6 +18,7 @@ from megatron.core.kernels.matrix_product import (
     uses_onednn,
 )
 from megatron.core.main_grad import MainGrad
+from megatron.core.transformer.moe.grouped_linear import grouped_linear
 
 LIBRARIES = [name for name in ("onednn", "mkl", "mixed") if has_library(name, torch.float32)]
 
@@ -169,3 +170,42 @@ def test_groups_are_one_launch_where_torch_has_a_kernel_for_them(
             assert grouped_product(*pairs[0], counts).shape == (sum(counts), 32)
             assert grouped_product(*pairs[1], counts).shape == (sum(counts), width)
             assert grouped_gradient(*pairs[2], counts).shape == (3, 32, width)
+
+
+def blackwell_grouped_mm(left: torch.Tensor, right: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """Stand in for a kernel that writes nothing for groups without rows: there is NaN in the memory of its result."""
+    ends = offs.tolist()
+    groups = list(zip([0, *ends], ends))
+    if left.dim() == right.dim() == 2:
+        result = torch.full((len(ends), left.shape[0], right.shape[1]), torch.nan, dtype=left.dtype)
+        for of_group, (start, end) in zip(result, groups):
+            if end > start:
+                of_group.copy_(left[:, start:end] @ right[start:end])
+        return result
+    result = torch.full((left.shape[0], right.shape[2]), torch.nan, dtype=left.dtype)
+    for of_group, (start, end) in zip(right, groups):
+        if end > start:
+            result[start:end] = left[start:end] @ of_group
+    return result
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 8], [8, 0, 0], [0, 0, 0]])
+def test_a_group_without_rows_has_a_gradient_of_zero_whatever_the_kernel_leaves(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, grad = (torch.randn(sum(counts), width, generator=generator).bfloat16() for width in (16, 24))
+    weight = torch.randn(3, 24, 16, generator=generator).bfloat16().requires_grad_()
+    x.requires_grad_()
+
+    def differentiated() -> list[torch.Tensor]:
+        output = grouped_linear(x, weight, None, counts)
+        return [output, *torch.autograd.grad(output, (x, weight), grad), grouped_gradient(grad, x.detach(), counts)]
+
+    expected = differentiated()
+    monkeypatch.setattr(matrix_product, "_is_one_launch", lambda left, right: True)
+    monkeypatch.setattr(torch, "_grouped_mm", blackwell_grouped_mm)
+    for actual, wanted in zip(differentiated(), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=2**-6, atol=2**-6)
+    gradient = grouped_gradient(grad, x.detach(), counts)
+    assert all(count or not of_group.any() for count, of_group in zip(counts, gradient))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -18,7 +17,7 @@ from megatron.core.main_grad import (
     receive_parts,
 )
 from megatron.core.process_group import single_rank_group
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import ACTIVATIONS, MLP
 from megatron.core.transformer.rotary_pos_embedding import split_projection
 from tests.harness.toy_model import make_model
 from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
@@ -33,8 +32,8 @@ def check_activations(dtype: torch.dtype) -> None:
     torch.manual_seed(11)
     # Parts of 4, 4, 4 and 3 rows; blocks of 32, 32 and 6 columns.
     programs._BLOCK, programs._MAX_PARTS = 32, 4
-    kinds = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "squared_relu": lambda x: F.relu(x) ** 2}
-    for kind, activation in kinds.items():
+    for kind in programs.KINDS:
+        activation = ACTIVATIONS[kind]
         x = (2 * torch.randn(5, 3, 70)).to(dtype).requires_grad_()
         bias = torch.zeros(70, dtype=dtype, requires_grad=True)
         # As it comes from a product: transposed.
@@ -133,17 +132,28 @@ def test_parts_are_summed_only_of_an_unchanged_gradient() -> None:
     interpret(check_parts_left_with_a_gradient)
 
 
-def check_activation_of_another_kind() -> None:
+def check_activation_of_another_kind(is_registered: bool) -> None:
+    """Compare with autograd in float64, which sees the same two matmuls with the function itself between them."""
     model = make_model(single_rank_group(), openai_gelu=True, num_layers=1)
     mlp = next(module for module in model.modules() if isinstance(module, MLP))
-    mlp.activation = torch.sin
+    mlp.activation = F.mish
+    if is_registered:
+        mlp.kind, ACTIVATIONS["mish"] = "mish", F.mish
+    parameters = [*mlp.linear_fc1.parameters(), *mlp.linear_fc2.parameters()]
+    for parameter in parameters:
+        torch.nn.init.normal_(parameter)
     x = torch.randn(3, 2, 28)
-    grads = []
-    for on_triton in (nullcontext(), cpu_runs_on_triton()):
-        with on_triton:
-            grads.append(torch.autograd.grad(mlp(x).hidden.sum(), [mlp.linear_fc1.weight, mlp.linear_fc1.bias]))
-    torch.testing.assert_close(grads[0], grads[1])
+    weight, bias, weight_2, bias_2 = (parameter.detach().double().requires_grad_() for parameter in parameters)
+    expected = F.mish(x.double() @ weight.t() + bias) @ weight_2.t() + bias_2
+    expected_grads = torch.autograd.grad(expected.sum(), [weight, bias, weight_2, bias_2])
+    with cpu_runs_on_triton():
+        actual = mlp(x).hidden
+        grads = torch.autograd.grad(actual.sum(), parameters)
+    close(actual, expected)
+    for one, other in zip(grads, expected_grads, strict=True):
+        close(one, other)
 
 
-def test_an_activation_without_a_program_keeps_its_own_gradient() -> None:
-    interpret(check_activation_of_another_kind)
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_an_activation_without_a_program_keeps_its_own_gradient(is_registered: bool) -> None:
+    interpret(check_activation_of_another_kind, is_registered)

@@ -55,10 +55,10 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
     yield "cross-entropy", cross_entropy.normalizer_program, rows, {"BLOCK": block}, 8
     block = cross_entropy._BACKWARD_BLOCK
     yield "cross-entropy gradient", cross_entropy.gradient_program, rows, {"BLOCK": block}, 4
-    for is_gelu in (False, True):
-        sizes = {"BLOCK": gated_activation._BLOCK, "IS_GELU": is_gelu}
-        yield f"gate {is_gelu}", gated_activation.forward_program, {"width": "i32"}, sizes, 4
-        yield f"gate gradient {is_gelu}", gated_activation.backward_program, {"width": "i32"}, sizes, 4
+    for kind in gated_activation.KINDS:
+        sizes = {"BLOCK": gated_activation._BLOCK, "KIND": kind}
+        yield kind, gated_activation.forward_program, {"width": "i32"}, sizes, 4
+        yield f"{kind} gradient", gated_activation.backward_program, {"width": "i32"}, sizes, 4
     kinds = dict.fromkeys(rotary.rotate_program.arg_names[8:], "i32")
     kinds |= {"cos": "*fp32", "sin": "*fp32", "batch": "odd", "num_groups": "odd", "heads_per_group": "odd"}
     for rotary_dim, head_dim in ((128, 128), (32, 80)):
@@ -74,7 +74,7 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         sizes = {"HEAD_DIM": head_dim, "HEADS": split._TILE // channels, "CHANNELS": channels}
         yield f"joined heads of {head_dim}", split.join_program, kinds, sizes, 4
     kinds = {"bias_parts": "*fp32", "num_rows": "odd", "rows_per_part": "odd", "width": "i32"}
-    for kind in ("gelu", "gelu_tanh", "squared_relu"):
+    for kind in activation.KINDS:
         sizes = {"BLOCK": activation._BLOCK, "KIND": kind}
         yield f"{kind} gradient", activation.backward_program, kinds, sizes, 4
     kinds = dict.fromkeys(("parts", "first", "second", "third"), "*fp32") | {"num_parts": "odd", "width": "i32"}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.kernels import cross_entropy
+from megatron.core.kernels import gated_activation as gates
 from megatron.core.kernels.gated_activation import gated_activation
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.rotary_pos_embedding import (
@@ -89,7 +90,7 @@ def check_gated_activations(dtype: torch.dtype) -> None:
     from megatron.core.kernels.triton_programs import gated_activation as programs
 
     programs._BLOCK = 32
-    for kind in ("swiglu", "geglu"):
+    for kind in programs.KINDS:
         x = (2 * torch.randn(5, 3, 2 * 70)).to(dtype).requires_grad_()
         grad = torch.randn(5, 3, 70).to(dtype)
         expected = gated_activation(x.double(), kind)
@@ -108,6 +109,29 @@ def check_gated_activations(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_activations(dtype: torch.dtype) -> None:
     interpret(check_gated_activations, dtype)
+
+
+def check_new_gates() -> None:
+    """Compare gated activations that are new to the tables with autograd in float64, plain and with limits."""
+    gates._GATES["mish_glu"] = F.mish
+    gates._STEEPNESS["steep_glu"] = 1.7
+    functions = {"mish_glu": F.mish, "steep_glu": lambda x: x * torch.sigmoid(1.7 * x)}
+    x = (2 * torch.randn(5, 3, 2 * 70)).requires_grad_()
+    for kind, function in functions.items():
+        for offset, limit in ((0.0, None), (1.0, 0.75)):
+            gate, up = x.double().chunk(2, dim=-1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            expected = function(gate) * (up + offset)
+            with cpu_runs_on_triton():
+                actual = gated_activation(x, kind, offset, limit)
+                (actual_grad,) = torch.autograd.grad(actual.sum(), x)
+            close(actual, expected)
+            close(actual_grad, torch.autograd.grad(expected.sum(), x)[0])
+
+
+def test_a_gated_activation_without_a_program_is_computed_by_torch() -> None:
+    interpret(check_new_gates)
 
 
 def check_rotation(dtype: torch.dtype, interleaved: bool) -> None:

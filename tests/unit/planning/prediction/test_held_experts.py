@@ -42,6 +42,11 @@ LAYOUTS = (
         ),
     ),
     ("qwen3-moe", ExpertLayout(pp=2, dp=2, ep=2, expert_flags=ADAPTERS)),
+    (
+        "mixtral",
+        ExpertLayout(tp=2, sequence_parallel=True, dispatcher="allgather", expert_flags=("--moe-router-dtype", "fp32")),
+    ),
+    ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, expert_flags=("--moe-router-dtype", "fp32"))),
 )
 FEW = (1, 7, 13)
 """Layouts of every kind, which the default tests take."""

@@ -42,6 +42,9 @@ CELLS = (
     *(("deepseek-experts", ExpertLayout(tp=2, sequence_parallel=True), in_float8(recipe)) for recipe in RECIPES),
     ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=PARTS), FLOAT8),
     ("deepseek-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True, recompute=MOE), FLOAT8),
+    ("mixtral", ExpertLayout(tp=2, dp=2, ep=2, dispatcher="allgather", recompute=MOE), ("--moe-router-dtype", "fp32")),
+    ("gpt2-experts", ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True), ("--moe-router-dtype", "fp64")),
+    ("mixtral", ExpertLayout(tp=2, pp=2, ep=2, etp=1), ("--dataloader-type", "external")),
 )
 ADAPTERS = ("--lora-rank", "3")
 OF_EXPERTS = (*ADAPTERS, "--lora-target-modules", "linear_fc1", "linear_fc2")

@@ -59,6 +59,21 @@ def test_what_was_packed_comes_out(vocab_size: int | None, parts: tuple[slice, .
     assert layout.num_bytes == 8 + positions * (2 * token + 2 + 1) + ROWS * LENGTH * 2
 
 
+def test_padding_is_that_of_whole_sequences_and_a_sample_need_not_have_any() -> None:
+    samples = make_samples()
+    samples[1]["padding_mask"] = np.arange(LENGTH) >= 5
+    layout = BatchLayout(BatchContents(padding_mask=True), ROWS, LENGTH, 61, (slice(0, 6), slice(18, 24)))
+    batch = layout.unpack(pack(layout, samples))
+    assert batch.padding_mask is not None
+    assert batch.padding_mask.dtype == torch.bool
+    assert batch.padding_mask.shape == (ROWS, LENGTH)
+    assert batch.padding_mask.sum(dim=1).tolist() == [0, LENGTH - 5, 0]
+    assert not batch.padding_mask[1, :5].any()
+    samples[2]["padding_mask"] = np.full(LENGTH, 2)
+    with pytest.raises(DataError, match="the padding mask has other values than 0 and 1"):
+        pack(layout, samples)
+
+
 def test_the_largest_tokens_are_not_changed() -> None:
     for vocab_size in (1 << 16, 1 << 31):
         (sample, *_) = make_samples()
@@ -75,6 +90,7 @@ def test_the_largest_tokens_are_not_changed() -> None:
         (BatchContents(labels=False), {"tokens"}, 2 * 72),
         (BatchContents(tokens=False), {"labels", "loss_mask", "num_tokens"}, 8 + 3 * 72),
         (BatchContents(tokens=False, labels=False, document_ids=True), {"document_ids"}, 2 * 72),
+        (BatchContents(tokens=False, labels=False, padding_mask=True), {"padding_mask"}, 72),
         (BatchContents(tokens=False, labels=False), set(), 0),
     ],
 )

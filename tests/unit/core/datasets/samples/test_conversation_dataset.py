@@ -89,6 +89,8 @@ def test_each_conversation_is_a_sample_without_packing(tmp_path: Path) -> None:
         assert np.flatnonzero(sample["loss_mask"]).tolist() == [length - 3, length - 2]
         assert sample["position_ids"].tolist() == list(range(LENGTH))
         assert "document_ids" not in sample
+        # What a user said has no loss, and is no padding.
+        assert np.flatnonzero(~sample["padding_mask"]).tolist() == list(range(length))
 
 
 @pytest.mark.parametrize(("longest", "kept"), [(None, LENGTH + 1), (7, 8)])

@@ -91,12 +91,14 @@ def test_token_ids_beyond_the_vocabulary_name_the_sample_and_the_file(tmp_path: 
 
 def test_what_fills_a_micro_batch_counts_nothing(tmp_path: Path) -> None:
     dataset = text_dataset(tmp_path)
-    layout = BatchLayout(BatchContents(), 3, LENGTH, 700)
+    layout = BatchLayout(BatchContents(padding_mask=True), 3, LENGTH, 700)
     memory = np.empty(layout.num_bytes, np.uint8)
     MicroBatchReader(dataset, layout, 700).read([4, PADDING_ID, PADDING_ID], memory)
     batch = layout.unpack(torch.from_numpy(memory))
     assert batch.loss_mask is not None
     assert batch.loss_mask.sum(dim=1).tolist() == [LENGTH, 0, 0]
+    assert batch.padding_mask is not None
+    assert batch.padding_mask.sum(dim=1).tolist() == [0, LENGTH, LENGTH]
     assert batch.num_tokens is not None
     assert batch.num_tokens.item() == LENGTH
     assert dataset[0]["loss_mask"].all()

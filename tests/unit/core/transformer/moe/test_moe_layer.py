@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import accumulate
 from typing import Any
 
@@ -179,3 +180,99 @@ def test_a_routers_bias_begins_as_its_weight_does() -> None:
     assert router.bias is not None
     assert router.bias.std().item() == pytest.approx(0.5, rel=0.15)
     assert router.weight.std().item() == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_weights_keep_the_type_of_the_router_until_outputs_are_summed(dispatcher: str, dtype: str) -> None:
+    """In bfloat16, with experts that give back what they are given: the weighted sum is rounded once."""
+    settings = {"params_dtype": "bfloat16", "bf16": True, "moe_router_topk": 3, "moe_router_pre_softmax": True}
+    _, layer = make_layer(moe_token_dispatcher_type=dispatcher, moe_router_dtype=dtype, **settings)
+    x = torch.randn(50, 28, generator=torch.Generator().manual_seed(5)).bfloat16()
+    routing = layer.router(x, TokenRows(50, 50, 5, 0))
+    logits = F.linear(x.double(), layer.router.weight.double(), layer.router.bias.double())
+    values = logits.softmax(dim=-1).gather(1, routing.indices).detach().requires_grad_()
+    torch.testing.assert_close(routing.weights.double(), values, rtol=1e-6, atol=0)
+    weights = routing.weights.detach().requires_grad_()
+    wanted = torch.randn(50, 28, generator=torch.Generator().manual_seed(6)).bfloat16()
+    rows = x.clone().requires_grad_()
+    chosen = dataclasses.replace(routing, weights=weights)
+    output = layer.dispatch(rows, chosen, lambda given, counts: given * 1.25, lambda: None)
+    exact = x.double().requires_grad_()
+    expected = values.sum(dim=1, keepdim=True) * (exact * 1.25).bfloat16().double()
+    # Rounded once, but for ties that float32 moves.
+    assert (output != expected.bfloat16()).double().mean() < 0.01
+    found_of_weights, found_of_rows = torch.autograd.grad(output, (weights, rows), wanted)
+    of_weights = torch.autograd.grad(expected, values, wanted.double())[0]
+    # Sums of 28 products, of which some cancel.
+    torch.testing.assert_close(found_of_weights.double(), of_weights, rtol=1e-5, atol=1e-5)
+    of_rows = values.sum(dim=1, keepdim=True) * wanted.double() * 1.25
+    torch.testing.assert_close(found_of_rows.double(), of_rows, rtol=2**-6, atol=2**-8)
+
+
+def test_without_a_type_of_its_own_the_router_gives_weights_of_the_type_of_hidden_states() -> None:
+    _, layer = make_layer(params_dtype="bfloat16", bf16=True)
+    routing = layer.router(torch.ones(6, 28, dtype=torch.bfloat16), TokenRows(6, 6, 2, 0))
+    assert routing.weights.dtype == torch.bfloat16
+
+
+ALL_LOSSES: dict[str, Any] = {
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
+    "moe_aux_loss_coeff": (0.1,),
+    "moe_z_loss_coeff": 0.01,
+}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_rows_with_padding_are_routed_and_counted_as_each_row_alone(dispatcher: str) -> None:
+    """Rows of 7, 4 and no tokens: outputs, losses, the router's gradient and the tally are the rows' own."""
+    _, layer = make_layer(moe_token_dispatcher_type=dispatcher, **ALL_LOSSES)
+    lengths = (7, 4, 0)
+    x = torch.randn(7, 3, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    padding_mask = torch.arange(7) >= torch.tensor(lengths).unsqueeze(1)
+    layer.router.tally.begin_step()
+    output, losses = layer(x, padding_mask)
+    found = {loss.name: loss for loss in losses}
+    counts = layer.router.tally.counts
+    layer.router.tally.begin_step()
+    expected = {name: torch.zeros((), dtype=torch.float64) for name in found}
+    for row, length in enumerate(lengths[:2]):
+        alone = layer(x[:length, row : row + 1])
+        torch.testing.assert_close(output[:length, row : row + 1], alone.hidden, rtol=1e-12, atol=1e-12)
+        for loss in alone.losses:
+            expected[loss.name] = expected[loss.name] + loss.loss_sum
+    assert sorted(found) == ["seq_load_balancing_loss", "z_loss"]
+    for name, loss in found.items():
+        assert loss.num_tokens == 11
+        torch.testing.assert_close(loss.loss_sum, expected[name], rtol=1e-12, atol=0)
+        both = (loss.loss_sum, expected[name])
+        gradients = (torch.autograd.grad(each, layer.router.weight, retain_graph=True)[0] for each in both)
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+    assert counts is not None
+    assert torch.equal(counts, layer.router.tally.counts)
+    assert (counts.sum(), counts[-1]) == (22, 0)
+
+
+def test_a_micro_batch_of_padding_alone_has_losses_of_zero() -> None:
+    kinds = {"moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss")}
+    _, layer = make_layer(**(ALL_LOSSES | kinds))
+    output, losses = layer(torch.randn(5, 2, 28, dtype=torch.float64), torch.ones(2, 5, dtype=torch.bool))
+    assert [float(loss.loss_sum.detach()) for loss in losses] == [0.0] * 4
+    assert output.isfinite().all()
+    total = output.sum() + torch.stack([loss.loss_sum for loss in losses]).sum()
+    assert torch.autograd.grad(total, layer.router.weight)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_padding_takes_no_place_of_a_capacity(policy: str) -> None:
+    """Whatever stands where rows are padded, the tokens keep their experts."""
+    _, layer = make_layer(moe_expert_capacity_factor=0.6, moe_token_drop_policy=policy)
+    x = torch.randn(7, 3, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    padding_mask = torch.arange(7) < torch.tensor((0, 3, 4)).unsqueeze(1)
+    results = []
+    for filling in (0.0, 30.0):
+        layer.router.tally.begin_step()
+        filled = x.masked_fill(padding_mask.t().unsqueeze(-1), filling)
+        results.append((layer(filled, padding_mask).hidden[~padding_mask.t()], layer.router.tally.counts))
+    assert torch.equal(*(output for output, _ in results))
+    assert torch.equal(*(counts for _, counts in results))

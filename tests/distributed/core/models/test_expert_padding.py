@@ -1,0 +1,94 @@
+"""Padding changes nothing of what experts learn: a step over padded rows is the step over the rows without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pretrain_gpt
+from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.device import Device
+from megatron.core.timers import Timers
+from megatron.training.data.batch_source import BatchSource
+from megatron.training.model_setup import build_training_parts
+from megatron.training.process.initialize import make_runtime
+from megatron.training.train_state import TrainState
+from megatron.training.training_step import TrainingStep
+from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
+from megatron.verification.run_cell import resolve_cell
+from tests.harness.distributed import run_distributed
+
+ROW, PADDED, STEPS = 10, 16, 3
+ALL_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+LAYOUTS = (
+    ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True),
+    ExpertLayout(cp=2, ep=2),
+    ExpertLayout(pp=2, dp=2, ep=2),
+    ExpertLayout(tp=2, cp=2, ep=2, dispatcher="allgather"),
+    ExpertLayout(tp=2, recompute=("full", "uniform", "1")),
+)
+
+
+class Rows:
+    """Give rows of random tokens, of which the last but one is as if a user had said the first half: no answer."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def read_microbatches(
+        self, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+    ) -> Iterator[Sequence[GPTSample]]:
+        first = consumed_samples + data_parallel_rank * micro_batch_size
+        while True:
+            yield [self.sample(number) for number in range(first, first + micro_batch_size)]
+            first += micro_batch_size * data_parallel_size
+
+    def sample(self, number: int) -> GPTSample:
+        text = np.random.default_rng(number).integers(1, 50, ROW + 1)
+        missing = self.length - ROW
+        loss_mask = np.arange(ROW) >= number % 4
+        sample: GPTSample = {
+            # Padding is one token over and over, which goes to few experts.
+            "tokens": np.pad(text[:-1], (0, missing), constant_values=7),
+            "labels": np.pad(text[1:], (0, missing), constant_values=7),
+            "loss_mask": np.pad(loss_mask, (0, missing)).astype(np.float32),
+        }
+        if missing:
+            sample["padding_mask"] = np.arange(self.length) >= ROW
+        return sample
+
+
+def train(flags: Sequence[str], world_size: int, length: int) -> list[tuple[Any, ...]]:
+    config = resolve_cell((*flags, "--seq-length", str(length), "--dataloader-type", "external"), world_size, "float64")
+    runtime = make_runtime(config, Device("cpu"))
+    parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
+    step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
+    found, state = [], TrainState()
+    with closing(BatchSource(Rows(length), config, runtime, config.model.vocab_size, 0)) as source:
+        for _ in range(STEPS):
+            report, _ = step.run(state, source, config.training.global_batch_size, None)
+            found.append((report.lm_loss, report.grad_norm, dict(report.auxiliary)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=pytest.mark.long if number > 1 else ()) for number, layout in enumerate(LAYOUTS)],
+    ids=lambda layout: layout.name,
+)
+def test_padded_rows_train_as_rows_without_padding(layout: ExpertLayout) -> None:
+    # Recompute of layers would count the global batch so far again.
+    losses = ALL_LOSSES[: -1 if layout.recompute else None]
+    extra = ("--moe-router-load-balancing-type", *losses, "--moe-aux-loss-coeff", *("0.1", "0.2", "0.3")[: len(losses)])
+    extra += ("--micro-batch-size", "2")
+    cell = make_expert_cell("deepseek-experts", layout, extra=extra)
+    alone = make_expert_cell("deepseek-experts", ExpertLayout(dp=layout.dp), extra=extra)
+    expected = run_distributed(layout.dp, train, alone.flags, layout.dp, ROW, timeout_s=60.0)[0]
+    for of_rank in run_distributed(cell.world_size, train, cell.flags, cell.world_size, PADDED, timeout_s=60.0):
+        for step, other in zip(of_rank, expected, strict=True):
+            for mine, theirs in zip(step, other, strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
