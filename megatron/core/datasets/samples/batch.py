@@ -32,11 +32,11 @@ class Batch:
         position_ids: int64 ``[b, s/cp]``.
         document_ids: int64 ``[b, s]`` of the whole sequences, or None where a sample is attended to as a whole.
             Positions with different ids must not attend to each other.
-        padding_mask: bool ``[b, s]`` of the whole sequences, True where a position is padding, or None where nothing
-            depends on it. A token whose loss does not count is no padding.
         num_tokens: int64 ``[]``, how many positions of the whole micro-batch count, on all context-parallel ranks.
         dropout_samples: what dropout and routing at random know of the samples; None where neither is.
         data_sets: int64 ``[b]``, the place in the blend of each sample's data set; None where it is not asked for.
+        padding_mask: bool ``[b, s]`` of the whole sequences, True where a position is padding, or None where nothing
+            depends on it. A token whose loss does not count is no padding.
     """
 
     tokens: torch.Tensor | None = None
@@ -44,10 +44,10 @@ class Batch:
     loss_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
-    padding_mask: torch.Tensor | None = None
     num_tokens: torch.Tensor | None = None
     dropout_samples: DropoutSamples | None = None
     data_sets: torch.Tensor | None = None
+    padding_mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
