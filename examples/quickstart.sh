@@ -38,7 +38,7 @@ step() {
     beating=$!
 }
 
-step "1/6 environment: $venv (about 1 GB, or nothing to do where it is there)" "$venv"
+step "1/6 environment: $venv (about 1 GB with a CPU build of torch, several GB with CUDA)" "$venv"
 bash requirements/install.sh "$venv" runtime
 python="$venv/bin/python"
 # One thread a process: two processes on two cores are faster than four threads on two cores.

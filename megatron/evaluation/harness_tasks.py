@@ -41,8 +41,8 @@ def check_package(flag: str) -> None:
     """
     if importlib.util.find_spec(PACKAGE) is None:
         raise InputError(
-            f"{flag} needs the package lm-eval, which is not installed; install it with: pip install lm-eval (or this "
-            "project with its extra: eval)"
+            f"{flag} needs the package lm-eval, which is not installed; install it with: pip install lm-eval "
+            "(or, in the checkout: pip install -e '.[eval]')"
         )
 
 

@@ -103,7 +103,7 @@ def open_port(arguments: argparse.Namespace) -> HttpServer:
             raise
         raise InputError(
             f"serve needs the packages fastapi and uvicorn, and {error.name} cannot be imported; install them with: "
-            "pip install fastapi uvicorn (or this project with its extra: serve)"
+            "pip install fastapi uvicorn (or, in the checkout: pip install -e '.[serve]')"
         ) from error
     assert application is not None
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from tests.unit.repository.source_tree import REPOSITORY, package_files, relative, used_names
+from tests.unit.repository.source_tree import REPOSITORY, package_files, relative, tracked_files, used_names
+
+BINARY_SUFFIXES = {".png", ".gz", ".zip", ".pt", ".bin", ".idx", ".npz", ".safetensors"}
 
 
 def project_metadata() -> dict:
@@ -86,6 +90,41 @@ def test_nothing_imported_at_run_time_is_undeclared() -> None:
         for name in {name.partition(".")[0] for name in used_names(path)} - sys.stdlib_module_names:
             owners = {owner.replace("-", "_").lower() for owner in distributions.get(name, [name])}
             assert owners & known or name in known, f"{relative(path)} imports the undeclared {name}"
+
+
+def pip_commands() -> Iterator[tuple[Path, list[str]]]:
+    """Yield each ``pip install`` in a tracked text file, as the file and the words after it."""
+    for path in tracked_files():
+        if path.is_file() and path.suffix not in BINARY_SUFFIXES:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            for command in re.findall(r"\bpip3?[\"',]* +[\"']?install\b[\"',]*([^\n`|#;&]*)", text):
+                yield path, [word.strip("\"'()").rstrip(",.:") for word in command.split()]
+
+
+def test_no_document_installs_the_project_from_the_package_index() -> None:
+    """The project is not published: its name on the index is free for a stranger's package."""
+    unpublished = {project_metadata()["name"], "megatron"}
+    commands = list(pip_commands())
+    assert commands
+    found = [
+        f"{relative(path)}: pip install {' '.join(words)}"
+        for path, words in commands
+        if any(re.split(r"[\[=<>~!]", word.lower().replace("_", "-"))[0] in unpublished for word in words)
+    ]
+    assert found == []
+
+
+def test_every_extra_that_a_document_installs_is_declared() -> None:
+    declared = set(project_metadata()["optional-dependencies"])
+    named = {
+        (relative(path), extra)
+        for path, words in pip_commands()
+        for word in words
+        if word.startswith(".[")
+        for extra in word.removeprefix(".[").rstrip("]").split(",")
+    }
+    assert named
+    assert sorted((path, extra) for path, extra in named if extra not in declared) == []
 
 
 # Makes environments without venv and pip; everything else is done by the interpreter of the tests.

@@ -11,7 +11,6 @@ from megatron.core.files.object_path import as_path
 from megatron.core.files.plain_file import read_plain_text
 
 _TOML, _YAML = (".toml",), (".yaml", ".yml")
-_EXTRA = "install the extra config: pip install 'megatron-gpt[config]'"
 
 
 def read_config_file(path: str) -> Mapping[str, Any]:
@@ -63,7 +62,9 @@ def _from_toml(path: str, text: str) -> Any:
         try:
             import tomli as tomllib
         except ImportError as error:
-            raise ConfigurationError(f"--config {path}: TOML with Python 3.10 needs tomli; {_EXTRA}") from error
+            raise ConfigurationError(
+                f"--config {path}: TOML with Python 3.10 needs tomli; install it with: pip install tomli"
+            ) from error
     return tomllib.loads(text)
 
 
@@ -71,7 +72,9 @@ def _from_yaml(path: str, text: str) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigurationError(f"--config {path}: YAML needs PyYAML; {_EXTRA}, or write TOML") from error
+        raise ConfigurationError(
+            f"--config {path}: YAML needs PyYAML; install it with: pip install pyyaml, or write TOML"
+        ) from error
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

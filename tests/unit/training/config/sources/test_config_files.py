@@ -12,6 +12,7 @@ import pytest
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import ParsedArguments, resolve_arguments
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.sources.config_file import read_config_file
 from megatron.training.config.sources.preset import preset_names
 from megatron.training.config.sources.printed_config import format_config
 from tests.harness.training_run import REPOSITORY
@@ -196,3 +197,12 @@ def test_an_unknown_preset_is_refused_with_those_that_there_are() -> None:
         match=r"--model-preset gpt9 is not known; possible: deepseek-v3, gpt-oss-120b, gpt-oss-20b, gpt2-1\.5b",
     ):
         resolve("--model-preset gpt9")
+
+
+def test_a_missing_package_is_named_as_the_index_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hint names PyYAML's own package: this project is not on the package index."""
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: 1\n")
+    with pytest.raises(ConfigurationError, match=r"YAML needs PyYAML; install it with: pip install pyyaml"):
+        read_config_file(str(path))
