@@ -96,7 +96,7 @@ def assert_like_a_quiet_run(folder: Path, nproc: int, flags: str, attacked: Run)
     assert_same_checkpoints(newest(attacked.checkpoints), newest(folder / "checkpoints"))
 
 
-@pytest.mark.default
+@pytest.mark.full
 def test_a_killed_rank_is_replaced_and_the_figures_stay(tmp_path: Path, runs: list[Run]) -> None:
     flags = "--train-iters 60 --lr-decay-iters 60 --save-interval 10 --use-distributed-optimizer"
     attacked = start(runs, tmp_path / "attacked", 2, flags, COPIES)

@@ -74,6 +74,7 @@ def test_kernels_are_held_against_their_twins(dtype: torch.dtype, report: Report
     assert markdown(report).count("\n| fused attention, ") == 2
 
 
+@pytest.mark.full
 @needs_compiler
 def test_kernels_are_called_on_cuda_tensors_without_values() -> None:
     """Each kernel of each pair takes CUDA tensors and makes what its twin makes, on the device and in the format."""
@@ -155,6 +156,7 @@ def test_fewer_layers_are_taken_where_memory_asks_and_that_is_said(tmp_path: Pat
     assert note == "19 of 32 layers: more do not fit into 80.0 GiB by the dry run."
 
 
+@pytest.mark.full
 @needs_compiler
 def test_measured_lines_have_the_names_of_predicted_ones(report: Report) -> None:
     report.write()

@@ -28,6 +28,7 @@ def train(flags: str, world_size: int) -> CellResult:
     return run_cell(words, world_size, "plain", "float64", provide_penalized_gpt, pretrain_gpt.forward_step)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.long), "--calculate-per-token-loss"])
 def test_gradients_are_those_of_one_process(more: str) -> None:
     expected = train(more, 1)

@@ -161,7 +161,7 @@ def test_every_linear_map_of_a_model_takes_the_library(untie: bool, monkeypatch:
     assert seen == ["mkl"] * 27
 
 
-@pytest.mark.default(1)
+@pytest.mark.full
 @needs_both
 @pytest.mark.parametrize(
     "checkpoint_format",

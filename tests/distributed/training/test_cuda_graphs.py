@@ -101,6 +101,7 @@ def compare(world_size: int, flags: str) -> list[Trained]:
     return graphed
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("world_size", "flags", "expected"),
     [
@@ -161,6 +162,7 @@ def train_with_short_slots(flags: str) -> float:
     return norms[-1]
 
 
+@pytest.mark.full
 def test_a_slot_that_is_freed_too_early_is_found() -> None:
     expected = run_distributed(2, train, PP2, 2, False)[0].result.grad_norms[-1]
     found = run_distributed(2, train_with_short_slots, PP2)

@@ -66,6 +66,7 @@ def test_layouts_that_cut_products_agree_within_roundings(train, recipe: str, la
     assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "layout", [*SAME, "tp2-sp", *(pytest.param(layout, marks=pytest.mark.long) for layout in ("tp2", "cp2"))]
 )

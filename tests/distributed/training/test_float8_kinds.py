@@ -93,6 +93,7 @@ def first_amaxes(train: Float8Runs, kind: str, layout: str) -> tuple[torch.Tenso
     return ranks["amax_history"][..., 0], one["amax_history"][..., 0]
 
 
+@pytest.mark.full
 def test_experts_on_two_ranks_have_the_amaxes_of_one_process(train: Float8Runs) -> None:
     """They are equal as long as the weights are: which rank multiplies a row does not change it."""
     found, expected = first_amaxes(train, "both", "ep2")
@@ -211,6 +212,7 @@ GATHERED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [layout if layout == "dp2" else pytest.param(layout, marks=pytest.mark.long) for layout in GATHERED]
 )

@@ -149,7 +149,7 @@ def first_amaxes(
     return found / unit, expected / unit
 
 
-@pytest.mark.default(1)
+@pytest.mark.full
 @CUT
 def test_amaxes_of_equal_numbers_are_equal(train: Float8Runs, layout: str) -> None:
     """Weights, and what goes into the first layer, are the same numbers at every layout; later inputs nearly are.
@@ -165,6 +165,7 @@ def test_amaxes_of_equal_numbers_are_equal(train: Float8Runs, layout: str) -> No
     assert (found[..., 2] - expected[..., 2]).abs().max() <= 20
 
 
+@pytest.mark.full
 @CUT
 def test_without_roundings_to_fp8_all_amaxes_are_equal_within_the_last_bit(train: Float8Runs, layout: str) -> None:
     found, expected = first_amaxes(train, layout, run_without_rounding)

@@ -24,6 +24,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Float8Runs:
     return Float8Runs(tmp_path_factory.mktemp("float8"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_steps", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_one_process_that_sums_two_rounded_halves_has_the_bits_of_two_tensor_parallel_ranks(
     train: Float8Runs, num_steps: int
@@ -40,6 +41,7 @@ def test_one_process_that_sums_two_rounded_halves_has_the_bits_of_two_tensor_par
     assert not torch.equal(scaling(without_halves)["amax_history"], expected["amax_history"])
 
 
+@pytest.mark.full
 def test_ranks_that_exchange_heads_have_one_processs_amaxes_until_weights_differ(train: Float8Runs) -> None:
     """They sum nothing in parts but the gradients of weights, which all come after the amaxes of a step."""
     ranks, one = (scaling(train(f"{ONE_STEP} {flags}", n)[1]) for flags, n in ((HEADS_EXCHANGED, 2), ("", 1)))

@@ -38,6 +38,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> ForkedRun:
     return train(tmp_path_factory.mktemp("alone"), 1, "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2-pp2", "cp2-dp2", pytest.param("cp2-pp2-dp2", marks=pytest.mark.long)])
 def test_losses_are_those_of_one_process(layout: str, alone: ForkedRun, tmp_path: Path) -> None:
     assert len(alone.iterations()) == 6

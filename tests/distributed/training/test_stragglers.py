@@ -12,6 +12,7 @@ from tests.harness.faults import Faults
 from tests.harness.forked_training import fork_training
 
 
+@pytest.mark.full
 def test_a_slow_rank_is_named_with_its_part_and_since_when(tmp_path: Path) -> None:
     flags = "--train-iters 12 --log-interval 3 --log-straggler --straggler-minmax-count 2 --eval-interval 100"
     faults = Faults(rank=1, slow_from=7, slow_s=0.3)

@@ -21,7 +21,7 @@ CELLS = (
 FURTHER = [cell for cell in adapter_matrix() if cell not in CELLS]
 
 
-@pytest.mark.default(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "cell",
     [*CELLS, *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],

@@ -81,6 +81,7 @@ def expected(layout: ExpertLayout) -> Traffic:
     return traffic
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(layout, marks=pytest.mark.long if number else ()) for number, layout in enumerate(LAYOUTS)],

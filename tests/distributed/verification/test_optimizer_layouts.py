@@ -29,6 +29,7 @@ def test_an_optimizer_makes_the_same_weights_at_any_layout(cell: Cell, verifier:
     assert report.outcome == "passed", report.describe()
 
 
+@pytest.mark.full
 def test_muon_makes_other_weights_than_adam(verifier: Verifier) -> None:
     layout = Layout(tp=2)
     verifier.check(make_cell("llama", layout, extra=MUON))

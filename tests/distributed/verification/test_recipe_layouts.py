@@ -29,7 +29,7 @@ ELSEWHERE = (*optimizer_matrix(), *adapter_matrix())
 FURTHER = [cell for cell in recipe_matrix() if cell not in (*CELLS, *ELSEWHERE)]
 
 
-@pytest.mark.default(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "cell",
     [*CELLS, *(pytest.param(cell, marks=pytest.mark.long) for cell in FURTHER)],

@@ -48,6 +48,7 @@ def figures(run: ForkedRun) -> list[tuple[object, ...]]:
     return exact_figures(run.check().metrics)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [

@@ -148,6 +148,7 @@ def check_fault(pool: WorkerPool, provider: ModelProvider, cell: Cell) -> CellRe
     return report
 
 
+@pytest.mark.full
 def test_a_norm_that_is_not_summed_is_named_with_rank_and_element(pool: WorkerPool) -> None:
     report = check_fault(pool, planted_faults.norm_is_not_summed, make_cell("gpt2", SP))
     wrong = [reason for reason in report.reasons if reason.startswith("gradient of ")]
@@ -164,6 +165,7 @@ def test_a_tied_embedding_that_is_not_summed_is_named_on_both_stages(pool: Worke
     assert any(reason.startswith("gradient norms") for reason in report.reasons)
 
 
+@pytest.mark.full
 def test_a_gradient_that_is_a_millionth_off_on_one_rank_is_found_there(pool: WorkerPool) -> None:
     report = check_fault(pool, planted_faults.one_rank_scales_a_gradient, make_cell("gpt2", Layout(tp=2)))
     (wrong,) = [reason for reason in report.reasons if reason.startswith("gradient of ")]
@@ -177,6 +179,7 @@ def test_a_weight_that_starts_otherwise_is_found(pool: WorkerPool) -> None:
     assert any("decoder.layers.3.mlp.linear_fc2.weight: rank 1" in reason for reason in report.reasons)
 
 
+@pytest.mark.full
 def test_dropout_keyed_by_a_wrong_position_is_found(pool: WorkerPool) -> None:
     cell = make_cell("gpt2", SP, extra=("--hidden-dropout", "0.2"))
     report = check_fault(pool, planted_faults.last_rank_keys_dropout_one_position_late, cell)
@@ -184,6 +187,7 @@ def test_dropout_keyed_by_a_wrong_position_is_found(pool: WorkerPool) -> None:
     assert report.gradient_difference > 1e-3
 
 
+@pytest.mark.full
 def test_workers_that_fail_are_reported_and_replaced() -> None:
     cell = make_cell("gpt2", Layout(tp=2))
     with WorkerPool(2, timeout_s=60) as pool:

@@ -44,6 +44,7 @@ VERIFIED = VerifiedStage(
 )
 
 
+@pytest.mark.full
 @pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this")
 def test_the_best_layout_is_run_dry_and_is_as_planned(tmp_path: Path) -> None:
     where = ("--gpus", "2", "--global-batch-size", "2", "--precision", "bf16", "--verify")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
 from megatron.core.host_memory.reused_memory import MIN_BYTES, ReusedMemory
@@ -53,6 +54,7 @@ def test_a_small_tensor_is_its_own() -> None:
     assert first.untyped_storage().nbytes() == 64
 
 
+@pytest.mark.full
 def test_a_product_in_lent_memory_is_the_product() -> None:
     memory = ReusedMemory()
     for dtype, biases in ((torch.float32, (False, True)), (torch.bfloat16, (True,))):

@@ -183,6 +183,7 @@ def measure_all() -> list[Bandwidth]:
     return [measure_collective(operation, 24_000, group, Device("cpu")) for operation in OPERATIONS]
 
 
+@pytest.mark.full
 def test_bandwidths_of_collectives_are_the_same_on_every_rank() -> None:
     first, *others = run_distributed(3, measure_all)
     assert others == [first, first]

@@ -75,6 +75,7 @@ def test_an_8b_model_is_predicted_to_gain_by_three_tenths() -> None:
     assert reports["fp8"]["peak_bytes"] < reports["bf16"]["peak_bytes"]
 
 
+@pytest.mark.full
 @needs_compiler
 def test_the_layers_products_are_scaled_ones_and_every_operand_is_cast_once(reports: dict[str, dict[str, Any]]) -> None:
     operations = reports["fp8"]["by_operation"]

@@ -49,6 +49,7 @@ def copied(report: dict, direction: str) -> dict[str, int]:
     }
 
 
+@pytest.mark.full
 def test_half_of_the_state_leaves_the_device_and_its_bytes_cross(reports: dict[str, dict]) -> None:
     plain, half = reports["plain"], reports["half"]
     parameters = plain["parameters"]

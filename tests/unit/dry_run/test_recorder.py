@@ -121,6 +121,7 @@ def test_waits(seen: dict[str, Any], name: str, waits: list[str]) -> None:
     assert seen[name] == waits
 
 
+@pytest.mark.full
 def test_tensors_of_the_cpu_keep_their_values_and_do_not_mix(seen: dict[str, Any]) -> None:
     assert seen["host"] == [0, 2, 4]
     assert "device" in seen["mixed"]

@@ -28,6 +28,7 @@ def train(*flags: str) -> tuple[list[float], list[float]]:
     return result.losses, result.grad_norms
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "backend"),
     [

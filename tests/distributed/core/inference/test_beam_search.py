@@ -98,6 +98,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, in
     return results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("tp", "pp", "kinds"),
     [

@@ -75,6 +75,7 @@ def train(flags: Sequence[str], world_size: int, length: int) -> list[tuple[Any,
     return found
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(layout, marks=pytest.mark.long if number > 1 else ()) for number, layout in enumerate(LAYOUTS)],

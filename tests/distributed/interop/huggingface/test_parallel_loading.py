@@ -115,6 +115,7 @@ def test_a_long_text_of_one_process_is_that_of_transformers(expected: Any, kind:
     assert written == tokens
 
 
+@pytest.mark.full
 def test_the_scaling_of_the_rotary_frequencies_matters_here(expected: Any, tmp_path: Path) -> None:
     """Without it the same weights give other logits: the agreement above would not be possible by chance."""
     folder = Path(shutil.copytree(expected["llama31"][0], tmp_path / "model"))
@@ -138,6 +139,7 @@ def bytes_and_parameters(folder: Path) -> tuple[int, int]:
     return source.files.bytes_read, held
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["gpt2", "llama31"])
 def test_a_rank_reads_what_it_holds_and_no_more(expected: Any, kind: str) -> None:
     for read, held in run_distributed(2, bytes_and_parameters, expected[kind][0]):

@@ -37,6 +37,7 @@ def test_texts_are_those_of_transformers(pair: tuple[Any, SpawnedModel], how: di
     assert expected.shape == (2, 21)
 
 
+@pytest.mark.full
 def test_an_end_token_is_a_part_of_its_text_and_padding_follows(pair: tuple[Any, SpawnedModel]) -> None:
     _, ours = pair
     ids = tokens_of("neo", 2, 9)

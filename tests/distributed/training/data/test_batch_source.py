@@ -154,7 +154,7 @@ def received() -> dict[str, list[Received]]:
     return {name: [rank[number] for rank in ranks] for number, name in enumerate(CASES)}
 
 
-@pytest.mark.default(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_is_given_its_part_of_the_same_samples(name: str, received: dict[str, list[Received]]) -> None:
     case = CASES[name]

@@ -50,6 +50,7 @@ def check_activations(dtype: torch.dtype) -> None:
     assert torch.equal(of_nothing, torch.zeros(70, dtype=dtype))
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_and_the_bias_before_them(dtype: torch.dtype) -> None:
     interpret(check_activations, dtype)

@@ -152,6 +152,7 @@ def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) ->
     return results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "capability", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
 )

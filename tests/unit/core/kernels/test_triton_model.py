@@ -103,6 +103,7 @@ class Counted:
         return self.program[grid]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "world_size"),
     [

@@ -68,6 +68,7 @@ def test_small_vocabulary_equals_the_oracle(
     assert sum(map(len, expected)) < sum(len(text.encode()) for text in texts) * 0.9
 
 
+@pytest.mark.full
 def test_real_vocabulary_equals_the_oracle() -> None:
     files = (SHARED_DATA / "gpt2-vocab.json", SHARED_DATA / "gpt2-merges.txt")
     if not all(file.is_file() for file in files):

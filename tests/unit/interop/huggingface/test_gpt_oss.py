@@ -84,6 +84,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", VARIANTS)
 def test_unusual_models_come_and_go(name: str, tmp_path: Path) -> None:
     """Their logits are those of transformers before, and after they were written without a record of the folder."""

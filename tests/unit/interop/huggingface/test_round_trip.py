@@ -40,7 +40,7 @@ def through_native(folder: Path, run: Path) -> NativeSource:
     return native
 
 
-@pytest.mark.default(20)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_file_is_the_same(models: Path, tmp_path: Path, kind: str) -> None:
     write_hugging_face(through_native(models / kind, tmp_path / "native"), tmp_path / "again")

@@ -60,6 +60,7 @@ def write(path: Path, pickled: bytes, way: int = zipfile.ZIP_STORED) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_hostile_pickles_are_refused_soon_and_in_little_memory(tmp_path: Path) -> None:
     def refuse(number: int) -> None:
         name, (pickled, message) = list(HOSTILE.items())[number]

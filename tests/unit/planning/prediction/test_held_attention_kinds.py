@@ -32,6 +32,7 @@ FEW = (0, 1)
 """Layouts which the default tests take."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", FEW, ids=[LAYOUTS[number][0] for number in FEW])
 def test_a_step_holds_what_is_predicted(number: int) -> None:
     shape, layout = LAYOUTS[number]

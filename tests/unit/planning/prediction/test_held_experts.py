@@ -74,6 +74,7 @@ def assert_held(number: int) -> None:
         assert flops == pytest.approx(counted_flops(plan), rel=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "number",
     [FEW[0], *(pytest.param(number, marks=pytest.mark.long) for number in FEW[1:])],

@@ -102,6 +102,7 @@ def assert_held(cell: Cell) -> None:
         assert flops == pytest.approx(counted_flops(plan), rel=0.01), cell.name
 
 
+@pytest.mark.full
 def test_a_step_holds_what_is_predicted() -> None:
     assert_held(CELLS[0])
 

@@ -216,11 +216,13 @@ def cell_of(number: int) -> Cell:
     return make_cell(shape, layout, extra=SIZES)
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize("number", FEW, ids=[LAYOUTS[number][1].name for number in FEW])
 def test_a_step_holds_what_is_predicted(number: int) -> None:
     assert_held(cell_of(number))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [Layout(tp=2, sequence_parallel=True), Layout(pp=2, dp=2, sharding="optim"), Layout(dp=2, sharding="optim_grads")],

@@ -35,6 +35,7 @@ FEW = (0, 1)
 """Layouts which the default tests take."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", FEW, ids=[f"{LAYOUTS[n][0]} {LAYOUTS[n][1].name}" for n in FEW])
 def test_a_step_holds_what_is_predicted(number: int) -> None:
     shape, layout, more = LAYOUTS[number]

@@ -21,6 +21,7 @@ FLOAT8 = """--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 96 --seq-
     --fp8-format hybrid --fp8-recipe tensorwise"""
 
 
+@pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("flags", "targets", "world_size"),
     [

@@ -26,5 +26,6 @@ def test_each_is_answered_in_one_line_that_names_a_flag(mistake: Mistake) -> Non
     assert any(name in answer for name in (*names, *(word for word in RIGHT.split() if word.startswith("--"))))
 
 
+@pytest.mark.full
 def test_the_document_is_up_to_date() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == document(), "run python -m tests.unit.training.config.mistakes"

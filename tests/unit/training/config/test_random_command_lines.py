@@ -77,6 +77,7 @@ def test_the_largest_models_and_clusters_are_taken() -> None:
     assert bad_cases(resolve, 2) == []
 
 
+@pytest.mark.full
 def test_random_command_lines_are_answered() -> None:
     assert bad_cases(answer, 200) == []
 

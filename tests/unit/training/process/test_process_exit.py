@@ -37,6 +37,7 @@ def run(ending: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ending", "status"),
     [
@@ -52,6 +53,7 @@ def test_the_status_is_that_of_the_program(ending: str, status: int) -> None:
     assert ended.stdout == "done\natexit ran\n"
 
 
+@pytest.mark.full
 def test_a_program_that_fails_says_how_and_has_status_1() -> None:
     ended = run("raise ValueError('five')")
     assert ended.returncode == 1
@@ -66,6 +68,7 @@ def test_a_status_in_words_is_left_to_the_interpreter() -> None:
     assert (ended.returncode, ended.stderr) == (1, "no\n")
 
 
+@pytest.mark.full
 def test_a_reader_that_has_gone_is_not_a_success() -> None:
     script = BUSY.format(ending="return 0") + OURS
     process = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE)

@@ -126,6 +126,7 @@ def run_in_processes(folder: Path, batches: int, count: int) -> Counter[str]:
     return total
 
 
+@pytest.mark.full
 def test_damaged_files_are_refused_built_again_or_read(memory_folder: Path) -> None:
     outcomes = run_in_processes(memory_folder, 1, 250)
     assert outcomes.keys() == {"refused", "built again", "read"}

@@ -75,6 +75,7 @@ def share_one_empty_cache(folder: Path) -> str:
     return str(unique)
 
 
+@pytest.mark.full
 def test_eight_ranks_of_two_jobs_share_one_empty_cache(tmp_path: Path) -> None:
     digests = {share_one_empty_cache(tmp_path / str(attempt)) for attempt in range(2)}
     assert digests == {digest(build(tmp_path / "alone", 2000)[0])}
@@ -110,6 +111,7 @@ def build_and_die(folder: Path, num_samples: int, calls: int) -> None:
     build(folder, num_samples)
 
 
+@pytest.mark.full
 def test_killed_at_every_step_of_publishing_the_files_end_the_same(tmp_path: Path) -> None:
     build(tmp_path / "alone", 500)
     expected = files_of(tmp_path / "alone")
