@@ -114,7 +114,8 @@ class Translator:
         limit = self.max_model_len
         max_new = max(limit - longest, 1) if fields.max_tokens is None else fields.max_tokens
         if longest + max_new > limit:
-            restart = ", or restart the server with a larger --max-tokens-to-oom" if limit == self.max_tokens else ""
+            is_servers = limit != self.config.max_position_embeddings
+            restart = ", or restart the server with a larger --max-tokens-to-oom" if is_servers else ""
             raise ApiError(
                 400,
                 f"the maximum context length is {limit} tokens, and this request has {longest + max_new}: a prompt of "
