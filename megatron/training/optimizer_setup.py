@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.core.collectives import all_gather_objects, any_rank, raise_on_all_ranks
+from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
 from megatron.core.kernels.apex import load_fused_adam
@@ -43,7 +43,7 @@ def build_optimizer(
     """
     optimizer = config.optimizer
     _check_saved(config)
-    raise_on_all_ranks(_find_lost_buffer(config, ddp_chunks), runtime.state.world)
+    _check_buffers(config, ddp_chunks)
     if optimizer.offload_fraction:
         num_elements = sum(part.end - part.start for chunk in ddp_chunks for part in chunk.parts)
         optimizer, why = _with_policy(config, runtime, num_elements)
@@ -80,19 +80,22 @@ def _check_saved(config: RunConfig) -> None:
         )
 
 
-def _find_lost_buffer(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> ConfigurationError | None:
-    """Return the error if a module has a persistent buffer: checkpoints hold parameters only."""
+def _check_buffers(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
+    """Reject a module with a persistent buffer if the run saves checkpoints, which hold parameters only.
+
+    Raises:
+        ConfigurationError: there is one; perhaps on some ranks only.
+    """
     if not (config.checkpoint.save or config.checkpoint.local_save):
-        return None
+        return
     for chunk in chunks:
         for path, module in chunk.named_modules():
             lost = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
             if lost:
-                return ConfigurationError(
+                raise ConfigurationError(
                     f"{path}.{lost[0]} is a persistent buffer, and checkpoints hold parameters only; make it a "
                     "parameter with a ParamSpec, or register it with persistent=False if it can be computed again"
                 )
-    return None
 
 
 def _with_policy(config: RunConfig, runtime: Runtime, num_elements: int) -> tuple[OptimizerConfig, str]:
