@@ -17,6 +17,7 @@ from megatron.core.inference.request import (
     StopRule,
     TokenPairs,
     check_request,
+    context_length,
 )
 from megatron.core.inference.sampling_config import MIN_TEMPERATURE, SamplingConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -178,6 +179,13 @@ class ApiTranslator:
             except InputError as error:
                 raise BadRequest("; ".join(str(error).splitlines())) from error
         longest = max(map(len, prompts)) + request.tokens_to_generate
+        limit = context_length(self.config, longest)
+        if longest > limit:
+            raise BadRequest(
+                f"a prompt of {longest - request.tokens_to_generate} tokens and {request.tokens_to_generate} to "
+                f"generate are {longest} tokens, and the maximum context length is {limit}; shorten the prompt or "
+                "lower tokens_to_generate"
+            )
         width = request.beam_width or 1
         prompts_at_once = min(len(prompts), max(1, self.max_batch_size // width))
         together = prompts_at_once * width * longest

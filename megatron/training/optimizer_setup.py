@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+import torch
+
 from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
@@ -15,6 +17,7 @@ from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.recipes.param_rates import ParamRates
+from megatron.core.optimizer.update_rule import examine_rule
 from megatron.core.sharding import spec_of
 from megatron.planning.activation_memory import activation_bytes
 from megatron.planning.optimizer_memory import host_state_bytes, state_bytes
@@ -35,9 +38,12 @@ def build_optimizer(
 
     Raises:
         ConfigurationError: the machine has too little memory for what is offloaded, a pattern of
-            --param-group-overrides matches no parameter, or Muon is given no matrix.
+            --param-group-overrides matches no parameter, Muon is given no matrix, or checkpoints would not hold the
+            update rule's whole state.
     """
     optimizer = config.optimizer
+    _check_saved(config)
+    _check_buffers(config, ddp_chunks)
     if optimizer.offload_fraction:
         num_elements = sum(part.end - part.start for chunk in ddp_chunks for part in chunk.parts)
         optimizer, why = _with_policy(config, runtime, num_elements)
@@ -59,6 +65,37 @@ def build_optimizer(
         )
     fused_adam = load_fused_adam() if runtime.device.is_cuda else None
     return make_optimizer(optimizer, ddp_chunks, runtime.state, fused_adam, runtime.device.host_copies)
+
+
+def _check_saved(config: RunConfig) -> None:
+    """Reject an update rule whose state would be lost on the way through a checkpoint of this run."""
+    checkpoint = config.checkpoint
+    rule = examine_rule(config.optimizer)
+    is_saved = (checkpoint.save or checkpoint.local_save) and not checkpoint.no_save_optim
+    if rule.unsaved and is_saved:
+        raise ConfigurationError(
+            f"--optimizer {config.optimizer.elementwise}: {rule.name} keeps state that a checkpoint would not hold: "
+            f"{', '.join(rule.unsaved)}; keep it as tensors or numbers in state[parameter], which are saved, or give "
+            "--no-save-optim"
+        )
+
+
+def _check_buffers(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
+    """Reject a module with a persistent buffer if the run saves checkpoints, which hold parameters only.
+
+    Raises:
+        ConfigurationError: there is one; perhaps on some ranks only.
+    """
+    if not (config.checkpoint.save or config.checkpoint.local_save):
+        return
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            lost = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+            if lost:
+                raise ConfigurationError(
+                    f"{path}.{lost[0]} is a persistent buffer, and checkpoints hold parameters only; make it a "
+                    "parameter with a ParamSpec, or register it with persistent=False if it can be computed again"
+                )
 
 
 def _with_policy(config: RunConfig, runtime: Runtime, num_elements: int) -> tuple[OptimizerConfig, str]:

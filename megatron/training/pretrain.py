@@ -44,7 +44,7 @@ from megatron.training.process.signals import ExitRequest
 from megatron.training.reporting.dataset_lines import describe_datasets
 from megatron.training.reporting.live_line import LiveLine
 from megatron.training.reporting.log_lines import format_datetime
-from megatron.training.reporting.loggers.open_loggers import check_packages
+from megatron.training.reporting.loggers.open_loggers import check_packages, check_services
 from megatron.training.reporting.looks.model_looks import open_looks
 from megatron.training.reporting.metrics import open_metrics
 from megatron.training.reporting.profiling import Profiling
@@ -141,6 +141,8 @@ def _pretrain_once(
     log = _printer(launch)
     try:
         check_packages(config)
+        if launch.rank == 0:
+            check_services(config)
         log(f"{_describe_world(config)}\n{describe_precision(config)}")
         log_arguments(config, log)
         log(describe_batch_and_tokenizer(config))

@@ -111,7 +111,7 @@ def test_the_openai_client_completes_and_chats(server: Served) -> None:
 
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4' here; there is 'tiny'"):
         client.completions.create(model="gpt-4", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="at most 500 are taken") as refusal:
+    with pytest.raises(openai.BadRequestError, match="the maximum context length is 500") as refusal:
         client.completions.create(model=NAME, prompt="a", max_tokens=500)
     assert refusal.value.code == "context_length_exceeded"
 
@@ -334,7 +334,7 @@ def test_a_chat_in_the_terminal_streams_and_goes_on_after_an_error(server: Serve
     (answer,) = alone(server, "<|user|>hi<|assistant|>", 8)
     printable = "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in answer)
     assert out == f"{printable}\n{printable}\n"
-    assert err.startswith("error: status 400: a prompt of ")
+    assert err.startswith("error: status 400: the maximum context length is 500 tokens")
     assert err.count("\n") == 1
 
 
@@ -351,7 +351,7 @@ def test_a_chat_with_a_checkpoint_needs_no_server(tmp_path, monkeypatch, capsys)
     prompt = "<|user|>hi<|assistant|>"
     answer = expected_text(flags, prompt, 6).removeprefix(prompt)
     assert out == "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in answer) + "\n"
-    assert err.startswith("error: a prompt of ")
+    assert err.startswith("error: the maximum context length is 40 tokens")
     assert len(tokenizer.tokenize(prompt)) == 4
 
 

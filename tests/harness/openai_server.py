@@ -62,11 +62,17 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    folder: Path, *, max_rows: int = 8, max_waiting: int = 256, limits: Limits | None = None, key: str | None = None
+    folder: Path,
+    *,
+    max_rows: int = 8,
+    max_waiting: int = 256,
+    limits: Limits | None = None,
+    key: str | None = None,
+    **model: Any,
 ) -> Iterator[Served]:
-    """Serve a model of characters in float64, whose template ends each answer."""
+    """Serve a model of characters in float64, whose template ends each answer; ``model`` overrides its fields."""
     tokenizer = write_chat_folder(folder)
-    config = odd_config(vocab_size=tokenizer.vocab_size, max_position_embeddings=600)
+    config = odd_config(**({"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 600} | model))
     state = describe_parallel_state(0, 1)
     engine = InferenceEngine(build(config, state.tp), state)
     continuous = ContinuousEngine(engine, max_rows, 10_000)

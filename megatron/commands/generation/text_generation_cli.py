@@ -8,6 +8,7 @@ tokenizer are those that the checkpoint records.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,8 +16,9 @@ from typing import Literal
 from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.request import GenerationRequest, StopRule, check_request
+from megatron.core.inference.request import GenerationRequest, StopRule, check_request, context_length
 from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.serving.generation_setup import ModelRequest, load_engine, open_checkpoint
 from megatron.training.process.initialize import LaunchEnvironment, shut_down
@@ -153,6 +155,19 @@ def make_request(
     )
 
 
+def describe_long_text(config: GPTConfig, request: GenerationRequest) -> str | None:
+    """Return a warning if a text may be longer than the model's context; learned positions reject it instead."""
+    prompt, count = max(map(len, request.prompts)), request.max_new_tokens
+    limit = context_length(config, prompt + count)
+    if prompt + count <= limit:
+        return None
+    return (
+        f"WARNING: a prompt of {prompt} tokens and --tokens-to-generate {count} are {prompt + count} tokens, and the "
+        f"model was trained on {limit} positions: the text after them will be worse; shorten the prompt or lower "
+        "--tokens-to-generate"
+    )
+
+
 def generate_texts(
     model: ModelRequest,
     launch: LaunchEnvironment,
@@ -170,6 +185,9 @@ def generate_texts(
     tokenizer = checkpoint.tokenizer
     request = make_request(prompts, tokenizer, max_new_tokens, sampling, beams)
     check_request(checkpoint.config, request)
+    warning = describe_long_text(checkpoint.config, request)
+    if warning is not None and launch.rank == 0:
+        print(warning, file=sys.stderr)
     engine = load_engine(checkpoint, launch)
     continuations = engine.generate(request)
     return [

@@ -9,6 +9,7 @@ python tools/plan.py --evaluate RUNS.json --output PREDICTIONS.json
 
 RUNS.json holds one record a run, as benchmarks/planner/measured_runs.json does. Every record is predicted under the
 implementation and on the GPU type that it names, or those that are given here. The errors are printed by model.
+A record that is not of a training run is reported and left out; the exit status is then 1, or 2 if no record is left.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +42,7 @@ from megatron.commands.arguments.verified_plan import (
     prepare_to_verify,
     verify_fitting_plan,
 )
-from megatron.core.errors import ConfigurationError
+from megatron.core.errors import ConfigurationError, DataError, MegatronError
 from megatron.planning.gpu import GPUS
 from megatron.planning.prediction.evaluation import describe_errors, evaluate
 from megatron.planning.prediction.implementations import IMPLEMENTATIONS, find_implementation
@@ -193,19 +195,31 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
 
 
 def evaluate_file(arguments: argparse.Namespace) -> None:
-    """Predict the runs of a file, write the predictions and print the errors.
+    """Predict the runs of a file, write the predictions and print the errors; records that are no runs are left out.
 
     Raises:
-        DataError: the file is not one of measured runs.
+        DataError: the file is not one of measured runs, or no record of it is of a training run.
         ConfigurationError: a name is not known, or the predictions cannot be written.
+        MegatronError: predictions were written, and some records were left out.
     """
     implementation = None if arguments.implementation is None else find_implementation(arguments.implementation)
     gpu = None if arguments.gpu is None else find_platform(arguments.gpu)
-    evaluated = evaluate(read_runs(arguments.evaluate), implementation, gpu)
+    left_out: list[DataError] = []
+    evaluated = evaluate(read_runs(arguments.evaluate, left_out), implementation, gpu, left_out=left_out)
+    if left_out and not evaluated:
+        more = f" (and {len(left_out) - 1} records more)" if len(left_out) > 1 else ""
+        raise DataError(f"{left_out[0]}{more}")
     if arguments.output is not None:
         predictions = {"runs": [each.to_json() for each in evaluated]}
         write_text("--output", arguments.output, json.dumps(predictions, indent=1) + "\n")
     print("\n".join(describe_errors(evaluated)))
+    for error in left_out:
+        print(f"WARNING: left out: {error}", file=sys.stderr)
+    if left_out:
+        raise MegatronError(
+            f"{len(left_out)} of {len(evaluated) + len(left_out)} records of {arguments.evaluate} were left out; "
+            "complete or remove them"
+        )
 
 
 def _complete(words: Sequence[str], tokens: int | None) -> tuple[str, ...]:

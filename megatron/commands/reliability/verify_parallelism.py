@@ -25,6 +25,7 @@ from megatron.verification.attention_cells import ATTENTION_SHAPES, attention_ma
 from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
 from megatron.verification.expert_cells import EXPERT_SHAPES, expert_matrix
 from megatron.verification.latent_cells import LATENT_SHAPES, latent_matrix
+from megatron.verification.odd_cells import odd_matrix
 from megatron.verification.prediction_cells import PREDICTION_SHAPES, prediction_matrix
 from megatron.verification.random_cells import fuzz
 from megatron.verification.recipe_cells import recipe_matrix
@@ -76,7 +77,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
     """Return the cells that the command line asks for."""
     of_models = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix())
-    proved = [*matrix(), *of_models, *sharding_matrix(), *recipe_matrix()]
+    proved = [*matrix(), *of_models, *sharding_matrix(), *recipe_matrix(), *odd_matrix()]
     cells = fuzz(arguments.seed, arguments.fuzz) if arguments.fuzz else proved
     words = arguments.filter.split()
     return [

@@ -81,6 +81,15 @@ class Continuation:
     hypotheses: tuple[Hypothesis, ...] = ()
 
 
+def context_length(config: GPTConfig, max_tokens: int) -> int:
+    """Return how many tokens a prompt and its continuation may have together: at most the model's positions.
+
+    Positions need not be learned: with rotary ones a longer text is computed, and is far from what the model was
+    trained on. A model without a number of positions has no limit but ``max_tokens``.
+    """
+    return min(max_tokens, config.max_position_embeddings or max_tokens)
+
+
 def check_request(config: GPTConfig, request: GenerationRequest) -> None:
     """Refuse what the model cannot do.
 

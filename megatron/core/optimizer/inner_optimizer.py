@@ -5,7 +5,7 @@ Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,20 @@ import torch
 from megatron.core.optimizer.lion import Lion
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+BUILT_IN = ("adam", "sgd", "lion")
+"""Update rules that are elementwise and create all their state at the start."""
+STEP = "step"
+"""The count of updates in a rule's state; it is saved once, as that of the whole optimizer."""
+
 
 class InnerOptimizer:
     """Update main parameters from their ``grad``.
 
-    The state exists from the start, so that loading can fill it.
-
-    ``state_names`` are the tensors of a parameter's shape that it keeps: Adam's moments, or a momentum. One step
-    count serves all parameters. ``groups`` pairs main parameters with the multiplier of their weight decay.
-    ``fused_adam`` is apex's class; it takes torch's place where every main parameter is a float32 CUDA tensor.
+    ``state_names`` are the tensors of a parameter's shape that exist from the start: Adam's moments, or a momentum. An
+    update rule may create other state with its first update; `make_state` creates it before, so that loading can fill
+    it. One step count serves all parameters. ``groups`` pairs main parameters with the multiplier of their weight
+    decay. ``fused_adam`` is apex's class, used instead of torch's if every main parameter is a float32 CUDA tensor. The
+    rule updates a parameter as a flat tensor, or in the shape that ``shapes`` has for its id.
     """
 
     def __init__(
@@ -29,8 +34,13 @@ class InnerOptimizer:
         config: OptimizerConfig,
         groups: Sequence[tuple[Sequence[torch.Tensor], float]],
         fused_adam: type[torch.optim.Optimizer] | None = None,
+        shapes: Mapping[int, torch.Size] | None = None,
     ) -> None:
-        param_groups = [{"params": list(parameters), "weight_decay": 0.0} for parameters, _ in groups]
+        flat = [parameter for group, _ in groups for parameter in group]
+        self._updated = {id(p): p.view(shapes[id(p)]) if shapes and id(p) in shapes else p for p in flat}
+        param_groups: list[dict[str, Any]] = [
+            {"params": [self._updated[id(p)] for p in parameters], "weight_decay": 0.0} for parameters, _ in groups
+        ]
         self._weight_decay_multipliers = [multiplier for _, multiplier in groups]
         parameters = [parameter for group, _ in groups for parameter in group]
         if not all(p.is_cuda and p.dtype is torch.float32 for p in parameters):
@@ -39,18 +49,25 @@ class InnerOptimizer:
         self._torch_optimizer = _make_torch_optimizer(config, param_groups, fused_adam)
         self.state_names = _state_names(config)
         # The fused kernels read the scale as a float32, which would round a float64 run's gradients.
-        is_torch = self._is_torch and config.elementwise != "lion"
-        self._scales_in_kernel = is_torch and all(p.dtype is torch.float32 for p in parameters)
+        # A rule that does not declare `grad_scale` ignores it: its gradients are scaled before the update.
+        is_fused = self._is_torch and bool(self._torch_optimizer.defaults.get("fused"))
+        divides = is_fused or hasattr(type(self._torch_optimizer), "grad_scale")
+        self._scales_in_kernel = divides and all(p.dtype is torch.float32 for p in parameters)
         # On CPU the host reads for nothing, and then spares the kernel a division and a store.
-        is_fused = self._scales_in_kernel and bool(self._torch_optimizer.defaults.get("fused"))
+        is_fused = is_fused and self._scales_in_kernel
         can_decide = is_fused or isinstance(self._torch_optimizer, Lion)
         self.decides_on_device = can_decide and all(p.is_cuda for p in parameters)
-        for parameter in parameters:
-            state: dict[str, Any] = {name: torch.zeros_like(parameter) for name in self.state_names}
-            if config.elementwise == "adam" and self._is_torch:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            if state:
-                self._torch_optimizer.state[parameter] = state
+        self._is_adam = self._is_torch and config.elementwise == "adam"
+        self._has_own_state = self._is_torch and config.elementwise not in BUILT_IN
+        self._is_made = False
+        self._fill_state()
+        # Numbers that `state_of` has lent as tensors, to be taken back when these have been filled.
+        self._lent: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    @property
+    def rule(self) -> torch.optim.Optimizer:
+        """Return the update rule."""
+        return self._torch_optimizer
 
     def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
         """Set what the next step uses."""
@@ -81,7 +98,7 @@ class InnerOptimizer:
         optimizer: Any = self._torch_optimizer
         optimizer.grad_scale = grad_multiplier.reciprocal().float()
         optimizer.found_inf = is_finite.logical_not().float()
-        optimizer.step()
+        self._step_shaped(parameters)
         optimizer.grad_scale = optimizer.found_inf = None
 
     def step(self, parameters: Sequence[torch.Tensor], grad_multiplier: float) -> None:
@@ -97,14 +114,82 @@ class InnerOptimizer:
             self._torch_optimizer.grad_scale = torch.tensor(  # type: ignore[attr-defined]
                 1.0 / grad_multiplier, dtype=torch.float32, device=parameters[0].device
             )
-        self._torch_optimizer.step()
+        self._step_shaped(parameters)
         if self._scales_in_kernel:
             self._torch_optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def state_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return one of the state tensors of a main parameter."""
-        tensor: torch.Tensor = self._torch_optimizer.state[parameter][name]
+        """Return one of the state tensors of a main parameter, or a number as a tensor for `take_numbers_back`."""
+        state = self._torch_optimizer.state[self._updated[id(parameter)]]
+        value = state[name]
+        if isinstance(value, torch.Tensor):
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+        self._lent.append((state, name, tensor))
         return tensor
+
+    def names_of_state(self, parameter: torch.Tensor) -> list[str]:
+        """Return the names of the tensors and numbers that exist of a main parameter, without the count of updates."""
+        updated = self._updated[id(parameter)]
+        state = self._torch_optimizer.state.get(updated, {})
+        return [name for name, value in state.items() if name != STEP and is_saved(value)]
+
+    @torch.no_grad()
+    def make_state(self) -> None:
+        """Create the state that the rule creates with its first update, and leave every parameter as it is.
+
+        The values are for loading to fill, or to be saved before the first update; `drop_made_state` removes them.
+        """
+        groups = self._torch_optimizer.param_groups
+        updated = [p for group in groups for p in group["params"]]
+        if self._is_made or not self._has_own_state or not updated:
+            return
+        settings = [dict(group) for group in groups]
+        kept = [(p, p.clone(), p.grad) for p in updated]
+        for group in groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        for parameter in updated:
+            parameter.grad = torch.zeros_like(parameter)
+        self._torch_optimizer.step()
+        for parameter, values, gradient in kept:
+            parameter.copy_(values)
+            parameter.grad = gradient
+        for group, setting in zip(groups, settings, strict=True):
+            group.update(setting)
+        self._is_made = True
+
+    def drop_made_state(self) -> None:
+        """Return to the state before the first update."""
+        if self._has_own_state and self._is_made:
+            self._lent.clear()
+            self._torch_optimizer.state.clear()
+            self._fill_state()
+            self._is_made = False
+
+    def take_numbers_back(self) -> None:
+        """Set the numbers of the state to what the tensors hold that `state_of` has returned for them."""
+        for state, name, tensor in self._lent:
+            state[name] = tensor.item()
+        self._lent.clear()
+
+    def _fill_state(self) -> None:
+        """Create the state that exists from the start."""
+        for parameter in self._updated.values():
+            state: dict[str, Any] = {name: torch.zeros_like(parameter) for name in self.state_names}
+            if self._is_adam:
+                state[STEP] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            if state:
+                self._torch_optimizer.state[parameter] = state
+
+    def _step_shaped(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Make the rule's step, with gradients in the shapes in which it updates the parameters."""
+        shaped = [(p, updated) for p in parameters if (updated := self._updated[id(p)]) is not p]
+        for parameter, updated in shaped:
+            updated.grad = None if parameter.grad is None else parameter.grad.view(updated.shape)
+        self._torch_optimizer.step()
+        self._is_made = True
+        for _, updated in shaped:
+            updated.grad = None
 
     @property
     def num_updates(self) -> torch.Tensor | int:
@@ -118,11 +203,20 @@ class InnerOptimizer:
     def set_num_steps(self, num_steps: int) -> None:
         """Set the count of updates made, from which Adam corrects the bias of its moments."""
         for state in self._torch_optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(num_steps)
+            if isinstance(state.get(STEP), torch.Tensor):
+                state[STEP].fill_(num_steps)
+            elif STEP in state:
+                state[STEP] = num_steps
+        if num_steps == 0:
+            self.drop_made_state()
         if not self._is_torch:
             for group in self._torch_optimizer.param_groups:
                 group["step"] = num_steps
+
+
+def is_saved(value: Any) -> bool:
+    """Return whether a checkpoint can hold a value of a rule's state: a tensor or a number."""
+    return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def _make_torch_optimizer(

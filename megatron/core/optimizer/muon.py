@@ -128,6 +128,10 @@ class Muon:
             torch.where(is_finite, new, parameter, out=parameter)
             position += len(lengths)
 
+    def names_of_state(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """Return the names of the state of a main parameter."""
+        return self.state_names
+
     def state_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Return the momentum of a main parameter."""
         assert name in self.state_names

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron.core.collectives import all_reduce
+from megatron.core.collectives import all_gather_objects, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_parameters import ParamPart
-from megatron.core.errors import TrainingError
+from megatron.core.errors import ConfigurationError, TrainingError
 from megatron.core.host_memory.host_copies import HostCopies
 from megatron.core.optimizer.clip_grads import (
     Counting,
@@ -25,13 +25,15 @@ from megatron.core.optimizer.compact_state import CompactTensor
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.gradient_report import check_weights, describe_bad_gradients
 from megatron.core.optimizer.host_offload import HostOffload, split_groups
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.recipes.gradient_kinds import ALL_KINDS, KINDS, grad_multipliers, kind_of
 from megatron.core.optimizer.recipes.param_rates import ParamRates, Rate
 from megatron.core.optimizer.recipes.weight_average import AVERAGE, WeightAverage
-from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets
+from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets, described_state
+from megatron.core.optimizer.update_rule import UpdateRule, examine_rule
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, spec_of
 from megatron.core.timers import Timers
@@ -81,14 +83,22 @@ class MegatronOptimizer:
         self._num_at_minimum = 0
         if config.use_torch_optimizer_for_cpu_offload:
             fused_adam = None
+        rule = examine_rule(config)
+        is_elementwise = rule.is_elementwise
         on_host: list[UpdateBucket] = []
         self._on_device: list[UpdateBucket] = []
         for rate, groups in self._part_groups():
             away, here = split_groups(groups, config.offload_fraction)
-            on_host += [UpdateBucket(config, piece, on_host=True, rate=rate) for piece in cut_into_buckets(away)]
-            self._on_device += [
-                UpdateBucket(config, piece, fused_adam, rate=rate) for piece in self._device_pieces(here)
+            on_host += [
+                UpdateBucket(config, piece, on_host=True, rate=rate, is_elementwise=is_elementwise)
+                for piece in cut_into_buckets(away)
             ]
+            self._on_device += [
+                UpdateBucket(config, piece, fused_adam, rate=rate, is_elementwise=is_elementwise)
+                for piece in self._device_pieces(here)
+            ]
+        if not is_elementwise:
+            self._check_whole(rule, (*on_host, *self._on_device))
         if config.optimizer == "muon":
             self._on_device += self._matrix_buckets()
         self.offload = HostOffload(config, on_host, host_copies()) if on_host else None
@@ -134,6 +144,9 @@ class MegatronOptimizer:
         Shapes: ``-> [1 or 2]`` float64; of ``accept``: ``[] -> [] bool``.
         """
         self._lent.clear()
+        if self.num_steps == 0:
+            for inner in self._inner:
+                inner.drop_made_state()
         self._timers = timers or Timers()
         with self._timers("optimizer-unscale-and-check-inf", log_level=1):
             totals, of_kinds = self._meter.measure_kinds(self.config.log_num_zeros_in_grad, self._timers)
@@ -238,15 +251,20 @@ class MegatronOptimizer:
         stored in few bytes is lent as float32 on the host, and `load_scalar_state` stores it.
         """
         result: dict[str, tuple[ParamSpec, torch.Tensor]] = {}
+        for inner in self._inner:
+            inner.make_state()
         for bucket in self._buckets:
             for part in bucket.parts:
                 average = () if self._average is None else ((AVERAGE, self._average.of(part)),)
                 for kind, tensor in (*bucket.state_of(part), *average):
-                    for part_spec, view in part.part.described(self._readable(bucket, tensor)):
+                    for part_spec, view in described_state(part, self._readable(bucket, tensor)):
                         spec = part_spec.with_prefix(f"optimizer.{kind}.")
                         name = spec.name
                         if name in result:
                             name += "@" + ",".join(str(offset) for offset in spec.pieces[0].global_box.offset)
+                        if name in result:
+                            # A scalar of several parts of one parameter.
+                            name += f"+{part.part.start}"
                         assert name not in result
                         result[name] = (spec, view)
         return result
@@ -266,9 +284,33 @@ class MegatronOptimizer:
         for compact, values in self._lent:
             compact.encode(values.to(compact.tensor.device), self.num_steps)
         self._lent.clear()
+        for inner in self._inner:
+            inner.take_numbers_back()
         for bucket in self._buckets:
             bucket.inner.set_num_steps(self.num_steps)
             bucket.reload_unrounded()
+
+    @property
+    def _inner(self) -> Iterator[InnerOptimizer]:
+        return (bucket.inner for bucket in self._buckets if isinstance(bucket.inner, InnerOptimizer))
+
+    def _check_whole(self, rule: UpdateRule, buckets: Sequence[UpdateBucket]) -> None:
+        """Reject shards for an update rule that is not elementwise; collective."""
+        shards = sorted(part.part.spec.name for bucket in buckets for part in bucket.parts if not part.is_whole)
+        of_ranks = all_gather_objects(shards[0] if shards else None, self._state.world)
+        name = next((name for name in of_ranks if name is not None), None)
+        if name is not None:
+            raise ConfigurationError(
+                f"--optimizer {self.config.elementwise}: {rule.name} is not elementwise (it updates a whole parameter "
+                f"otherwise than its pieces), and here some rank holds a shard of {name}; train with "
+                "--tensor-model-parallel-size 1 and --expert-model-parallel-size 1, without "
+                "--use-distributed-optimizer, FSDP and the optimizer's offload"
+            )
+        if self.config.use_precision_aware_optimizer:
+            raise ConfigurationError(
+                f"--optimizer {self.config.elementwise}: {rule.name} is not elementwise, and "
+                "--use-precision-aware-optimizer stores flat pieces of parameters; leave it out"
+            )
 
     def _gather_weights(self) -> None:
         for chunk in self._chunks:

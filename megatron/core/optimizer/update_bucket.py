@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.recipes.param_rates import COMMON_RATE, Rate
 from megatron.core.precision import arithmetic_dtype
+from megatron.core.sharding import ParamSpec, full_pieces
 from megatron.core.timers import Timers
 
 PartGroup = tuple[Sequence[ParamPart], float]
@@ -37,6 +39,13 @@ class OptimizedPart:
         return self.main_param is not self.part.values
 
     @property
+    def is_whole(self) -> bool:
+        """Return whether this is a whole parameter of the model, and no shard of one."""
+        held = sum(piece.global_box.num_elements for piece in self.part.spec.pieces)
+        is_local = self.part.end - self.part.start == self.part.parameter.numel()
+        return is_local and held == math.prod(self.part.spec.global_shape)
+
+    @property
     def is_rounded(self) -> bool:
         """Return whether the main parameter knows more than the model."""
         return self.main_param.dtype is not self.part.values.dtype
@@ -47,7 +56,8 @@ class UpdateBucket:
 
     On the device the main parameters are the model's own or float32 copies; ``on_host`` makes all of them copies in the
     machine's memory. All parts have the learning rate that ``rate`` says. With the configuration's narrow types, state
-    is stored in these between two steps. With ``owners`` the parts are of matrices, and updated by Muon.
+    is stored in these between two steps. With ``owners`` the parts are of matrices, and updated by Muon. A rule that is
+    not elementwise is given whole parameters in their shape (see `UpdateRule`).
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class UpdateBucket:
         on_host: bool = False,
         rate: Rate = COMMON_RATE,
         owners: MatrixOwners | None = None,
+        is_elementwise: bool = True,
     ) -> None:
         self.rate = rate
         pairs = [([_optimized(part, on_host) for part in parts], multiplier) for parts, multiplier in groups]
@@ -66,8 +77,12 @@ class UpdateBucket:
         self.main_params = [part.main_param for part in self.parts]
         self.inner: InnerOptimizer | Muon
         if owners is None:
+            shapes = {id(p.main_param): p.part.parameter.shape for p in self.parts if p.is_whole}
             self.inner = InnerOptimizer(
-                config, [([part.main_param for part in parts], multiplier) for parts, multiplier in pairs], fused_adam
+                config,
+                [([part.main_param for part in parts], multiplier) for parts, multiplier in pairs],
+                fused_adam,
+                None if is_elementwise else shapes,
             )
         else:
             multipliers = [multiplier for parts, multiplier in pairs for _ in parts]
@@ -121,7 +136,7 @@ class UpdateBucket:
 
     def state_of(self, part: OptimizedPart) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the tensor of each state that a checkpoint holds of a part; closed ones are empty."""
-        for name in self.inner.state_names:
+        for name in self.inner.names_of_state(part.main_param):
             yield name, self.inner.state_of(part.main_param, name)
         if part.is_rounded:
             yield "main_param", part.main_param
@@ -186,6 +201,23 @@ class UpdateBucket:
     def _drop_gradients(self) -> None:
         for main_param in self.main_params:
             main_param.grad = None
+
+
+def described_state(part: OptimizedPart, tensor: torch.Tensor) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+    """Cut a tensor of a part's state into views, each with the description of its place in a global tensor.
+
+    A tensor of another shape than the part's, such as a scalar, is a global tensor by itself, equal on all ranks that
+    hold shards of the parameter. The rank that holds the parameter's first element saves it.
+    """
+    if tensor.shape in (part.part.values.shape, part.part.parameter.shape):
+        yield from part.part.described(tensor.view(-1))
+        return
+    tensor = tensor.view(tensor.shape or (1,))
+    spec, shape = part.part.spec, tuple(tensor.shape)
+    boxes = (piece.global_box for own, _ in part.part.described(part.part.values) for piece in own.pieces)
+    is_first = any(not any(box.offset) for box in boxes)
+    index = spec.replica_index if is_first else max(1, spec.replica_index)
+    yield replace(spec, global_shape=shape, pieces=full_pieces(shape), replica_index=index), tensor
 
 
 def _optimized(part: ParamPart, on_host: bool) -> OptimizedPart:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.errors import ConfigurationError
+from megatron.core.errors import ConfigurationError, DataError
 from megatron.planning.gpu import Gpu, gpu_in_text
 from megatron.planning.prediction.implementations import Implementation
-from megatron.planning.prediction.measured_runs import MeasuredRun
+from megatron.planning.prediction.measured_runs import MeasuredRun, leaving_out
 from megatron.planning.prediction.prediction import HOPPER_MACHINES, Platform, Prediction, predict
 from megatron.planning.prediction.recorded_plan import recorded_implementation, recorded_plan
 
@@ -78,13 +78,20 @@ def evaluate(
     implementation: Implementation | None = None,
     gpu: Gpu | None = None,
     platform: Platform = HOPPER_MACHINES,
+    left_out: list[DataError] | None = None,
 ) -> Sequence[EvaluatedRun]:
     """Predict every run, under the implementation and the GPU that are given or that its record names.
 
+    With a list ``left_out`` records that are not of a training run are left out, and their errors added.
+
     Raises:
-        DataError: a record's field is missing or of another kind.
+        DataError: without ``left_out``: a record's field is missing or of another kind.
     """
-    return [_evaluate(run, implementation or recorded_implementation(run.fields), gpu, platform) for run in runs]
+    evaluated = []
+    for run in runs:
+        with leaving_out(left_out):
+            evaluated.append(_evaluate(run, implementation or recorded_implementation(run.fields), gpu, platform))
+    return evaluated
 
 
 def describe_errors(evaluated: Sequence[EvaluatedRun]) -> Sequence[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,11 @@ class MeasuredRun:
     shows_allocator: bool
 
 
-def read_runs(path: Path) -> Sequence[MeasuredRun]:
-    """Read a file of measured runs.
+def read_runs(path: Path, left_out: list[DataError] | None = None) -> Sequence[MeasuredRun]:
+    """Read a file of measured runs. With a list ``left_out`` unusable records are left out, and their errors added.
 
     Raises:
-        DataError: it cannot be read, is not of this form, or two records have one id.
+        DataError: it cannot be read, or is not of this form; without ``left_out`` also: a record is unusable.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -119,13 +120,25 @@ def read_runs(path: Path) -> Sequence[MeasuredRun]:
     records = content.get("runs") if isinstance(content, dict) else None
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise DataError(f'{path} has no list of records; it should be {{"runs": [{{...}}, ...]}}')
-    runs = [_read_run(Fields(record, f"{path}: record {number}")) for number, record in enumerate(records)]
-    seen: set[str] = set()
-    for run in runs:
-        if run.id in seen:
-            raise DataError(f"{path}: two records have the id {run.id}; rename one")
-        seen.add(run.id)
-    return runs
+    runs: dict[str, MeasuredRun] = {}
+    for number, record in enumerate(records):
+        with leaving_out(left_out):
+            run = _read_run(Fields(record, f"{path}: record {number}"))
+            if run.id in runs:
+                raise DataError(f"{path}: two records have the id {run.id}; rename one")
+            runs[run.id] = run
+    return list(runs.values())
+
+
+@contextmanager
+def leaving_out(left_out: list[DataError] | None) -> Iterator[None]:
+    """Add the error of one record to a list, if there is a list."""
+    try:
+        yield
+    except DataError as error:
+        if left_out is None:
+            raise
+        left_out.append(error)
 
 
 def _read_run(fields: Fields) -> MeasuredRun:

@@ -121,7 +121,7 @@ class Application:
             "object": "model",
             "created": self._created,
             "owned_by": "megatron",
-            "max_model_len": min(self._translator.max_tokens, self._translator.config.max_position_embeddings),
+            "max_model_len": self._translator.max_model_len,
         }
 
     def _check_model(self, name: str | None) -> None:

@@ -12,7 +12,7 @@ from megatron.core.datasets.conversations.conversation import ASSISTANT, Convers
 from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder
 from megatron.core.errors import DataError, InputError
 from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.request import GenerationRequest, StopRule, check_request
+from megatron.core.inference.request import GenerationRequest, StopRule, check_request, context_length
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class Translator:
     """Translate requests for one model; safe in several threads.
 
     ``template`` is None where the model has no chat template; ``why_no_template`` says what to do then. ``max_tokens``
-    limits a prompt with the tokens behind it.
+    limits a prompt with the tokens behind it, as the model's positions do.
     """
 
     def __init__(
@@ -61,6 +61,11 @@ class Translator:
         self._lock = threading.Lock()
         self._ends = frozenset() if tokenizer.eod_id is None else frozenset((tokenizer.eod_id,))
         self._chat_end, self._chat_stop = (None, None) if template is None else self._end_of_answers(template)
+
+    @property
+    def max_model_len(self) -> int:
+        """Return how many tokens a prompt and what follows it may have together."""
+        return context_length(self.config, self.max_tokens)
 
     @property
     def is_busy(self) -> bool:
@@ -106,19 +111,20 @@ class Translator:
 
     def _max_new(self, fields: RequestFields, longest: int) -> int:
         """Return how many tokens may follow; refuse a text that is longer than what is taken."""
-        limit = self.max_tokens
-        if fields.max_tokens is None:
-            context = min(limit, self.config.max_position_embeddings)
-            return max(context - longest, 1)
-        if longest + fields.max_tokens > limit:
+        limit = self.max_model_len
+        max_new = max(limit - longest, 1) if fields.max_tokens is None else fields.max_tokens
+        if longest + max_new > limit:
+            is_servers = limit != self.config.max_position_embeddings
+            restart = ", or restart the server with a larger --max-tokens-to-oom" if is_servers else ""
             raise ApiError(
                 400,
-                f"a prompt of {longest} tokens with {fields.max_tokens} behind it is {longest + fields.max_tokens} "
-                f"tokens; at most {limit} are taken: shorten it, lower max_tokens, or start the server with a larger "
-                "--max-tokens-to-oom",
+                f"the maximum context length is {limit} tokens, and this request has {longest + max_new}: a prompt of "
+                f"{longest} and {max_new} to generate; shorten the prompt"
+                f"{'' if max_new <= 1 else ' or lower max_tokens'}{restart}",
+                param="messages" if fields.is_chat else "prompt",
                 code="context_length_exceeded",
             )
-        return fields.max_tokens
+        return max_new
 
     def _request(
         self, fields: RequestFields, prompts: tuple[tuple[int, ...], ...], max_new: int, default_seed: int

@@ -1,11 +1,13 @@
-"""How much of the optimizer is offloaded by the policy auto, the line that says so, and machines without the memory."""
+"""How much of the optimizer is offloaded by the policy auto, the line that says so, and what is rejected."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 
 import pretrain_gpt
 from megatron.core.device import Device
@@ -20,6 +22,7 @@ from megatron.planning.activation_memory import activation_bytes
 from megatron.training.config.arguments import parse_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import build_training_parts
+from megatron.training.optimizer_setup import _check_buffers
 from megatron.training.process.initialize import Runtime
 
 FLAGS = (
@@ -132,3 +135,17 @@ def test_muon_is_refused_for_a_model_without_matrices() -> None:
     runtime = Runtime(device, state, RngStreams(device, 1, state.place))
     with pytest.raises(ConfigurationError, match="this model trains none; give --optimizer adam"):
         build_training_parts(config, runtime, provide_frozen, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_persistent", "is_rejected"),
+    [(["--save", "s"], True, True), (["--save", "s"], False, False), ([], True, False)],
+)
+def test_a_persistent_buffer_is_rejected_if_checkpoints_are_saved(
+    flags: list[str], is_persistent: bool, is_rejected: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 3))
+    model[0].register_buffer("running_mean", torch.zeros(3), persistent=is_persistent)
+    expected = pytest.raises(ConfigurationError, match=r"^0\.running_mean is a persistent buffer")
+    with expected if is_rejected else nullcontext():
+        _check_buffers(parse_arguments([*FLAGS.split(), *flags]), [model])

@@ -16,6 +16,7 @@ from megatron.verification.attention_cells import attention_matrix
 from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Cell, Layout, make_cell, matrix
 from megatron.verification.expert_cells import expert_matrix
 from megatron.verification.latent_cells import latent_matrix
+from megatron.verification.odd_cells import odd_matrix
 from megatron.verification.prediction_cells import prediction_matrix
 from megatron.verification.random_cells import fuzz
 from megatron.verification.recipe_cells import recipe_matrix
@@ -157,7 +158,7 @@ def test_the_command_lists_the_cells_that_every_word_fits() -> None:
     listed = tool("--list", "--filter", "gpt2 zero-bubble dp2").stdout.splitlines()
     everything = tool("--list").stdout.splitlines()
     special = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix())
-    proved = (*matrix(), *special, *sharding_matrix(), *recipe_matrix())
+    proved = (*matrix(), *special, *sharding_matrix(), *recipe_matrix(), *odd_matrix())
     assert [cell.name for cell in proved] == everything
     assert listed == [name for name in everything if all(word in name for word in ("gpt2", "zero-bubble", "dp2"))]
     assert 0 < len(listed) < len(everything)

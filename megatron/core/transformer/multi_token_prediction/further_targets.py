@@ -21,7 +21,7 @@ class FurtherTargets:
     Where a sequence ends before them, tokens are 0; where it or a document does, the mask is False. ``counts`` are the
     numbers of predictions that count, in whole sequences.
 
-    Shapes: ``tokens, labels, mask: [n, b, s/cp]``; ``counts: [n]`` float32.
+    Shapes: ``tokens, labels, mask: [n, b, s/cp]``; ``counts: [n]`` int64.
     """
 
     tokens: torch.Tensor
@@ -59,7 +59,7 @@ def further_targets(
             mask &= _ahead(document_ids, distance) == document_ids
         found.append((given, predicted, mask))
     given, predicted, mask = (torch.stack(parts) for parts in zip(*found))
-    counts = mask.sum(dim=(1, 2)).float()
+    counts = mask.sum(dim=(1, 2))
     given, predicted, mask = (cut_sequence(part, cp, dim=2) for part in (given, predicted, mask))
     return FurtherTargets(given, predicted, mask, counts)
 
@@ -73,7 +73,8 @@ def further_losses(
     """
     coefficient = config.mtp_loss_scaling_factor / max(config.num_further_tokens, 1)
     for name, loss, mask, count in zip(further_loss_names(config), per_token, targets.mask, targets.counts):
-        yield AuxiliaryLoss(name, (loss * mask).sum(), count / cp.size, coefficient)
+        # In the dtype of the loss: in a float64 run a third would be rounded to float32 otherwise.
+        yield AuxiliaryLoss(name, (loss * mask).sum(), count.to(loss.dtype) / cp.size, coefficient)
 
 
 def _ahead(tensor: torch.Tensor, distance: int) -> torch.Tensor:

@@ -206,7 +206,7 @@ def _check_gather(config: RunConfig) -> Iterator[str]:
 def _check_rule(config: RunConfig) -> Iterator[str]:
     """Let what only AdamW and SGD can do be asked of these alone."""
     rule = config.optimizer.optimizer
-    if rule not in ("muon", "lion"):
+    if rule in ("adam", "sgd"):
         return
     form = config.checkpoint.ckpt_format
     if form in ("torch", "torch_dist") and config.checkpoint.save and not config.checkpoint.no_save_optim:

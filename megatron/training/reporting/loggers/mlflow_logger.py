@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import ssl
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,48 @@ from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reporting.loggers.run_logger import hyperparameters
 
+_REACH_SECONDS = 10.0
 _FLUSH_SECONDS = 5.0
 _PARAMETERS_AT_ONCE, _FIGURES_AT_ONCE, _MOST_CHARACTERS = 100, 1000, 500
+
+
+def check_server(config: RunConfig) -> None:
+    """Check that the tracking server, data base or folder of MLflow answers.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    import mlflow
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    options = config.logging
+    uri = options.mlflow_tracking_uri or mlflow.get_tracking_uri()
+    try:
+        if uri.startswith(("http://", "https://")):
+            # MLflow itself asks again and again, for minutes.
+            _reach(uri)
+        MlflowClient(uri).get_experiment_by_name(options.mlflow_experiment)
+    except (MlflowException, OSError, ValueError) as error:
+        raise _failure(config, error) from error
+
+
+def _reach(uri: str) -> None:
+    """Ask a server for anything; any answer will do, an error or a certificate that MLflow may be told to trust."""
+    try:
+        with urllib.request.urlopen(uri, timeout=_REACH_SECONDS):
+            return
+    except urllib.error.HTTPError:
+        return
+    except urllib.error.URLError as error:
+        if not isinstance(error.reason, ssl.SSLError):
+            raise OSError(f"{uri} does not answer ({error.reason})") from error
+
+
+def _failure(config: RunConfig, error: Exception) -> ConfigurationError:
+    reason = " ".join(str(error).split())
+    given = f"--mlflow-experiment {config.logging.mlflow_experiment}"
+    return ConfigurationError(f"{given}: {reason}; start the server, or change --mlflow-tracking-uri")
 
 
 class MlflowLogger:
@@ -51,8 +94,7 @@ class MlflowLogger:
             for start in range(0, len(parameters), _PARAMETERS_AT_ONCE):
                 self._client.log_batch(self._run_id, params=parameters[start : start + _PARAMETERS_AT_ONCE])
         except self._failures as error:
-            reason = " ".join(str(error).split())
-            raise ConfigurationError(f"{given}: {reason}; change --mlflow-tracking-uri") from error
+            raise _failure(config, error) from error
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
         """Keep the figures of an iteration, and send those of the last seconds where it is time."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.data_lists import extra_validation_sets
 from megatron.training.config.run_config import RunConfig
-from megatron.training.reporting.loggers.mlflow_logger import MlflowLogger
+from megatron.training.reporting.loggers.mlflow_logger import MlflowLogger, check_server
 from megatron.training.reporting.loggers.run_logger import RunLogger
 from megatron.training.reporting.loggers.tensorboard_logger import TensorBoardLogger
-from megatron.training.reporting.loggers.wandb_logger import WandbLogger
+from megatron.training.reporting.loggers.wandb_logger import WandbLogger, check_login
 
 
 def open_loggers(config: RunConfig, start_iteration: int, data_sets: Sequence[str] = ()) -> list[RunLogger]:
@@ -53,3 +53,15 @@ def check_packages(config: RunConfig) -> None:
     ]
     if problems:
         raise ConfigurationError(problems)
+
+
+def check_services(config: RunConfig) -> None:
+    """See whether the services that the loggers send to can be used; for the process that reports.
+
+    Raises:
+        ConfigurationError: there are no credentials for W&B, or MLflow's server does not answer.
+    """
+    if config.logging.wandb_project:
+        check_login(config)
+    if config.logging.mlflow_experiment:
+        check_server(config)

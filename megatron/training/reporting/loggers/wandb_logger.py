@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,39 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.files.object_path import as_path
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reporting.loggers.wandb_identity import identify_run
+
+_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+"""Modes of WANDB_MODE, or of the package's settings files, in which nothing is sent."""
+
+
+def check_login(config: RunConfig) -> None:
+    """Check that W&B finds credentials, wherever it looks for them: environment, settings files, netrc.
+
+    Nothing is sent, so that a wrong key is found when the run begins.
+
+    Raises:
+        ConfigurationError: it finds none, and would send the run's figures to a server.
+    """
+    import wandb
+
+    settings = wandb.setup(wandb.Settings(silent=True)).settings
+    if settings.mode in _WITHOUT_LOGIN:
+        return
+    try:
+        takes_prompt = "prompt" in inspect.signature(wandb.login).parameters
+        found = wandb.login(prompt=False, verify=False) if takes_prompt else bool(wandb.api.api_key)
+        reason = "no API key is configured"
+    except wandb.Error as error:
+        found, reason = False, " ".join(str(error).split())
+    if not found:
+        raise ConfigurationError(_describe_failure(config, reason))
+
+
+def _describe_failure(config: RunConfig, reason: str) -> str:
+    return (
+        f"--wandb-project {config.logging.wandb_project}: {reason}; run `wandb login`, or set WANDB_API_KEY or "
+        "WANDB_MODE=offline"
+    )
 
 
 class WandbLogger:
@@ -50,10 +84,7 @@ class WandbLogger:
                 **again,
             )
         except wandb.Error as error:
-            reason = " ".join(str(error).split())
-            raise ConfigurationError(
-                f"--wandb-project {options.wandb_project}: {reason}; run `wandb login`, or set WANDB_MODE=offline"
-            ) from error
+            raise ConfigurationError(_describe_failure(config, " ".join(str(error).split()))) from error
         self._failure, self._table = wandb.Error, wandb.Html
         # Steps of its own may not go back, which a run that goes back to an older checkpoint does.
         self._run.define_metric("iteration")

@@ -9,13 +9,19 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, model_tensors, optimizer_tensors
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer import inner_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, make_optimizer
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from tests.distributed.core.optimizer.toy_training import (
     GATHER,
@@ -26,6 +32,7 @@ from tests.distributed.core.optimizer.toy_training import (
     WEIGHTS,
     Options,
     Run,
+    Wide,
     build,
     trained_each,
 )
@@ -263,3 +270,38 @@ def test_an_overflow_skips_the_step_on_all_ranks(options: Options) -> None:
     for outcome, is_unchanged in run_distributed(2, poisoned, options, torch.float16, 1):
         assert outcome == StepOutcome(False, None, None)
         assert is_unchanged
+
+
+def with_rule(rule: str, work: Any, *arguments: Any) -> Any:
+    """Return what work gives if torch's optimizer of a name is the update rule."""
+    make = getattr(torch.optim, rule)
+    with (
+        patch.object(inner_optimizer, "_make_torch_optimizer", lambda config, groups, fused: make(groups)),
+        patch.object(inner_optimizer, "_state_names", lambda config: ()),
+    ):
+        return work(*arguments, {"optimizer": "added"})
+
+
+@pytest.mark.long
+def test_the_state_of_any_elementwise_rule_is_loaded_at_another_layout(tmp_path: Path) -> None:
+    arguments = (str(tmp_path), OPTIM, torch.float32)
+    ((expected, _), *_) = run_distributed(2, with_rule, "NAdam", train_and_save, *arguments)
+    index = read_index(tmp_path)
+    scalars = [name for name in index.tensors if name.startswith("optimizer.mu_product.")]
+    assert len(scalars) == len(expected)
+    for parameters, _ in run_distributed(3, with_rule, "NAdam", load_and_train, str(tmp_path), GRADS, torch.float32):
+        for name, value in expected.items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-5, atol=1e-6)
+
+
+def build_wide(optimizer: Options) -> None:
+    state = create_parallel_state(ParallelSizes())
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    ddp = DistributedDataParallel(Wide(torch.float32), config, state)
+    make_optimizer(OptimizerConfig(**optimizer), [ddp], state)  # type: ignore[arg-type]
+
+
+def test_a_rule_that_is_not_elementwise_is_given_no_shard() -> None:
+    with pytest.raises(RankFailure, match=r"Adafactor is not elementwise.*some rank holds a shard of matrix") as caught:
+        run_distributed(2, with_rule, "Adafactor", build_wide)
+    assert "ConfigurationError" in str(caught.value)

@@ -242,6 +242,24 @@ def test_files_of_another_form_are_refused_in_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_record_that_is_no_training_run_is_left_out_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = tmp_path / "runs.json", tmp_path / "predictions.json"
+    inference = {name: value for name, value in RECORD.items() if name not in ("global_batch", "num_microbatches")}
+    records = [{**RECORD, "id": "first"}, {**inference, "id": "served"}, {"tp": 2}, {**RECORD, "id": "last"}]
+    path.write_text(json.dumps({"runs": records}))
+    assert main(["--evaluate", str(path), "--output", str(output)]) == 1
+    assert [run["id"] for run in json.loads(output.read_text())["runs"]] == ["first", "last"]
+    printed = capsys.readouterr()
+    assert "overall" in printed.out
+    assert printed.err.splitlines() == [
+        f"WARNING: left out: {path}: record 2: id is missing; give text that names the record",
+        f"WARNING: left out: {path}: run served: num_microbatches is missing; give a whole number of 1 or more",
+        f"error: 2 of 4 records of {path} were left out; complete or remove them",
+    ]
+
+
 def test_the_command_prints_errors_and_writes_every_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

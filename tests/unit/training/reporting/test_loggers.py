@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,7 +19,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.files.object_path import as_path
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
-from megatron.training.reporting.loggers.open_loggers import check_packages
+from megatron.training.reporting.loggers.open_loggers import check_packages, check_services
 from megatron.training.reporting.metrics import MetricsWriter
 from tests.harness.object_faults import empty_memory_store
 from tests.unit.training.reporting.test_profiling import FLAGS
@@ -254,3 +255,65 @@ def test_tensorboard_has_groups_texts_and_hyperparameters(tmp_path: Path) -> Non
 
 def events_in(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder)).Reload()
+
+
+@pytest.mark.parametrize("takes_prompt", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "key", "is_rejected"),
+    [("online", "", True), ("run", "", True), ("online", "k", False), ("offline", "", False), ("disabled", "", False)],
+)
+def test_wandb_without_an_api_key_is_rejected_before_the_run_is_set_up(
+    mode: str, key: str, is_rejected: bool, takes_prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def login(prompt: bool, verify: bool) -> bool:
+        assert (prompt, verify) == (False, False)
+        return bool(key)
+
+    put_module(
+        monkeypatch,
+        "wandb",
+        setup=lambda settings: SimpleNamespace(settings=SimpleNamespace(mode=mode)),
+        Settings=dict,
+        Error=WandbError,
+        login=login if takes_prompt else lambda key=None: pytest.fail("this login would ask"),
+        api=SimpleNamespace(api_key=key),
+    )
+    config = config_of("--wandb-project", "p")
+    if not is_rejected:
+        check_services(config)
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        check_services(config)
+    assert str(caught.value) == (
+        "--wandb-project p: no API key is configured; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+    )
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Put a stand-in for mlflow into place, and return the servers that its clients are of."""
+    asked: list[str] = []
+
+    class Client:
+        def __init__(self, uri: str) -> None:
+            asked.append(uri)
+
+        def get_experiment_by_name(self, name: str) -> None:
+            if asked[-1] == "sqlite:///none/there.db":
+                raise ValueError("unable to open\ndatabase file")
+
+    put_module(monkeypatch, "mlflow", MlflowClient=Client, get_tracking_uri=lambda: "sqlite:///none/there.db")
+    put_module(monkeypatch, "mlflow.exceptions", MlflowException=ValueError)
+    return asked
+
+
+def test_an_mlflow_server_that_does_not_answer_is_rejected(mlflow: list[str]) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(ConfigurationError, match=f"^--mlflow-experiment e: {uri} does not answer .*refused"):
+            check_services(config_of("--mlflow-experiment", "e", "--mlflow-tracking-uri", uri))
+    assert mlflow == []
+    with pytest.raises(ConfigurationError, match=r"^--mlflow-experiment e: unable to open database file; start"):
+        check_services(config_of("--mlflow-experiment", "e"))
+    check_services(config_of("--mlflow-experiment", "e", "--mlflow-tracking-uri", "sqlite:///m.db"))

@@ -1,0 +1,129 @@
+"""Update rules from elsewhere: what they keep is saved and loaded to the bit, or rejected by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.errors import ConfigurationError
+from megatron.core.optimizer import inner_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_rule import examine_rule
+from tests.unit.core.optimizer.test_optimizer import assert_same_parameters, build, oracle, train_step
+
+ELEMENTWISE = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adagrad)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.optim.Optimizer]], str]:
+    """Return a function that makes an update rule the one named ``added``."""
+
+    def use(make: Callable[..., torch.optim.Optimizer]) -> str:
+        monkeypatch.setattr(inner_optimizer, "_make_torch_optimizer", lambda config, groups, fused: make(groups))
+        monkeypatch.setattr(inner_optimizer, "_state_names", lambda config: ())
+        return "added"
+
+    return use
+
+
+class Counting(torch.optim.SGD):
+    """Keep a Python number for each parameter, which the update follows."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["factor"] = 0.5 * state.get("factor", 1.0)
+                parameter.sub_(parameter.grad, alpha=group["lr"] * state["factor"])
+
+
+def stored(optimizer: MegatronOptimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors = {name: tensor.clone() for name, (_, tensor) in optimizer.sharded_state().items()}
+    return tensors, optimizer.scalar_state()
+
+
+def load(optimizer: MegatronOptimizer, state: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
+    wanted = optimizer.sharded_state()
+    assert wanted.keys() == state[0].keys()
+    for name, (_, tensor) in wanted.items():
+        tensor.copy_(state[0][name])
+    optimizer.load_scalar_state(state[1])
+
+
+@pytest.mark.parametrize("make", [*ELEMENTWISE, torch.optim.Adafactor, Counting])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_rule_resumes_to_the_bit(make: type[torch.optim.Optimizer], steps_before: int, use: Any) -> None:
+    options: dict[str, Any] = {"optimizer": use(make), "clip_grad": 0.7, "weight_decay": 0.1}
+    ddp, uninterrupted = build(**options)
+    for index in range(5):
+        train_step(ddp, uninterrupted, index)
+    saved_ddp, saved = build(**options)
+    for index in range(steps_before):
+        train_step(saved_ddp, saved, index)
+    state = stored(saved)
+    again_ddp, again = build(**options)
+    again_ddp.module.load_state_dict(saved_ddp.module.state_dict())
+    load(again, state)
+    for index in range(steps_before, 5):
+        train_step(saved_ddp, saved, index)
+        train_step(again_ddp, again, index)
+    assert_same_parameters(saved_ddp.module, ddp.module, 0.0, 0.0)
+    assert_same_parameters(again_ddp.module, ddp.module, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor])
+def test_a_rule_that_ignores_grad_scale_is_given_clipped_gradients(make: Any, use: Any) -> None:
+    ddp, optimizer = build(optimizer=use(make), clip_grad=0.7, weight_decay=0.1)
+    for index in range(3):
+        train_step(ddp, optimizer, index)
+    assert_same_parameters(ddp.module, oracle(3, 0.7, make, 0.1))
+    ddp, optimizer = build(torch.float32, optimizer="added", clip_grad=0.7, weight_decay=0.1)
+    for index in range(3):
+        train_step(ddp, optimizer, index)
+    assert_same_parameters(ddp.module.double(), oracle(3, 0.7, make, 0.1), 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("make", ELEMENTWISE)
+def test_an_elementwise_rule_is_known_by_its_steps(make: Any, use: Any) -> None:
+    rule = examine_rule(OptimizerConfig(optimizer=use(make)))
+    assert (rule.name, rule.is_elementwise, rule.unsaved) == (make.__name__, True, ())
+
+
+def test_a_factored_rule_is_not_elementwise(use: Any) -> None:
+    rule = examine_rule(OptimizerConfig(optimizer=use(torch.optim.Adafactor)))
+    assert (rule.is_elementwise, rule.unsaved) == (False, ())
+
+
+class InGroups(torch.optim.SGD):
+    """Keep a number in the parameter groups, a list in the state and a number of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.calls = getattr(self, "calls", 0) + 1
+        for group in self.param_groups:
+            group["estimate"] = group.get("estimate", 1.0) * 0.5
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("past", []).append(0)
+                if self.calls > 1:
+                    self.state[parameter]["late"] = torch.zeros_like(parameter)
+
+
+def test_state_that_no_checkpoint_holds_is_named(use: Any) -> None:
+    rule = examine_rule(OptimizerConfig(optimizer=use(InGroups)))
+    assert rule.unsaved == (
+        "estimate of param_groups[0]",
+        "calls of the optimizer",
+        "past (list)",
+        "late (which does not exist after the first update)",
+    )
+
+
+def test_a_rule_that_needs_a_closure_is_rejected_in_one_line(use: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"LBFGS cannot make a step.*without a closure") as caught:
+        examine_rule(OptimizerConfig(optimizer=use(torch.optim.LBFGS)))
+    assert "\n" not in str(caught.value)
