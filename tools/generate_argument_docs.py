@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from docs.scripts.markdown_cells import code, prose  # noqa: E402
 from megatron.core.config_base import FieldSpec, field_docs, field_specs  # noqa: E402
 from megatron.training.config.flag_notes import (  # noqa: E402
     NO_EFFECT,
@@ -41,34 +42,33 @@ def document() -> str:
 
 
 def _row(spec: FieldSpec, doc: str) -> str:
-    names = ", ".join(f"`{name}`" for name in spec.flags)
+    names = ", ".join(map(code, spec.flags))
     default = "required" if spec.is_required else "" if spec.is_bool else _default(spec, doc)
-    cells = (names, _value(spec), default, doc)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return f"| {names} | {_value(spec)} | {default} | {prose(doc)} |"
 
 
 def _value(spec: FieldSpec) -> str:
     if spec.is_bool:
         return ""
     if spec.options.choices is not None:
-        return ", ".join(f"`{choice}`" for choice in spec.options.choices)
+        return ", ".join(map(code, spec.options.choices))
     word = {int: "integer", float: "number", str: "text"}[spec.item_type]
     return f"{word}s" if spec.is_sequence and not spec.options.append else word
 
 
 def _default(spec: FieldSpec, doc: str) -> str:
     is_derived = spec.default == 0 and "by default" in doc
-    if spec.default in (None, ()) or is_derived:
+    if spec.default in (None, (), "") or is_derived:
         return ""
     if isinstance(spec.default, tuple):
-        return " ".join(f"`{value}`" for value in spec.default)
-    return f"`{spec.default}`"
+        return " ".join(code(str(value)) for value in spec.default)
+    return code(str(spec.default))
 
 
 def _no_effect_section() -> str:
     lines = ["## Accepted without effect", "", "Each of these prints one line that says why it changes nothing.", ""]
     lines += ["| flag | reason |", "|---|---|"]
-    lines += [f"| `{name}` | {note.reason} |" for name, note in sorted(NO_EFFECT.items())]
+    lines += [f"| {code(name)} | {prose(note.reason)} |" for name, note in sorted(NO_EFFECT.items())]
     return "\n".join([*lines, ""])
 
 

@@ -102,7 +102,7 @@ def predict(case: Case, gpu_name: str, num_layers: int | None = None) -> dict[st
     """Return the report of a dry run, with so many layers in place of the model's own."""
     import pretrain_gpt
     from megatron.dry_run.dry_run import dry_run
-    from megatron.dry_run.estimate import estimate_step, kernel_count, kind_of
+    from megatron.dry_run.estimate import EstimatedRun, estimate_step, kernel_count, kind_of
     from megatron.dry_run.report import to_json
     from megatron.dry_run.roofline import operation_seconds
 
@@ -110,7 +110,7 @@ def predict(case: Case, gpu_name: str, num_layers: int | None = None) -> dict[st
     config = with_known_vocabulary(resolve_arguments(flags, case.world_size).config)
     gpu = find_gpu(gpu_name)
     run = dry_run(config, 0, gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
-    report = to_json(run, gpu, estimate_step(run, gpu))
+    report = to_json(EstimatedRun(run, estimate_step(run, gpu)), gpu)
     passes = [operation for operation in run.record.operations if operation.phase in ("forward", "backward")]
     report["pass_kernels"] = sum(map(kernel_count, passes)) / run.num_microbatches
     report["pass_memory_bytes"] = (

@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from docs.scripts.markdown_cells import code  # noqa: E402
+
 DOCUMENT = ROOT / "docs" / "messages.md"
 VALUE = "…"
 # A ValueError of the library becomes the end of the message that names the flag.
@@ -148,6 +152,11 @@ class Message:
         return max(fitting)[1]
 
     @property
+    def what(self) -> str:
+        """Return what is wrong: the text in front of its semicolon, or all of one that begins with it."""
+        return self.text.partition("; ")[0].strip() or self.text
+
+    @property
     def advice(self) -> str:
         """Return what to do: what the message says, else what is said for its files."""
         message, _, said = self.text.partition("; ")
@@ -266,7 +275,7 @@ def document(messages: list[Message]) -> str:
     """Return the whole page."""
     rows: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
     for message, anchor in zip(messages, anchors(messages), strict=True):
-        what = message.text.partition("; ")[0]
+        what = message.what
         cells = (f'<a id="{anchor}"></a>{code(what)}', message.advice, code(message.path))
         rows[message.subject].append(f"| {' | '.join(cells)} |")
     parts = [_HEAD]
@@ -275,13 +284,6 @@ def document(messages: list[Message]) -> str:
             table = ["| message | what to do | file |", "|---|---|---|", *lines]
             parts.append("\n".join([f"## {subject}", "", *table, ""]))
     return "\n".join(parts)
-
-
-def code(text: str) -> str:
-    """Return a text as code in the cell of a table."""
-    quotes = "``" if "`" in text else "`"
-    pad = " " if quotes == "``" else ""
-    return f"{quotes}{pad}{text}{pad}{quotes}".replace("|", "\\|")
 
 
 def main(argv: list[str] | None = None) -> int:

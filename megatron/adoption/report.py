@@ -14,6 +14,7 @@ _KINDS = {
     "no effect": "Left out, without effect on what is computed",
     "not supported": "Not supported",
     "no counterpart": "Without a counterpart",
+    "unresolved": "Unresolved",
 }
 
 

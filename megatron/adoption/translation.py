@@ -7,7 +7,8 @@ import difflib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron.adoption.shell.state import readable, unknown_mark
+from megatron.adoption.placeholders import is_unresolved, without_placeholder
+from megatron.adoption.shell.state import plain_name, readable, unknown_mark
 from megatron.core.config_base import FieldSpec
 from megatron.training.config.arguments import all_flags
 from megatron.training.config.flag_notes import NO_EFFECT, NOT_SUPPORTED
@@ -20,7 +21,7 @@ _DEPTH = 4
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Say what became of one flag: ``kind`` is renamed, no effect, not supported, or no counterpart."""
+    """Say what became of one flag: ``kind`` is renamed, no effect, not supported, no counterpart, or unresolved."""
 
     flag: str
     kind: str
@@ -55,16 +56,38 @@ class Translation:
 
 
 def translate(words: Sequence[str]) -> Translation:
-    """Translate the words that a pretraining script was given."""
+    """Translate the words that a pretraining script was given.
+
+    Words of which nothing is known, and that are no flag's value, are left out and noted: they may be anything.
+    """
     findings: list[Finding] = []
     groups: list[FlagGroup] = []
-    for group in flag_groups(words):
+    placeholders: dict[str, str] = {}
+    for typed in flag_groups(words):
+        group = _with_marks(typed, placeholders)
+        if not group.name and is_unresolved(group.values[0]):
+            text = "is no flag's value and is left out: put the flags that it stands for in its place"
+            findings.append(Finding(readable(group.values[0]), "unresolved", text, needs_decision=True))
+            continue
         groups += _translate(group, findings)
-    placeholders = _add_tokenizer(groups, findings)
+    placeholders |= _add_tokenizer(groups, findings)
     given = {group.name for group in groups if not group.is_companion}
     kept = {group.name: group for group in groups if group.is_companion and group.name not in given}
     groups = [group for group in groups if not group.is_companion or kept.get(group.name) is group]
     return Translation(tuple(groups), tuple(findings), placeholders)
+
+
+def _with_marks(group: FlagGroup, placeholders: dict[str, str]) -> FlagGroup:
+    """Return a flag whose values have marks in place of placeholders, which are noted."""
+
+    def note(name: str, reason: str) -> str:
+        name = plain_name(name)
+        placeholders.setdefault(name, reason)
+        return unknown_mark(name)
+
+    return dataclasses.replace(
+        group, values=tuple(without_placeholder(value, group.name, note) for value in group.values)
+    )
 
 
 def flag_groups(words: Sequence[str]) -> Iterator[FlagGroup]:

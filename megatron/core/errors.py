@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+
+def choices(values: Iterable[object]) -> str:
+    """Return the values that would work as text for a message, ``none`` if there are none."""
+    return ", ".join(map(str, values)) or "none"
 
 
 class MegatronError(Exception):

@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.errors import choices
+
 Grid = Mapping[str, int]
 """One factorisation of all ranks: the size of each axis, from the slowest to the fastest varying."""
 
@@ -148,10 +150,10 @@ class ParallelSizes:
         sizes = [
             n for n in range(1, stage // self.expert_tp + 1) if stage % (n * self.expert_tp) == num_experts % n == 0
         ]
-        works = f"expert-parallel sizes that work: {', '.join(map(str, sizes))}"
+        works = f"expert-parallel sizes that work: {choices(sizes)}"
         if not sizes:
             sizes = [n for n in range(1, stage + 1) if stage % n == 0]
-            works = f"expert-tensor-parallel sizes that work: {', '.join(map(str, sizes))}"
+            works = f"expert-tensor-parallel sizes that work: {choices(sizes)}"
         return [
             f"the {stage} ranks of a pipeline stage, data({self.dp}) x context({self.cp}) x tensor({self.tp}), are not "
             f"divisible by expert({self.ep}) x expert-tensor({self.expert_tp}) = {experts}; change "

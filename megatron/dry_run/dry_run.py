@@ -24,6 +24,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import Group
 from megatron.core.timers import Timer, Timers
+from megatron.dry_run.flops import NO_FLOPS, ModelFlops, check_flops, count_flops, needed_flops
 from megatron.dry_run.pretended.balanced_experts import BalancedExperts
 from megatron.dry_run.pretended.device import PretendedDevice
 from megatron.dry_run.pretended.flex_attention import PretendedFlexAttention
@@ -59,6 +60,7 @@ class DryRun:
 
     ``model_flops`` is a step's work for one rank of all, recomputation left out, and ``num_microbatches`` how often its
     forward and backward passes run. ``start_peak_bytes`` is the most memory that was live before the first step.
+    ``needed_flops`` are what this rank's own layers need.
     """
 
     record: StepRecord
@@ -73,6 +75,7 @@ class DryRun:
     num_chunks: int
     model_flops: float
     start_peak_bytes: int = 0
+    needed_flops: ModelFlops = NO_FLOPS
 
 
 def dry_run(
@@ -93,6 +96,7 @@ def dry_run(
 
     Raises:
         ConfigurationError: it has, and this machine has not.
+        RuntimeError: the kernels compute less than the closed form of the model.
     """
     recorder = Recorder()
     # The samples are read in this thread: another one would know nothing of fake tensors.
@@ -135,6 +139,8 @@ def dry_run(
                 recorder.start()
                 step.run(train_state, source, batch_size, None)
     model = parts.chunks[0].config
+    needed = needed_flops(config, runtime.state.pp.rank)
+    check_flops(count_flops(recorder.record.operations), needed)
     return DryRun(
         record=recorder.record,
         rank=rank,
@@ -148,6 +154,7 @@ def dry_run(
         num_chunks=len(parts.chunks),
         model_flops=3.0 * model.forward_flops_per_sequence(config.data.seq_length) * batch_size / config.world_size,
         start_peak_bytes=start_peak_bytes,
+        needed_flops=needed,
     )
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from megatron.dry_run.dry_run import DryRun
 from megatron.dry_run.roofline import (
     KERNELS_OF,
-    PRODUCTS,
     is_attention,
     operation_seconds,
     transfer_seconds,
@@ -25,8 +24,8 @@ ASSUMPTIONS = (
     "none of them. Links carry one message at a time in each direction; what a rank receives is there when it asks.",
     "Chunks that travel beside a product (--tp-comm-overlap) are moved by copy engines, as symmetric memory moves "
     "them: NCCL's sends and receives, of which the ring is made elsewhere, would hold a few multiprocessors meanwhile.",
-    "A pipeline's stages take equally long, and idle at its two ends for (stages - 1) / (chunks x micro-batches) of "
-    "the passes; a schedule that fills them idles less.",
+    "A pipeline's step takes as long as its first or its last stage, whichever is slower, with idle time of "
+    "(stages - 1) / (chunks x micro-batches) of its passes; a schedule that fills that idles less.",
     "Copies to the machine's memory and back take PCIe, one way each, with all of it for each GPU. They are hidden as "
     "communication is, and are counted with it; what the host computes between them takes no time.",
     "Machines have eight GPUs, joined by NVLink; one network port serves each GPU.",
@@ -58,6 +57,19 @@ class Estimate:
     copies_hidden: Sequence[float]
 
 
+@dataclass(frozen=True)
+class EstimatedRun:
+    """Hold the dry run of a rank and its estimate."""
+
+    run: DryRun
+    estimate: Estimate
+
+
+def slowest_of(runs: Sequence[EstimatedRun]) -> EstimatedRun:
+    """Return the dry run whose step takes longest: the step of all ranks takes as long."""
+    return max(runs, key=lambda each: each.estimate.seconds)
+
+
 def kernel_count(operation: Operation) -> int:
     """Return about how many kernels an operation launches."""
     return KERNELS_OF.get(operation.name, 1)
@@ -67,11 +79,11 @@ def kind_of(operation: Operation) -> str:
     """Return ``products``, ``attention`` or ``memory``: what limits an operation."""
     if is_attention(operation):
         return "attention"
-    return "products" if operation.name in PRODUCTS else "memory"
+    return "products" if operation.flops else "memory"
 
 
 def estimate_step(run: DryRun, gpu: Gpu) -> Estimate:
-    """Return the estimate of a step of one rank; the world is taken to be as fast as this rank."""
+    """Return the estimate of a step of one rank, as if all stages were as fast as its own."""
     by_phase, by_kind, by_line = (
         defaultdict[str, float](float),
         defaultdict[str, float](float),

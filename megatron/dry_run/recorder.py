@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatron.core.process_group import CollectiveCall
+from megatron.dry_run.gemms import Gemm, gemm_of, is_uncounted
 from megatron.dry_run.live_memory import HOLDERS, LiveMemory
 from megatron.dry_run.step_record import (
     TO_DEVICE,
@@ -28,6 +31,7 @@ from megatron.dry_run.step_record import (
     Transfer,
 )
 
+_RECOMPUTATION = torch.utils.checkpoint.__file__
 _PROJECT = Path(__file__).resolve().parents[2]
 # Not the whole folder: an environment may lie in it.
 _NAMED = (f"{_PROJECT / 'megatron'}/", str(_PROJECT / "pretrain_gpt.py"))
@@ -122,11 +126,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_link(transfer, is_wait=True)
 
     def launch(
-        self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], flops: float = 0.0
+        self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], flops: float | None = 0.0
     ) -> None:
-        """Note a kernel that a CUDA build has and this one has not."""
+        """Note a kernel that a CUDA build has and this one has not; ``flops`` are None where they are not known."""
         num_bytes = sum(map(_spanned_bytes, (*read, *written)))
-        self._note(name, [*read, *written], num_bytes, flops, self._named_after_forward(self._where()))
+        work = _Work(flops or 0.0, is_uncounted=flops is None)
+        self._note(name, [*read, *written], num_bytes, work, self._named_after_forward(self._where()))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -176,21 +181,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cuda = [tensor for tensor in given if tensor.device.type == "cuda"]
         made = [tensor for tensor in returned if tensor.device.type == "cuda"]
         num_bytes = _moved_bytes(func, name, args, kwargs, cuda, made)
-        flops = _flops(func, args, kwargs, result)
-        if flops:
+        work = _work(func, args, kwargs, result)
+        if work.flops:
             # A result that is written over is no operand, and may be wider than those.
             given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         if name.startswith(_HEADS_BEHIND):
             given = [tensor.transpose(1, 2) for tensor in given if tensor.dim() == 4]
-        self._note(name, given or made, num_bytes, flops, self._named_after_forward(where))
+        name = name if namespace == "aten" else f"{namespace}::{name}"
+        self._note(name, given or made, num_bytes, work, self._named_after_forward(where))
         return result
 
-    def _note(self, name: str, tensors: Sequence[torch.Tensor], num_bytes: int, flops: float, where: str) -> None:
+    def _note(self, name: str, tensors: Sequence[torch.Tensor], num_bytes: int, work: _Work, where: str) -> None:
         shapes = tuple(tuple(tensor.shape) for tensor in tensors[:4])
         # Of a sum that is wider than the product that is added to it, the product's.
         sizes = [tensor.element_size() for tensor in tensors[:4] if tensor.dtype.is_floating_point]
         itemsize = min(sizes, default=tensors[0].element_size() if tensors else 1)
-        self.record.operations.append(Operation(self.phase, name, where, shapes, itemsize, num_bytes, flops))
+        is_recomputed = work.flops > 0.0 and _is_recomputed()
+        self.record.operations.append(
+            Operation(
+                *(self.phase, name, where, shapes, itemsize, num_bytes, work.flops, work.gemm),
+                is_recomputed=is_recomputed,
+                is_uncounted=work.is_uncounted,
+            )
+        )
 
     def _begin(self, work: Any, transfer: Transfer) -> None:
         self._under_way[id(work)] = work, transfer
@@ -282,18 +295,36 @@ def _moved_bytes(
     return total + (2 * _spanned_bytes(given[0]) if name in ("softmax", "_softmax") else 0)
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    if func._overloadpacket is torch.ops.aten._scaled_mm_v2:
-        return 2.0 * float(args[0].numel() * args[1].shape[1])
-    if func._overloadpacket not in flop_registry:
-        return 0.0
+@dataclass(frozen=True)
+class _Work:
+    """Hold what an operation computes beside what it reads and writes."""
+
+    flops: float = 0.0
+    gemm: Gemm | None = None
+    is_uncounted: bool = False
+
+
+def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Work:
     values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    if (gemm := gemm_of(func, values)) is not None:
+        return _Work(gemm.flops, gemm)
+    if func._overloadpacket not in flop_registry:
+        return _Work(is_uncounted=is_uncounted(func))
     name = func._schema.name.removeprefix("aten::")
     if name.startswith(_HEADS_BEHIND):
-        return _flash_flops(name, values)
-    operands = [value for value in args if not isinstance(value, torch.dtype)]
-    flops = float(flop_registry[func._overloadpacket](*operands, **kwargs, out_val=result))
-    return flops / 2 if values.get("is_causal") else flops
+        return _Work(_flash_flops(name, values))
+    flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+    return _Work(flops / 2 if values.get("is_causal") else flops)
+
+
+def _is_recomputed() -> bool:
+    """Return whether activation recomputation runs within the backward pass."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        if frame.f_code.co_filename == _RECOMPUTATION and frame.f_code.co_name == "unpack_hook":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _flash_flops(name: str, values: dict[str, Any]) -> float:

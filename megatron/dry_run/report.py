@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.dry_run.dry_run import DryRun
-from megatron.dry_run.estimate import ASSUMPTIONS, Estimate, kernel_count, kind_of
+from megatron.dry_run.estimate import ASSUMPTIONS, Estimate, EstimatedRun, kernel_count, kind_of, slowest_of
+from megatron.dry_run.flops import count_flops
 from megatron.dry_run.roofline import transfer_seconds
 from megatron.dry_run.step_record import PHASES
 from megatron.planning.gpu import Gpu
@@ -17,9 +18,14 @@ _GIB = 2**30
 LABEL = "estimate of a dry run, not a measurement"
 
 
-def to_json(run: DryRun, gpu: Gpu, estimate: Estimate) -> dict[str, Any]:
-    """Return everything that is known of the step as JSON-ready values; times are in milliseconds."""
-    record = run.record
+def to_json(reported: EstimatedRun, gpu: Gpu, stages: Sequence[EstimatedRun] = ()) -> dict[str, Any]:
+    """Return everything that is known of the step as JSON-ready values; times are in milliseconds.
+
+    The step takes as long as the slowest of ``stages`` and of the reported rank, whose own time is ``rank_ms``.
+    """
+    run, estimate = reported.run, reported.estimate
+    record, slowest = run.record, slowest_of([reported, *stages])
+    counted = count_flops(record.operations)
     return {
         "label": LABEL,
         "assumptions": list(ASSUMPTIONS),
@@ -34,7 +40,13 @@ def to_json(run: DryRun, gpu: Gpu, estimate: Estimate) -> dict[str, Any]:
         "kernels": sum(map(kernel_count, record.operations)),
         "operations": len(record.operations),
         "bytes": sum(operation.num_bytes for operation in record.operations),
-        "flops": sum(operation.flops for operation in record.operations),
+        "flops": counted.hardware,
+        "recomputed_flops": counted.recomputed,
+        "gemm_flops": counted.gemms,
+        "attention_flops": counted.attention,
+        "needed_gemm_flops": run.needed_flops.gemms,
+        "needed_attention_flops": run.needed_flops.attention,
+        "uncounted": dict(counted.uncounted),
         "model_flops": run.model_flops,
         "waits": [{"phase": wait.phase, "where": wait.where, "what": wait.what} for wait in record.waits],
         "host_copies": _host_copies(run, gpu, estimate),
@@ -55,9 +67,15 @@ def to_json(run: DryRun, gpu: Gpu, estimate: Estimate) -> dict[str, Any]:
         "peak_holders": dict(record.peak_holders),
         "start_peak_bytes": run.start_peak_bytes,
         "fits": max(record.peak_bytes, run.start_peak_bytes) <= gpu.memory_bytes,
-        "predicted_ms": estimate.seconds * 1e3,
-        "mfu": estimate.mfu,
-        "tflops": estimate.tflops,
+        "predicted_ms": slowest.estimate.seconds * 1e3,
+        "slowest_rank": slowest.run.rank,
+        "rank_ms": estimate.seconds * 1e3,
+        "stages": [
+            {"rank": each.run.rank, "pipeline_rank": each.run.pipeline_rank, "ms": each.estimate.seconds * 1e3}
+            for each in stages or [reported]
+        ],
+        "mfu": slowest.estimate.mfu,
+        "tflops": slowest.estimate.tflops,
         "kernel_ms": estimate.kernel_seconds * 1e3,
         "communication_ms": estimate.communication_seconds * 1e3,
         "hidden_communication_ms": estimate.hidden_communication_seconds * 1e3,
@@ -69,23 +87,43 @@ def to_json(run: DryRun, gpu: Gpu, estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def to_text(run: DryRun, gpu: Gpu, estimate: Estimate) -> str:
-    """Return the report for a reader, the assumptions last."""
-    return "\n".join(_lines(run, gpu, estimate))
+def to_text(reported: EstimatedRun, gpu: Gpu, stages: Sequence[EstimatedRun] = ()) -> str:
+    """Return the report for a reader, the assumptions last; ``stages`` as for `to_json`."""
+    return "\n".join(_lines(reported, gpu, slowest_of([reported, *stages]), stages))
 
 
-def _lines(run: DryRun, gpu: Gpu, estimate: Estimate) -> Iterator[str]:
+def _lines(reported: EstimatedRun, gpu: Gpu, slowest: EstimatedRun, stages: Sequence[EstimatedRun]) -> Iterator[str]:
+    run, estimate = reported.run, reported.estimate
     record = run.record
     yield (
         f"rank {run.rank} of {run.world_size} on {gpu.name}: {run.num_parameters:,} parameters, {run.num_layers} "
         f"layers, {run.num_microbatches} micro-batches ({LABEL})"
     )
+    of_step = slowest.estimate
+    compared = ""
+    if len(stages) > 1:
+        others = ", ".join(
+            f"stage {each.run.pipeline_rank} (rank {each.run.rank}) {each.estimate.seconds * 1e3:.1f} ms"
+            for each in stages
+        )
+        compared = f", that of rank {slowest.run.rank}, the slowest of {others}"
     yield (
-        f"step {estimate.seconds * 1e3:.1f} ms predicted, {estimate.tflops:.0f} TFLOP/s, MFU {estimate.mfu:.1%}: "
+        f"step {of_step.seconds * 1e3:.1f} ms predicted{compared}; {of_step.tflops:.0f} TFLOP/s, MFU {of_step.mfu:.1%}"
+    )
+    yield (
+        f"rank {run.rank} {estimate.seconds * 1e3:.1f} ms: "
         f"kernels {estimate.kernel_seconds * 1e3:.1f} ms, communication {estimate.communication_seconds * 1e3:.1f} ms "
         f"(and {estimate.hidden_communication_seconds * 1e3:.1f} ms behind the passes), pipeline idle "
         f"{estimate.bubble_seconds * 1e3:.1f} ms"
     )
+    counted = count_flops(record.operations)
+    yield (
+        f"hardware FLOPs of this rank {counted.hardware:.4g}, {counted.recomputed:.4g} of them recomputed; without "
+        f"these and masked scores {counted.of_model(run.needed_flops):.4g}, by the closed form of its layers "
+        f"{run.needed_flops.total:.4g}"
+    )
+    for name, count in counted.uncounted.items():
+        yield f"FLOPs unknown: {name}, {count} times; only its bytes are in the time, which may be too short"
     holders = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in record.peak_holders.items() if size)
     fits = "fits in" if max(record.peak_bytes, run.start_peak_bytes) <= gpu.memory_bytes else "DOES NOT FIT in"
     yield (

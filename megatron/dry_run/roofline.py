@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from megatron.dry_run.gemms import Gemm
 from megatron.dry_run.step_record import Communication, Operation, Transfer
 from megatron.planning.gpu import Gpu
 
-_SCALED_PRODUCTS = ("_scaled_mm", "_scaled_mm_v2")
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "dot", *_SCALED_PRODUCTS)
 _BANDWIDTH_SHARE = 0.85
 """Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
 _KERNEL_S = 2.5e-6
@@ -55,20 +54,23 @@ def operation_seconds(operation: Operation, gpu: Gpu) -> float:
     if is_attention(operation) and operation.flops:
         rate = _attention_rate(operation, gpu)
         return max(shortest, by_bytes, operation.flops / rate)
-    if operation.name in PRODUCTS and operation.flops:
-        return max(shortest, by_bytes, _product_seconds(operation, gpu))
-    return max(shortest, by_bytes)
+    gemm = operation.gemm
+    if gemm is not None and min(gemm.rows, gemm.columns) > 1:
+        return max(shortest, by_bytes, _gemm_seconds(gemm, operation.itemsize, gpu))
+    # A product with a vector reads its matrix once. What else has FLOPs, a convolution, takes them at the GEMMs' rate.
+    by_flops = 0.0 if gemm is not None else operation.flops / (_peak(operation.itemsize, gpu) * gpu.product_share)
+    return max(shortest, by_bytes, by_flops)
 
 
-def _product_seconds(operation: Operation, gpu: Gpu) -> float:
-    """Return the time of a product at the best choice of tiles, waves and parts of the inner dimension."""
-    matrices = [shape for shape in operation.shapes if len(shape) >= 2]
-    # The operands of a scaled product stand before their scales, those of others behind what they are added to.
-    left, right = matrices[:2] if operation.name in _SCALED_PRODUCTS else matrices[-2:]
-    batch = math.prod(left[:-2])
-    rows, inner, columns = left[-2], left[-1], right[-1]
-    peak = {1: gpu.float8_flops, 2: gpu.half_flops}.get(operation.itemsize, gpu.single_flops)
-    rate = peak * gpu.product_share / gpu.num_sms
+def _peak(itemsize: int, gpu: Gpu) -> float:
+    """Return the dense peak of operands of so many bytes; fp8 ones are widened on a GPU without fp8."""
+    return {1: gpu.float8_flops or gpu.half_flops, 2: gpu.half_flops}.get(itemsize, gpu.single_flops)
+
+
+def _gemm_seconds(gemm: Gemm, itemsize: int, gpu: Gpu) -> float:
+    """Return the time of a GEMM at the best choice of tiles, waves and parts of the inner dimension."""
+    batch, rows, inner, columns = gemm.batch, gemm.rows, gemm.inner, gemm.columns
+    rate = _peak(itemsize, gpu) * gpu.product_share / gpu.num_sms
     best = math.inf
     for tile_rows, tile_columns, share in _TILES:
         tiles = batch * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)

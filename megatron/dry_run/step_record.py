@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron.core.process_group import CollectiveCall
+from megatron.dry_run.gemms import Gemm
 
 PHASES = ("begin", "batch", "forward", "backward", "reduction", "optimizer", "end")
 """The parts of a step in their order."""
@@ -20,7 +21,9 @@ class Operation:
 
     ``shapes`` and ``itemsize`` are of its tensors in their order, ``num_bytes`` what it reads and writes, ``flops``
     what it computes of a product or of attention (masked scores left out), and ``where`` the line of this project that
-    asked for it; for an operation of autograd, the line whose gradient it computes.
+    asked for it; for an operation of autograd, the line whose gradient it computes. ``gemm`` are the sizes of a GEMM.
+    ``is_recomputed`` says that activation recomputation runs it a second time, and ``is_uncounted`` that it may compute
+    more than is known: a custom operator, a Triton program with ``tl.dot``.
     """
 
     phase: str
@@ -30,6 +33,9 @@ class Operation:
     itemsize: int
     num_bytes: int
     flops: float = 0.0
+    gemm: Gemm | None = None
+    is_recomputed: bool = False
+    is_uncounted: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.errors import CheckpointError, ConfigurationError, InputError
+from megatron.core.errors import CheckpointError, ConfigurationError, InputError, choices
 from megatron.core.files.object_path import as_path
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
@@ -130,7 +130,7 @@ def layout_sizes(request: ModelRequest, num_processes: int) -> ParallelSizes:
             "--tensor-model-parallel-size or --pipeline-model-parallel-size"
         )
     if tensor % experts:
-        works = ", ".join(str(size) for size in range(1, tensor + 1) if tensor % size == 0)
+        works = choices(size for size in range(1, tensor + 1) if tensor % size == 0)
         raise ConfigurationError(
             f"--expert-model-parallel-size {experts} does not divide --tensor-model-parallel-size {tensor}, over whose "
             f"processes experts are spread; sizes that work: {works}"

@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.commands.planning.gpu_dry_run import main
+from megatron.commands.planning.gpu_dry_run import main, ranks_to_run
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.dry_run.pretended_cuda import find_compiler
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -41,16 +42,37 @@ def test_a_stage_of_a_pipeline_is_reported_in_text_json_and_a_picture(tmp_path: 
     assert 0 < report["peak_bytes"] == sum(report["peak_holders"].values())
     assert 0 < report["mfu"] < 1
     assert (
-        report["predicted_ms"]
+        report["rank_ms"]
         > report["kernel_ms"]
         == pytest.approx(sum(phase["ms"] for phase in report["by_phase"].values()))
     )
+    # The rank that is asked for is of the last stage, which computes the logits too.
+    assert [(each["rank"], each["pipeline_rank"]) for each in report["stages"]] == [(3, 1), (0, 0)]
+    assert report["predicted_ms"] == max(each["ms"] for each in report["stages"])
+    assert f"that of rank {report['slowest_rank']}, the slowest of stage 1 (rank 3) " in done.stdout
     # Two micro-batches: their gradients go to the stage before; the optimizer's and the report's sums follow.
     sent = [(each["operation"], each["axes"], each["bytes"]) for each in report["collectives"]]
     assert sent.count(("send", ["pp"], 2 * 32 * 64)) == 2
     assert ("all_reduce", ["pp", "dp", "cp", "tp"], 4 * 8) in sent
     picture = ElementTree.parse(tmp_path / "run.svg").getroot()
     assert len(list(picture.iter("{http://www.w3.org/2000/svg}polygon"))) == len(report["peak_holders"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "ranks"),
+    [
+        ({"dp": 8}, None, [0]),
+        ({"dp": 8}, 2, [2]),
+        ({"pp": 2, "tp": 2, "dp": 2}, None, [0, 4]),
+        ({"pp": 2, "tp": 2, "dp": 2}, 3, [3, 4]),
+        ({"pp": 2, "tp": 2, "dp": 2}, 6, [6, 0]),
+        ({"pp": 4, "dp": 2}, 3, [3, 0, 6]),
+    ],
+)
+def test_a_rank_of_the_first_and_one_of_the_last_stage_are_run(
+    sizes: dict[str, int], asked: int | None, ranks: list[int]
+) -> None:
+    assert ranks_to_run(ParallelSizes(**sizes), asked) == ranks
 
 
 @pytest.mark.parametrize(

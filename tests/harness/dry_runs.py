@@ -70,7 +70,7 @@ def _results(cases: Sequence[DryRunCase]) -> Iterator[tuple[str, dict[str, Any]]
 def _report(case: DryRunCase) -> dict[str, Any]:
     import pretrain_gpt
     from megatron.dry_run.dry_run import dry_run
-    from megatron.dry_run.estimate import estimate_step
+    from megatron.dry_run.estimate import EstimatedRun, estimate_step
     from megatron.dry_run.report import to_json
     from megatron.dry_run.vocabulary import with_known_vocabulary
     from megatron.planning.gpu import find_gpu
@@ -83,7 +83,7 @@ def _report(case: DryRunCase) -> dict[str, Any]:
         num_steps=case.num_steps,
         has_triton=case.has_triton,
     )
-    return to_json(run, gpu, estimate_step(run, gpu))
+    return to_json(EstimatedRun(run, estimate_step(run, gpu)), gpu)
 
 
 def _last_line_of_project(error: Exception) -> str:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.adoption.placeholders import without_placeholders
 from megatron.adoption.shell.arithmetic import UnknownNumber
 from megatron.adoption.shell.flow import Ended, ShellFlow
 from megatron.adoption.shell.output import output_of
@@ -47,7 +48,7 @@ class ShellScript(ShellFlow):
             ConfigurationError: it has none.
         """
         try:
-            self._run_text(text)
+            self._run_text(without_placeholders(text, self.state.unknown))
         except Ended:
             return
         except RecursionError:

@@ -24,6 +24,11 @@ def unknown_mark(name: str, kind: str = "x") -> str:
     return f"\ue000{kind}:{name}\ue001"
 
 
+def plain_name(text: str) -> str:
+    """Return the name of an unknown value that a text describes."""
+    return re.sub(r"[^\w./*?-]+", "_", text).strip("_") or "VALUE"
+
+
 def has_unknown(text: str) -> bool:
     """Tell whether a part of the text is unknown."""
     return "\ue000" in text
@@ -74,7 +79,7 @@ class ShellState:
 
     def unknown(self, name: str, reason: str, kind: str = "x") -> str:
         """Return a marked text for a value that cannot be known, and note why."""
-        name = re.sub(r"[^\w./*?-]+", "_", name).strip("_") or "VALUE"
+        name = plain_name(name)
         self.unknowns.setdefault(name, reason)
         return unknown_mark(name, kind)
 

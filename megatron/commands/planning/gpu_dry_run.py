@@ -4,6 +4,7 @@ python tools/gpu_dry_run.py TRAINING-FLAGS --world-size 8 --rank 0 --gpu h100-80
 
 The flags are those of pretrain_gpt.py. Nothing is computed: the step's kernels, memory, host waits and communication
 are recorded, and its time is estimated from the GPU's published figures. No GPU, no data and no tokenizer are needed.
+The time of a pipeline's step is that of its first or its last stage, whichever is slower.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import check_world_size, check_writable, write_text
 from megatron.core.errors import ConfigurationError
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.dry_run.pretended_cuda import load_pretended_cuda
 from megatron.dry_run.vocabulary import with_known_vocabulary
 from megatron.planning.gpu import GPUS, find_gpu
@@ -36,7 +38,12 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the run (1)")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to run, from 0 on (0)")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="R",
+        help="the rank to report, from 0 on (the slower one of the first ranks of the first and the last stage)",
+    )
     parser.add_argument("--gpu", default="h100-80gb", metavar="TYPE", help=f"one of {', '.join(GPUS)} (h100-80gb)")
     parser.add_argument(
         "--without-triton", action="store_true", help="take the machine to have no Triton, and no FlexAttention"
@@ -72,25 +79,40 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     load_pretended_cuda()
     import pretrain_gpt
     from megatron.dry_run.dry_run import dry_run
-    from megatron.dry_run.estimate import estimate_step
+    from megatron.dry_run.estimate import EstimatedRun, estimate_step, slowest_of
     from megatron.dry_run.memory_picture import draw_memory
     from megatron.dry_run.report import to_json, to_text
 
-    run = dry_run(
-        *(config, arguments.rank, gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step),
-        has_triton=not arguments.without_triton,
-    )
-    estimate = estimate_step(run, gpu)
-    print(to_text(run, gpu, estimate))
+    estimated = []
+    for rank in ranks_to_run(config.parallel_sizes, arguments.rank):
+        run = dry_run(
+            *(config, rank, gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step),
+            has_triton=not arguments.without_triton,
+        )
+        estimated.append(EstimatedRun(run, estimate_step(run, gpu)))
+    reported = estimated[0] if arguments.rank is not None else slowest_of(estimated)
+    print(to_text(reported, gpu, estimated))
     if arguments.json is not None:
-        write_text("--json", arguments.json, json.dumps(to_json(run, gpu, estimate), indent=1) + "\n")
+        write_text("--json", arguments.json, json.dumps(to_json(reported, gpu, estimated), indent=1) + "\n")
     if arguments.memory_picture is not None:
-        write_text("--memory-picture", arguments.memory_picture, draw_memory(run, gpu))
+        write_text("--memory-picture", arguments.memory_picture, draw_memory(reported.run, gpu))
+
+
+def ranks_to_run(sizes: ParallelSizes, asked: int | None) -> list[int]:
+    """Return a rank of the first stage and one of the last, the rank that is asked for before them.
+
+    That rank stands for its stage.
+    """
+    of_stage = sizes.world_size // sizes.pp
+    ends = sorted({0, sizes.world_size - of_stage})
+    if asked is None:
+        return ends
+    return [asked, *(rank for rank in ends if rank // of_stage != asked // of_stage)]
 
 
 def _check(arguments: argparse.Namespace) -> None:
     check_world_size("--world-size", arguments.world_size)
-    if not 0 <= arguments.rank < arguments.world_size:
+    if arguments.rank is not None and not 0 <= arguments.rank < arguments.world_size:
         raise ConfigurationError(
             f"--rank {arguments.rank} is not in 0..{arguments.world_size - 1}; change it or --world-size"
         )

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.errors import ConfigurationError
+from megatron.core.errors import ConfigurationError, choices
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.layout_notation import parse_layout
 
@@ -263,4 +263,4 @@ def _listed(numbers: Sequence[int]) -> str:
     shown = [str(number) for number in numbers]
     if len(shown) > 12:
         shown = [*shown[:6], "…", *shown[-3:]]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+    return choices(shown) if len(shown) < 2 else f"{choices(shown[:-1])} or {shown[-1]}"

@@ -369,27 +369,35 @@ class TransformerConfig(
         """Return the operations of one forward pass over one sequence; a multiply-add counts as two.
 
         Matrix products alone are counted: norms, activations and embedding lookups are together far below one per cent.
-        Causal attention counts the half of the score matrix that is used, or what a window leaves of it.
         Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
         """
+        layers = range(self.num_layers + self.num_further_tokens)
+        return sum(sum(self.layer_forward_flops(number, seq_length)) for number in layers)
+
+    def layer_forward_flops(self, layer_number: int, seq_length: int) -> tuple[float, float]:
+        """Return the operations of one layer's forward pass over one sequence: of its GEMMs, and of attention's core.
+
+        Layers from ``num_layers`` on are those that predict further tokens. Causal attention counts the half of the
+        score matrix that is used, or what a window leaves of it.
+        """
         hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
-        projections, of_scores = hidden * (queries + 2 * keys) + queries * hidden, 2 * queries
+        gemms, of_scores = hidden * (queries + 2 * keys) + queries * hidden, 2 * queries
         if self.multi_latent_attention:
-            projections = self.latent_projections(hidden, self.num_attention_heads)
+            gemms = self.latent_projections(hidden, self.num_attention_heads)
             of_scores = self.num_attention_heads * (self.latent_query_width + self.v_head_dim)
-        kinds = [self.kind_of(number) for number in range(self.num_layers + self.num_further_tokens)]
-        layer_windows, has_experts = self.layer_windows, self.moe_layers
-        windows = [min(layer_windows[kind] or seq_length, seq_length) for kind in kinds]
-        cores = sum(of_scores * window * (1 - window / seq_length / 2) for window in windows)
+        kind = self.kind_of(layer_number)
+        window = min(self.layer_windows[kind] or seq_length, seq_length)
+        core = of_scores * window * (1 - window / seq_length / 2)
         num_matrices = 3 if self.is_gated else 2
-        mlp = hidden * self.ffn_hidden_size * num_matrices
-        num_moe = sum(has_experts[kind] for kind in kinds)
-        # Of the experts those that a token goes to, the shared one, and the router.
-        width = self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
-        moe = hidden * (width * num_matrices + (self.num_experts or 0))
-        feed_forwards = (len(kinds) - num_moe) * mlp + num_moe * moe
-        joins = self.num_further_tokens * 2 * hidden * hidden
-        return 2.0 * seq_length * (len(kinds) * projections + feed_forwards + cores + joins)
+        if self.moe_layers[kind]:
+            # Of the experts those that a token goes to, the shared one, and the router.
+            width = self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
+            gemms += hidden * (width * num_matrices + (self.num_experts or 0))
+        else:
+            gemms += hidden * self.ffn_hidden_size * num_matrices
+        if layer_number >= self.num_layers:
+            gemms += 2 * hidden * hidden
+        return 2.0 * seq_length * gemms, 2.0 * seq_length * core
 
 
 def default_ffn_hidden_size(hidden_size: int, is_narrow: bool) -> int:

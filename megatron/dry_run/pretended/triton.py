@@ -15,6 +15,8 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.kernels import triton_choice
 from megatron.dry_run.recorder import Recorder
 
+_DOTS = ("tl.dot", "tl.dot_scaled")
+
 
 @contextmanager
 def recorded_programs(recorder: Recorder) -> Iterator[None]:
@@ -36,7 +38,8 @@ def recorded_programs(recorder: Recorder) -> Iterator[None]:
     def launch(program: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         given = dict(zip(program.arg_names, arguments)) | constants
         loaded, stored = (_tensors(given, names) for names in _accesses(program))
-        recorder.launch(f"{program.__module__.rpartition('.')[2]}.{program.__name__}", loaded, stored)
+        name = f"{program.__module__.rpartition('.')[2]}.{program.__name__}"
+        recorder.launch(name, loaded, stored, None if _multiplies(program) else 0.0)
 
     with (
         patch.object(JITFunction, "run", launch),
@@ -81,6 +84,14 @@ def _accesses(program: Any) -> tuple[frozenset[str], frozenset[str]]:
             for names, inner in zip((loaded, stored), _accesses(helper)):
                 names.update(name for parameter in inner for name in names_in(given[parameter]))
     return frozenset(loaded), frozenset(stored)
+
+
+@functools.cache
+def _multiplies(program: Any) -> bool:
+    """Return whether a program, or a function that it calls, multiplies matrices."""
+    callees = {ast.unparse(node.func) for node in ast.walk(ast.parse(program.src)) if isinstance(node, ast.Call)}
+    helpers = (program.fn.__globals__.get(callee) for callee in callees)
+    return not callees.isdisjoint(_DOTS) or any(_multiplies(helper) for helper in helpers if hasattr(helper, "src"))
 
 
 def _is_loaded(expression: ast.expr) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron.core.errors import choices
 from megatron.planning.gpu import GPUS, Gpu
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import OURS, Implementation
@@ -81,5 +82,4 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
 
 def _divisors(size: int, most: int) -> str:
     """Return the tensor-parallel sizes that would work."""
-    working = [str(each) for each in range(1, max(most, 8) + 1) if size % each == 0]
-    return f"use tp {', '.join(working)}"
+    return f"use tp {choices(each for each in range(1, max(most, 8) + 1) if size % each == 0)}"

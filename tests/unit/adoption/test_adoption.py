@@ -22,6 +22,11 @@ from megatron.training.config.foreign_flags import foreign_flags
 from tests.unit.adoption.example_scripts import DEEPSPEED, MEGATRON, PAI, TWO_STEPS
 from tests.unit.adoption.shell.bash_oracle import started_by_bash, started_by_reading
 
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 16 --lr 1e-4 --train-iters 10 --mock-data --vocab-size 100 "
+    "--tokenizer-type NullTokenizer"
+)
 USER_SCRIPTS = Path(__file__).parents[3].parent / "shared" / "user_scripts"
 
 
@@ -327,3 +332,60 @@ def test_other_starters_of_ranks_are_named(tmp_path: Path) -> None:
     adoption = adopt_file(path, (), {}, CHECKS)
     assert len(adoption.commands) == 1
     assert adoption.notes[0].startswith("line 1 starts pretrain_gpt.py with accelerate, whose flags are not read")
+
+
+SWITCH_THEN = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} --bf16 "
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("<load_options>", "load_options"),
+        ("'<load_options>'", "load_options"),
+        ("{{ load_options }}", "load_options"),
+        ("${{ inputs.more }}", "inputs.more"),
+        ("$LOAD_OPTIONS", "LOAD_OPTIONS"),
+        ("${LOAD_OPTIONS[@]}", "LOAD_OPTIONS"),
+        ("...", "MORE"),
+    ],
+)
+def test_what_is_to_be_filled_in_is_no_value_of_a_switch(tmp_path: Path, words: str, name: str) -> None:
+    (command,) = adopted(tmp_path, f"{SWITCH_THEN}{words} --swiglu\n")
+    assert command.refused == ()
+    assert values_of(command)["--bf16"] == values_of(command)["--swiglu"] == ()
+    assert "" not in values_of(command)
+    assert [finding.flag for finding in command.findings if finding.kind == "unresolved"] == [f"<{name}>"]
+    assert not command.would_run
+
+
+def test_options_that_one_way_through_the_script_sets_are_no_value_of_a_switch(tmp_path: Path) -> None:
+    (command,) = adopted(
+        tmp_path,
+        f'[ -d "$OUT" ] && load_options="--load $OUT" || load_options=""\n{SWITCH_THEN}$load_options --swiglu\n',
+    )
+    assert command.refused == ()
+    assert kinds_of(command)["<load_options>"] == "unresolved"
+
+
+def test_values_that_are_to_be_filled_in_are_named(tmp_path: Path) -> None:
+    text = f"""# don't read this: <comment>
+VOCAB=<Specify path to file>/vocab.json
+MERGES="<Specify path to file>/merges.txt"
+cat > hosts <<EOF
+node slots=8
+EOF
+torchrun --nproc_per_node <GPUS> pretrain_gpt.py {SMALL} --tokenizer-type GPT2BPETokenizer --vocab-file $VOCAB \\
+    --merge-file $MERGES --save <your dir> --load "<other>" --seed {{{{ seed }}}} 2>&1 | tee log.txt
+"""
+    (command,) = adopted(tmp_path, text)
+    assert command.refused == ()
+    assert set(command.placeholders) == {"GPUS", "Specify_path_to_file", "your_dir", "other", "seed"}
+    assert command.placeholders["your_dir"] == "<your dir> is to be replaced in the file"
+    assert "'<Specify_path_to_file>/merges.txt'" in command.text
+
+
+def test_tokens_between_angles_are_values(tmp_path: Path) -> None:
+    flags = "--fim-data --fim-rate 0.5 --fim-prefix-token '<fim_prefix>' --fim-middle-token '<m>'"
+    (command,) = adopted(tmp_path, f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} {flags}\n")
+    assert values_of(command)["--fim-prefix-token"] == ("<fim_prefix>",)
+    assert command.placeholders == {}

@@ -49,7 +49,8 @@ def _case(
     batch = ("--global-batch-size", str(layout.dp * max(2, layout.pp)))
     name = " ".join([cell.name, *extra, *([f"rank {rank}"] if rank else [])])
     # Rotary frequencies go to the device once, in the first step of a run.
-    num_steps = 2 if "rope" in cell.flags else 1
+    # So are the products by which kinds of fp8 are tried.
+    num_steps = 2 if "rope" in cell.flags or "--fp8-format" in extra else 1
     return DryRunCase(name, (*cell.flags, *sizes, *batch, *extra), layout.world_size, rank, num_steps=num_steps)
 
 

@@ -10,10 +10,12 @@ import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, FP8, LLAMA_8B
 from megatron.commands.planning import gpu_dry_run
+from megatron.dry_run.gemms import Gemm
 from megatron.dry_run.pretended_cuda import find_compiler
 from megatron.dry_run.roofline import operation_seconds
 from megatron.dry_run.step_record import Operation
 from megatron.planning.gpu import A100, B200, H100, H200
+from megatron.training.config.notes.float8_speed import BF16, PREDICTED_MS
 from tests.harness.dry_runs import DryRunCase, run_dry_runs
 
 needs_compiler = pytest.mark.skipif(
@@ -54,12 +56,13 @@ def reports_of(cases: Sequence[DryRunCase]) -> dict[str, dict[str, Any]]:
 def scaled_product(rows: int, inner: int, columns: int) -> Operation:
     num_bytes = rows * inner + inner * columns + 2 * rows * columns
     shapes = ((rows, inner), (inner, columns), (1, 1), (1, 1))
-    return Operation("", "_scaled_mm", "", shapes, 1, num_bytes, 2.0 * rows * inner * columns)
+    gemm = Gemm(1, rows, inner, columns)
+    return Operation("", "_scaled_mm", "", shapes, 1, num_bytes, gemm.flops, gemm)
 
 
 def test_large_products_take_about_half_as_long_as_in_16_bits() -> None:
     fp8 = scaled_product(8192, 4096, 14336)
-    half = Operation("", "mm", "", fp8.shapes[:2], 2, fp8.num_bytes, fp8.flops)
+    half = Operation("", "mm", "", fp8.shapes[:2], 2, fp8.num_bytes, fp8.flops, fp8.gemm)
     for gpu in (H100, H200, B200):
         assert 1.8 < operation_seconds(half, gpu) / operation_seconds(fp8, gpu) < 2.0
     assert A100.float8_flops == 0
@@ -125,3 +128,14 @@ def test_a_gpu_without_such_products_is_refused(capsys: pytest.CaptureFixture[st
     answer = capsys.readouterr().err
     assert re.search(r"--gpu a100-80gb has no products in fp8; use one of b200, h100, ", answer)
     assert len(answer.splitlines()) == 1
+
+
+@pytest.mark.long
+@needs_compiler
+@pytest.mark.parametrize(("gpu", "name"), [("H100", "h100-80gb"), ("B200", "b200")])
+def test_the_table_of_recipes_is_what_a_dry_run_predicts(gpu: str, name: str) -> None:
+    flags = {recipe: ("--fp8-format", "hybrid", "--fp8-recipe", recipe) for recipe in PREDICTED_MS[gpu]} | {BF16: ()}
+    four_layers = (*EIGHT_BILLION, "--num-layers", "4", "--global-batch-size", "16")
+    cases = [DryRunCase(recipe, (*four_layers, *more), 8, gpu=name, num_steps=2) for recipe, more in flags.items()]
+    predicted = {recipe: report["predicted_ms"] for recipe, report in reports_of(cases).items()}
+    assert predicted == pytest.approx(PREDICTED_MS[gpu], rel=0.01)

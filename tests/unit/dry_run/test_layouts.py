@@ -62,6 +62,8 @@ LARGE = (
 """Layers of models of their whole size, in steps of one micro-batch."""
 WHOLE = DryRunCase("8B", (*EIGHT_BILLION, *HALVED), 8)
 
+CAUSAL = {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
+LARGE_NAMES = [case.name for case in LARGE]
 BUDGETS = {"345M": (776, 12.79), "all is kept": (226, 11.41), "8B": (1178, 51.89)}
 """The operations of a step, and the GiB of its peak; "all is kept" has four layers of the 8B model."""
 
@@ -142,6 +144,23 @@ def test_no_tensor_is_on_another_device(results: Results, name: str) -> None:
 def test_a_step_waits_only_where_it_must(results: Results, name: str) -> None:
     seen = waits_of(results[name])
     assert {wait: count for wait, count in seen.items() if count > ALLOWED.get(wait, (0, ""))[0]} == {}
+
+
+@pytest.mark.parametrize("name", some_long([*CASES, *LARGE_NAMES, "8B"], {*DEFAULT, *LARGE_NAMES}))
+def test_the_kernels_compute_what_the_model_needs(results: Results, name: str) -> None:
+    report = results[name].report
+    gemms, attention = report["gemm_flops"], report["attention_flops"]
+    needed, needed_attention = report["needed_gemm_flops"], report["needed_attention_flops"]
+    assert report["uncounted"] == {}
+    assert gemms == pytest.approx(needed, rel=0.01)
+    is_whole = "packed" not in name and "cp" not in name.replace("cp1", "")
+    if is_whole and set(kernels_of(results[name], "attention")) == CAUSAL:
+        # The backward pass computes the scores a second time: five products in place of four.
+        assert attention == pytest.approx((2 + 5) / (2 + 4) * needed_attention, rel=0.01)
+    else:
+        assert attention >= needed_attention
+    assert (report["recomputed_flops"] > 0) == ("recompute" in name or "again" in name)
+    assert report["flops"] >= gemms + attention + report["recomputed_flops"]
 
 
 def test_every_allowed_wait_still_happens(results: Results) -> None:
@@ -257,10 +276,7 @@ def test_a_machine_without_triton_has_neither(results: Results) -> None:
     assert len(names) == 2
     for name in names:
         assert kernels_of(results[name], ".") == {}
-        assert set(kernels_of(results[name], "attention")) == {
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_cudnn_attention_backward",
-        }
+        assert set(kernels_of(results[name], "attention")) == CAUSAL
 
 
 def test_a_stage_receives_as_often_as_the_one_before_sends(results: Results) -> None:

@@ -15,17 +15,34 @@ from tests.unit.core.kernels.interpreted import needs_triton
 
 PROGRAM = """
 import json
+from dataclasses import asdict
 from importlib.util import find_spec
 from megatron.dry_run.pretended_cuda import load_pretended_cuda
 load_pretended_cuda()
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import register_flop_formula
 from megatron.dry_run.pretended.operators import CudaOperators
 from megatron.dry_run.pretended.triton import recorded_programs
 from megatron.dry_run.recorder import Recorder
 
 recorder, seen = Recorder(), {}
+
+@torch.library.custom_op("mine::multiplied", mutates_args=())
+def multiplied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x @ y.t()
+
+@torch.library.custom_op("mine::counted", mutates_args=())
+def counted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x @ y.t()
+
+for operator in (multiplied, counted):
+    operator.register_fake(lambda x, y: x.new_empty(len(x), len(y)))
+
+@register_flop_formula(torch.ops.mine.counted)
+def flops_of_counted(x, y, *, out_val=None, out_shape=None, **kwargs):
+    return 2 * x[0] * x[1] * y[0]
 
 def note(name):
     seen[name] = [wait.what for wait in recorder.record.waits]
@@ -65,6 +82,20 @@ with FakeTensorMode(allow_non_fake_inputs=True), recorder, CudaOperators(recorde
     torch.ops.aten.addmm.dtype_out(total, left.detach(), inner, torch.float32, out=total)
     torch.ops.aten.mm.dtype_out(left.detach(), inner, torch.float32, out=total)
     seen["wide"] = [(e.name, e.num_bytes, e.flops, e.itemsize, e.shapes[-2:]) for e in recorder.record.operations]
+    recorder.start()
+    rows = torch.empty(24, 16, device="cuda", dtype=torch.bfloat16)
+    weights = torch.empty(3, 16, 32, device="cuda", dtype=torch.bfloat16)
+    ends = torch.empty(3, device="cuda", dtype=torch.int32)
+    wide = torch._grouped_mm(rows, weights, offs=ends)
+    torch._grouped_mm(rows.t(), wide, offs=ends)
+    torch._grouped_mm(wide.t().contiguous().t()[:8].reshape(1, 8, 32).expand(3, 8, 32), weights.transpose(1, 2))
+    torch.baddbmm(weights, weights, torch.empty(3, 32, 32, device="cuda", dtype=torch.bfloat16))
+    torch.mv(rows, rows[0])
+    seen["gemms"] = [(e.name, e.flops, e.gemm and asdict(e.gemm)) for e in recorder.record.operations if e.flops]
+    recorder.start()
+    torch.ops.mine.multiplied(rows, rows)
+    torch.ops.mine.counted(rows, rows)
+    seen["custom"] = [(e.name, e.flops, e.is_uncounted) for e in recorder.record.operations if "::" in e.name]
     recorder.start()
     torch._foreach_copy_([inner], [total.new_empty(8, 16)])
     total.index_put_((torch.zeros(2, dtype=torch.int64, device="cuda"),), total.new_empty(2, 16), accumulate=True)
@@ -154,6 +185,24 @@ def test_a_product_summed_in_float32_is_one_product_of_16_bits(seen: dict[str, A
         ["addmm", operands + 2 * total, 2 * 4 * 8 * 16, 2, [[4, 8], [8, 16]]],
         ["mm", operands + total, 2 * 4 * 8 * 16, 2, [[4, 8], [8, 16]]],
     ]
+
+
+def test_grouped_and_batched_products_are_counted(seen: dict[str, Any]) -> None:
+    def gemm(batch: int, rows: int, inner: int, columns: int) -> dict[str, int]:
+        return {"batch": batch, "rows": rows, "inner": inner, "columns": columns}
+
+    # 24 rows in 3 groups: their products with a matrix each, and the gradients of these matrices.
+    assert seen["gemms"] == [
+        ["_grouped_mm", 2 * 24 * 16 * 32, gemm(3, 8, 16, 32)],
+        ["_grouped_mm", 2 * 24 * 16 * 32, gemm(3, 16, 8, 32)],
+        ["_grouped_mm", 2 * 3 * 8 * 32 * 16, gemm(3, 8, 32, 16)],
+        ["baddbmm", 2 * 3 * 16 * 32 * 32, gemm(3, 16, 32, 32)],
+        ["mv", 2 * 24 * 16, gemm(1, 24, 16, 1)],
+    ]
+
+
+def test_a_custom_operator_is_counted_by_its_formula_or_said_to_be_unknown(seen: dict[str, Any]) -> None:
+    assert seen["custom"] == [["mine::multiplied", 0, True], ["mine::counted", 2 * 24 * 16 * 24, False]]
 
 
 def test_the_flash_kernel_computes_what_a_window_shows(seen: dict[str, Any]) -> None:

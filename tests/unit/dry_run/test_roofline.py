@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.process_group import CollectiveCall
+from megatron.dry_run.gemms import Gemm
 from megatron.dry_run.roofline import operation_seconds, transfer_seconds
 from megatron.dry_run.step_record import Communication, Operation
 from megatron.planning.gpu import A100, GPUS, H100
@@ -21,7 +22,8 @@ PUBLISHED_S = 0.820
 def product(rows: int, inner: int, columns: int) -> Operation:
     num_bytes = 2 * (rows * inner + inner * columns + rows * columns)
     shapes = ((rows, inner), (inner, columns))
-    return Operation("", "mm", "", shapes, 2, num_bytes, 2.0 * rows * inner * columns)
+    gemm = Gemm(1, rows, inner, columns)
+    return Operation("", "mm", "", shapes, 2, num_bytes, gemm.flops, gemm)
 
 
 def linear(inputs: int, outputs: int) -> Iterator[Operation]:
@@ -82,6 +84,21 @@ def test_one_tile_more_than_the_multiprocessors_takes_another_wave() -> None:
     one_less, full, one_more = (operation_seconds(product(128 * n, 4096, 256), H100) for n in (131, 132, 133))
     assert one_less == full
     assert one_more > 1.25 * full
+
+
+def test_a_grouped_product_is_as_slow_as_its_groups_together() -> None:
+    one = product(8192, 4096, 14336)
+    groups = replace(one, name="_grouped_mm", gemm=Gemm(8, 1024, 4096, 14336))
+    assert operation_seconds(groups, H100) == pytest.approx(operation_seconds(one, H100), rel=0.05)
+    assert one.flops / operation_seconds(groups, H100) > 0.5 * H100.half_flops
+    # Half of each tile of 64 rows is empty.
+    narrow = replace(one, name="_grouped_mm", gemm=Gemm(256, 32, 4096, 14336))
+    assert operation_seconds(narrow, H100) > 1.5 * operation_seconds(one, H100)
+
+
+def test_what_has_flops_and_is_no_gemm_is_not_free() -> None:
+    convolution = Operation("", "convolution", "", ((1, 1),), 2, 0, 1e12)
+    assert operation_seconds(convolution, H100) == pytest.approx(1e12 / (H100.half_flops * H100.product_share))
 
 
 def test_single_precision_and_a_kernel_that_does_nothing() -> None:

@@ -87,4 +87,4 @@ def test_messages_are_found_wherever_they_are_made(refusals: ModuleType) -> None
     )
     assert said == "`give more`"
     assert "(datasets.md)" in unsaid
-    assert refusals.code("… do not divide | at all") == "`… do not divide \\| at all`"
+    assert refusals.code("… do not divide | at all") == "<code>… do not divide &#124; at all</code>"

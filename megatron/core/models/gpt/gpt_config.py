@@ -125,8 +125,11 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     def forward_flops_per_sequence(self, seq_length: int) -> float:
         """Return the operations of one forward pass over one sequence, those of the output layer included."""
-        output_layer = 2.0 * seq_length * self.hidden_size * self.padded_vocab_size * (1 + self.num_further_tokens)
-        return super().forward_flops_per_sequence(seq_length) + output_layer
+        return super().forward_flops_per_sequence(seq_length) + self.output_forward_flops(seq_length)
+
+    def output_forward_flops(self, seq_length: int) -> float:
+        """Return the operations of the output layer's forward pass over one sequence, once for each predicted token."""
+        return 2.0 * seq_length * self.hidden_size * self.padded_vocab_size * (1 + self.num_further_tokens)
 
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:

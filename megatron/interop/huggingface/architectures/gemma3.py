@@ -36,7 +36,11 @@ class Gemma3Family(Gemma2Family):
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         """Return the fields of the rotary positions of layers without a window."""
-        scaling = _rope_of(settings, FULL) or settings.inner("rope_scaling")
+        scaling, older = _rope_of(settings, FULL), settings.inner("rope_scaling")
+        if older is not None:
+            # Where a folder has both, transformers puts the older one's values in place of the newer one's.
+            newer = {} if scaling is None else scaling.values
+            scaling = Settings({**newer, **older.values}, older.place, settings.problems)
         return read_frequencies(settings, scaling, positions, settings.number("rope_theta", 1e6))
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:

@@ -31,6 +31,11 @@ class GPTNeoXFamily:
         width, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
         if width % heads:
             settings.refuse(f"hidden_size {width} is not divisible by num_attention_heads {heads}")
+        if settings.integer("head_dim", width // heads) != width // heads:
+            settings.refuse(
+                f"head_dim is {settings.values['head_dim']}, supported is {width // heads}, hidden_size / "
+                "num_attention_heads: transformers rotates by the one and divides heads by the other"
+            )
         settings.require("attention_bias", True, True, "every linear layer has a bias")
         positions = settings.integer("max_position_embeddings", 2048)
         return GPTConfig(

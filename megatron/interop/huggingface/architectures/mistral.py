@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.decoder_parts.layer_types import window_fields, window_of_all_layers
+from megatron.interop.huggingface.decoder_parts.layer_types import read_layer_types, window_fields, window_of_all_layers
 from megatron.interop.huggingface.decoder_parts.rotary_decoder import RotaryDecoderFamily
 from megatron.interop.huggingface.settings import Settings
 
@@ -22,7 +22,13 @@ class MistralFamily(RotaryDecoderFamily):
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the window."""
         has_window = settings.values.get("sliding_window", self.default_window) is not None
-        return window_fields(settings, [has_window] * settings.integer("num_hidden_layers"), 4096)
+        alike = [has_window] * settings.integer("num_hidden_layers")
+        if read_layer_types(settings, alike) != alike:
+            settings.refuse(
+                "layer_types is not the same for all layers, by which transformers takes a Mistral for a Ministral; "
+                "leave it out if each layer has the window"
+            )
+        return window_fields(settings, alike, 4096)
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""

@@ -44,8 +44,11 @@ def read_partial_rope(
 
 
 def rope_object(settings: Settings) -> Settings | None:
-    """Return the object that describes the rotary positions, of the newer form or of the older, if there is one."""
-    return settings.inner("rope_parameters") or settings.inner("rope_scaling")
+    """Return the object that describes the rotary positions, if there is one.
+
+    Where a folder has the older ``rope_scaling`` beside the newer ``rope_parameters``, transformers takes the older.
+    """
+    return settings.inner("rope_scaling" if settings.values.get("rope_scaling") else "rope_parameters")
 
 
 def read_frequencies(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.errors import choices
 from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
 from megatron.training.config.checks.check import Check, divisors_of
 from megatron.training.config.checks.layout import has_whole_copies
@@ -52,7 +53,7 @@ def _check_rampup(config: RunConfig) -> Iterator[str]:
         yield (
             f"{typed}: the way from {start} to --global-batch-size {batch} is {batch - start}, "
             f"which is not a multiple of the increment {increment}; increments that work: "
-            f"{_increments(batch - start, max(one, 1)) or 'none'}"
+            f"{_increments(batch - start, max(one, 1))}"
         )
     if one and (start % one != 0 or increment % one != 0):
         yield (
@@ -63,7 +64,7 @@ def _check_rampup(config: RunConfig) -> Iterator[str]:
 
 def _increments(way: int, one: int) -> str:
     """Return the divisors of the way from the first to the full batch size that are whole slices, as text."""
-    return ", ".join(str(size) for size in divisors_of(way) if size % one == 0)
+    return choices(size for size in divisors_of(way) if size % one == 0)
 
 
 def _check_steps(config: RunConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
+from megatron.core.errors import choices
 from megatron.training.config.run_config import RunConfig
 
 
@@ -22,7 +23,7 @@ class Check:
 
 def divisors(number: int, limit: int) -> str:
     """Return the divisors of a number up to a limit as text, for messages that say what would work."""
-    return ", ".join(str(size) for size in divisors_of(abs(number)) if size <= limit)
+    return choices(size for size in divisors_of(abs(number)) if size <= limit)
 
 
 def divisors_of(number: int) -> list[int]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
+from megatron.core.errors import choices
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 
@@ -24,10 +25,9 @@ def _check_sequence(config: RunConfig) -> Iterator[str]:
     reason = f"2 x {context} chunks" + (f", and then by tensor({tensor})" if tensor > 1 else "")
     limit = min(length, _LARGEST_PROPOSED_SIZE)
     sizes = [size for size in range(1, limit + 1) if length % _unit(size, tensor) == 0]
-    context_sizes = ", ".join(map(str, sizes)) or "none"
     yield (
         f"--seq-length {length} is not divisible by {unit}: --context-parallel-size {context} cuts it into {reason}; "
-        f"the next length that works: {-(-length // unit) * unit}; context-parallel sizes that work: {context_sizes}"
+        f"the next length that works: {-(-length // unit) * unit}; context-parallel sizes that work: {choices(sizes)}"
     )
 
 
@@ -53,7 +53,7 @@ def _check_levels(config: RunConfig) -> Iterator[str]:
     if context <= 1 or _LEVELS not in model.cp_comm_type or _has_levels(config):
         return
     flag = "--hierarchical-context-parallel-sizes"
-    pairs = ", ".join(f"{inner} {context // inner}" for inner in range(1, context + 1) if context % inner == 0)
+    pairs = choices(f"{inner} {context // inner}" for inner in range(1, context + 1) if context % inner == 0)
     said = f"{flag} {' '.join(map(str, sizes))} are not two of this product" if sizes else f"{flag} is missing"
     yield f"--cp-comm-type {_LEVELS} cuts --context-parallel-size {context} in two, and {said}; give one of: {pairs}"
 
@@ -77,7 +77,7 @@ def _head_problems(config: RunConfig, context: int, exchange: str, sharers: str)
     model = config.model
     tensor = model.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if tensor <= 0 or groups <= 0 or heads <= 0 or heads % tensor != 0:
+    if tensor <= 0 or groups <= 0 or heads <= 0 or heads % tensor or heads % groups:
         return
     local_heads, local_groups = heads // tensor, key_value_heads_of_rank(groups, tensor)
     if copies_of_key_value_heads(local_heads, local_groups, context) is not None:
@@ -86,7 +86,7 @@ def _head_problems(config: RunConfig, context: int, exchange: str, sharers: str)
     yield (
         f"--cp-comm-type {exchange} shares the {local_heads} heads of a tensor-parallel rank, in {local_groups} query "
         f"groups, among {sharers} {context} ranks, which is not possible; context-parallel sizes that "
-        f"work: {', '.join(map(str, sizes))}; or give --cp-comm-type p2p or all_gather"
+        f"work: {choices(sizes)}; or give --cp-comm-type p2p or all_gather"
     )
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from megatron.training.config.notes.float8_speed import float8_notes
 from megatron.training.config.run_config import RunConfig
 
 
 def model_notes(config: RunConfig) -> list[str]:
     """Return the lines."""
-    return [*_attention_notes(config), *_level_notes(config), *_window_notes(config), *_routing_notes(config)]
+    return [
+        *_attention_notes(config),
+        *_level_notes(config),
+        *_window_notes(config),
+        *_routing_notes(config),
+        *float8_notes(config),
+    ]
 
 
 def _attention_notes(config: RunConfig) -> list[str]:

@@ -265,3 +265,21 @@ def test_mixtral_always_says_how_wide_a_head_is(tmp_path: Path) -> None:
     """transformers does not load one without it, where YaRN stretches positions."""
     config = config_of(tmp_path, MIXTRAL)
     assert family_for(config).write_settings(config)["head_dim"] == config.kv_channels
+
+
+@pytest.mark.parametrize("base", [LLAMA, NEOX, GEMMA3], ids=["llama", "neox", "gemma3"])
+def test_the_older_description_of_positions_counts_beside_the_newer(tmp_path: Path, base: dict[str, Any]) -> None:
+    newer = {"rope_type": "linear", "factor": 8.0}
+    newer = {"full_attention": newer, "sliding_attention": {"rope_type": "default"}} if base is GEMMA3 else newer
+    older = {"rope_type": "linear", "factor": 2.0}
+    assert config_of(tmp_path, base | {"rope_parameters": newer}).rotary_seq_len_interpolation_factor == 8.0
+    both = base | {"rope_parameters": newer, "rope_scaling": older}
+    assert config_of(tmp_path, both).rotary_seq_len_interpolation_factor == 2.0
+    assert (
+        config_of(tmp_path, base | {"rope_parameters": newer, "rope_scaling": None}).rotary_seq_len_interpolation_factor
+        == 8.0
+    )
+
+
+def test_heads_of_neox_are_as_wide_as_they_are_said_to_be(tmp_path: Path) -> None:
+    assert config_of(tmp_path, NEOX | {"head_dim": 8}) == config_of(tmp_path, NEOX)

@@ -54,6 +54,13 @@ REFUSED = [
     (NEOX, {"attention_bias": False}, "attention_bias is false"),
     (NEOX, {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
     (NEOX, {"rotary_pct": 1.5}, "rotary_pct is 1.5"),
+    (NEOX, {"head_dim": 16}, "head_dim is 16, supported is 8, hidden_size / num_attention_heads"),
+    (MISTRAL, {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "for a Ministral"),
+    (
+        QWEN3,
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type 'dynamic' is not supported",
+    ),
     (NEOX, {"num_attention_heads": 7}, "hidden_size 48 is not divisible by num_attention_heads 7"),
     (OLMO2, {"attention_bias": True}, "attention_bias is true"),
     (

@@ -335,8 +335,11 @@ def import_transformers() -> Any:
     return pytest.importorskip("transformers", reason="transformers is not installed (requirements/dev.txt has it)")
 
 
-def make_model(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Build a model whose every value is random, norms and biases too, and large enough to matter."""
+def make_model(kind: str, dtype: torch.dtype = torch.float32, config: Any = None, **changes: Any) -> Any:
+    """Build a model whose every value is random, norms and biases too, and large enough to matter.
+
+    ``config`` is transformers' own, in place of the kind's.
+    """
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed: requirements/dev.txt has it"
     )
@@ -344,7 +347,8 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     family = settings["class"]
     config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config"))
     model_class = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM"))
-    config = config_class(**{name: value for name, value in settings.items() if name != "class"})
+    if config is None:
+        config = config_class(**{name: value for name, value in settings.items() if name != "class"})
     model = model_class(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(sum(map(ord, kind)))
     with torch.no_grad():

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from docs.scripts.markdown_cells import code, prose
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import write_data_set
@@ -35,7 +36,7 @@ class Mistake:
         """Return the mistake as the document writes it."""
         left_out = "".join(f" without {flag}" for flag in self.without)
         where = f" on {self.processes} processes" if self.processes > 1 else ""
-        return f"`{self.added}`{left_out}{where}" if self.added else f"{left_out.strip()}{where}"
+        return f"{code(self.added)}{prose(left_out + where)}" if self.added else prose(left_out.strip() + where)
 
     def answers(self) -> tuple[str, ...]:
         """Return the lines that refuse the command line, which is read in a workplace."""
@@ -220,7 +221,7 @@ def document() -> str:
     parts = [_HEAD]
     with workplace():
         for section, mistakes in MISTAKES.items():
-            rows = [f"| {mistake.title} | {'<br>'.join(mistake.answers())} |" for mistake in mistakes]
+            rows = [f"| {mistake.title} | {'<br>'.join(map(prose, mistake.answers()))} |" for mistake in mistakes]
             parts.append("\n".join([f"## {section}", "", "| typed | answer |", "|---|---|", *rows, ""]))
     return "\n".join(parts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron.core.errors import choices
 from megatron.training.config.checks.check import Check, divisors
 from megatron.training.config.run_config import RunConfig
 
@@ -84,7 +85,7 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
         works = [n for n in range(1, groups + 1) if n <= topk <= n * (experts // groups)]
         yield (
             f"--moe-router-topk {topk} experts cannot be of --moe-router-group-topk {group_topk} groups with "
-            f"{experts // groups} experts each; numbers of groups that work: {', '.join(map(str, works)) or 'none'}"
+            f"{experts // groups} experts each; numbers of groups that work: {choices(works)}"
         )
 
 
