@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.unit.repository.source_tree import PACKAGE, REPOSITORY, relative, tracked_files
+from tests.unit.training.config import mistakes
 
 
 def test_the_picture_of_the_architecture_has_every_room() -> None:
@@ -44,3 +45,8 @@ def test_links_and_commands_of_the_documents_name_files_that_exist() -> None:
 def test_scripts_with_a_first_line_are_executable() -> None:
     for path in tracked_files("*.sh", ".ci/run"):
         assert path.stat().st_mode & 0o111, f"{relative(path)} is not executable"
+
+
+def test_the_page_of_mistakes_has_the_answers() -> None:
+    page = mistakes.DOCUMENT.read_text(encoding="utf-8")
+    assert page == mistakes.document(), "run python -m tests.unit.training.config.mistakes"

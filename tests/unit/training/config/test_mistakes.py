@@ -1,10 +1,10 @@
-"""Typical mistakes are each answered in one line, and the document of them is what is answered."""
+"""Typical mistakes are each answered in one line."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.unit.training.config.mistakes import DOCUMENT, MISTAKES, RIGHT, Mistake, document, workplace
+from tests.unit.training.config.mistakes import MISTAKES, RIGHT, Mistake, workplace
 
 ALL = [mistake for mistakes in MISTAKES.values() for mistake in mistakes]
 
@@ -24,8 +24,3 @@ def test_each_is_answered_in_one_line_that_names_a_flag(mistake: Mistake) -> Non
     typed = [word for word in (*mistake.added.split(), *mistake.without) if word.startswith("-")]
     names = [word.split("=")[0] for word in typed]
     assert any(name in answer for name in (*names, *(word for word in RIGHT.split() if word.startswith("--"))))
-
-
-@pytest.mark.full
-def test_the_document_is_up_to_date() -> None:
-    assert DOCUMENT.read_text(encoding="utf-8") == document(), "run python -m tests.unit.training.config.mistakes"
