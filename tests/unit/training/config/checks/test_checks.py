@@ -159,7 +159,8 @@ WRONG = [
         (),
     ),
     (
-        f"{FULL} --distribute-saved-activations --tensor-model-parallel-size 2 --cuda-graph-impl local --attention-dropout 0",
+        f"{FULL} --distribute-saved-activations --tensor-model-parallel-size 2 --cuda-graph-impl local "
+        "--attention-dropout 0",
         2,
         "--cuda-graph-impl",
         (),
