@@ -1,8 +1,8 @@
 """The FLOPs of a dry run, compared with the closed form of the model.
 
-Hardware FLOPs are all that a step's kernels compute. Three parts of them are no model FLOPs: what activation
-recomputation computes a second time; what attention's kernels compute beyond the scores that the model uses (scores
-that a mask hides, and in FlashAttention's backward pass the scores once more); and the optimizer's own GEMMs.
+Hardware FLOPs are the FLOPs of all kernels of a step. Model FLOPs exclude three parts of them: recomputation, the
+excess of attention kernels over the scores that the model uses (masked scores, and the scores that FlashAttention's
+backward pass computes again), and the optimizer's GEMMs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.planning.expert_layer import ExpertLayer
 from megatron.training.config.run_config import RunConfig
 
 _BACKWARD = 2
-"""FLOPs of a backward pass beside those of its forward pass: the gradients of both operands."""
+"""Ratio of backward to forward FLOPs: the gradients of both operands."""
 _KERNELS = "megatron/core/kernels/"
 """Where attention without a kernel of its own multiplies its batched matrices."""
 _TOLERANCE = 0.01
@@ -32,7 +32,6 @@ class ModelFlops:
 
     @property
     def total(self) -> float:
-        """Return both."""
         return self.gemms + self.attention
 
 
@@ -55,7 +54,6 @@ class CountedFlops:
 
     @property
     def hardware(self) -> float:
-        """Return all of them."""
         return self.gemms + self.attention + self.recomputed + self.optimizer
 
     def of_model(self, needed: ModelFlops) -> float:
@@ -132,15 +130,18 @@ def _beyond_choices(config: RunConfig, layer_number: int) -> float:
 def check_flops(counted: CountedFlops, needed: ModelFlops) -> None:
     """Check that the kernels compute at least what the model needs.
 
+    The excess of attention kernels does not count, since it would hide a missing GEMM.
+
     Raises:
         RuntimeError: they compute less, so that some kernel's work is not counted: the step's time would be too short.
     """
-    if counted.gemms + counted.attention >= (1 - _TOLERANCE) * needed.total:
+    of_model = counted.of_model(needed)
+    if of_model >= (1 - _TOLERANCE) * needed.total:
         return
     unknown = ", ".join(counted.uncounted) or "none"
     raise RuntimeError(
-        f"the dry run counted {counted.gemms + counted.attention:.4g} FLOPs in this rank's forward and backward "
-        f"passes, but its layers need {needed.total:.4g} by TransformerConfig.layer_forward_flops; correct that if "
-        "the model has changed, add a missing GEMM to megatron/dry_run/gemms.py, or register the FLOPs of a custom "
+        f"the dry run counted {of_model:.4g} FLOPs in this rank's forward and backward passes, but its layers need "
+        f"{needed.total:.4g} by TransformerConfig.layer_forward_flops; correct that if the "
+        "model has changed, add a missing GEMM to megatron/dry_run/gemms.py, or register the FLOPs of a custom "
         f"operator with torch.utils.flop_counter.register_flop_formula; operators with unknown FLOPs: {unknown}"
     )

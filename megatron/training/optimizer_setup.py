@@ -90,10 +90,12 @@ def _check_buffers(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None
         return
     for chunk in chunks:
         for path, module in chunk.named_modules():
-            lost = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-            if lost:
+            for name, buffer in module._buffers.items():
+                if buffer is None or name in module._non_persistent_buffers_set:
+                    continue
                 raise ConfigurationError(
-                    f"{path}.{lost[0]} is a persistent buffer, and checkpoints hold parameters only; make it a "
+                    f"{path}.{name}".lstrip(".")
+                    + " is a persistent buffer, and checkpoints hold parameters only; make it a "
                     "parameter with a ParamSpec, or register it with persistent=False if it can be computed again"
                 )
 

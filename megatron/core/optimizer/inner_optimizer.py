@@ -5,6 +5,7 @@ Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,8 @@ class InnerOptimizer:
         self._has_own_state = self._is_torch and config.elementwise not in BUILT_IN
         self._is_made = False
         self._fill_state()
-        # Numbers that `state_of` has lent as tensors, to be taken back when these have been filled.
+        self._first_state: dict[torch.Tensor, dict[str, Any]] = {}
+        # Tensors that `state_of` has returned for numbers: `restore_numbers` reads the numbers back from them.
         self._lent: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     @property
@@ -119,7 +121,7 @@ class InnerOptimizer:
             self._torch_optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def state_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return one of the state tensors of a main parameter, or a number as a tensor for `take_numbers_back`."""
+        """Return one of the state tensors of a main parameter, or a number as a tensor for `restore_numbers`."""
         state = self._torch_optimizer.state[self._updated[id(parameter)]]
         value = state[name]
         if isinstance(value, torch.Tensor):
@@ -144,6 +146,7 @@ class InnerOptimizer:
         updated = [p for group in groups for p in group["params"]]
         if self._is_made or not self._has_own_state or not updated:
             return
+        self._first_state = {p: copy.deepcopy(dict(state)) for p, state in self._torch_optimizer.state.items()}
         settings = [dict(group) for group in groups]
         kept = [(p, p.clone(), p.grad) for p in updated]
         for group in groups:
@@ -164,10 +167,16 @@ class InnerOptimizer:
             self._lent.clear()
             self._torch_optimizer.state.clear()
             self._fill_state()
+            self._torch_optimizer.state.update(self._first_state)
+            self._first_state = {}
             self._is_made = False
 
-    def take_numbers_back(self) -> None:
-        """Set the numbers of the state to what the tensors hold that `state_of` has returned for them."""
+    def forget_lent_numbers(self) -> None:
+        """Drop the tensors that `state_of` has returned for numbers: saving needs none of them afterwards."""
+        self._lent.clear()
+
+    def restore_numbers(self) -> None:
+        """Copy loaded values back into the numeric state."""
         for state, name, tensor in self._lent:
             state[name] = tensor.item()
         self._lent.clear()

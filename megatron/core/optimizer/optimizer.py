@@ -144,8 +144,9 @@ class MegatronOptimizer:
         Shapes: ``-> [1 or 2]`` float64; of ``accept``: ``[] -> [] bool``.
         """
         self._lent.clear()
-        if self.num_steps == 0:
-            for inner in self._inner:
+        for inner in self._inner:
+            inner.forget_lent_numbers()
+            if self.num_steps == 0:
                 inner.drop_made_state()
         self._timers = timers or Timers()
         with self._timers("optimizer-unscale-and-check-inf", log_level=1):
@@ -285,7 +286,7 @@ class MegatronOptimizer:
             compact.encode(values.to(compact.tensor.device), self.num_steps)
         self._lent.clear()
         for inner in self._inner:
-            inner.take_numbers_back()
+            inner.restore_numbers()
         for bucket in self._buckets:
             bucket.inner.set_num_steps(self.num_steps)
             bucket.reload_unrounded()
@@ -301,8 +302,8 @@ class MegatronOptimizer:
         name = next((name for name in of_ranks if name is not None), None)
         if name is not None:
             raise ConfigurationError(
-                f"--optimizer {self.config.elementwise}: {rule.name} is not elementwise (it updates a whole parameter "
-                f"otherwise than its pieces), and here some rank holds a shard of {name}; train with "
+                f"--optimizer {self.config.elementwise}: {rule.name} is not elementwise (its update of a shard differs "
+                f"from its update of the whole parameter), and here some rank holds a shard of {name}; train with "
                 "--tensor-model-parallel-size 1 and --expert-model-parallel-size 1, without "
                 "--use-distributed-optimizer, FSDP and the optimizer's offload"
             )

@@ -14,15 +14,19 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 _ROWS, _COLUMNS, _CUT = 3, 4, 5
 _NUM_STEPS = 3
+_GRADIENT_SCALES = (1.0, 1e3, 1e-3)
+"""Small and large gradients: a rule with a threshold on the norm of a tensor may be elementwise on one side of it."""
 _TOLERANCE = 1e-9
+_SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (((12,),), ((_CUT,), (12 - _CUT,)), ((_ROWS, _COLUMNS),))
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Hold what is known of an update rule.
+    """Properties of an update rule.
 
     ``is_elementwise``: an element's update depends on no other element, so that a shard is updated as the whole is.
-    ``unsaved`` names the state that no checkpoint would hold, each with its place.
+    ``unsaved`` names the state that no checkpoint would hold, each with its place. Both are found by trial steps, which
+    cannot show a dependence that begins beyond the sizes of their gradients.
     """
 
     name: str
@@ -32,25 +36,28 @@ class UpdateRule:
 
 @torch.no_grad()
 def examine_rule(config: OptimizerConfig) -> UpdateRule:
-    """Return what three trial steps on twelve float64 numbers say of the configuration's update rule.
+    """Probe the configuration's update rule by three trial steps on twelve float64 numbers on the CPU.
 
-    The rule is elementwise if it gives the same result for the numbers as one vector, as two and as a matrix.
+    The rule is elementwise if it gives the same result for the numbers as one vector, as two and as a matrix, whether
+    gradients are small or large.
 
     Raises:
         ConfigurationError: the rule does not make a step.
     """
     if config.elementwise in BUILT_IN:
         return UpdateRule(config.elementwise)
-    flat, cut, matrix = (_Trial(config, shapes) for shapes in (((12,),), ((_CUT,), (12 - _CUT,)), ((_ROWS, _COLUMNS),)))
-    is_elementwise = flat.agrees_with(cut) and flat.agrees_with(matrix)
-    whole = flat if is_elementwise else matrix
-    return UpdateRule(flat.name, is_elementwise, tuple(dict.fromkeys([*flat.unsaved, *whole.unsaved])))
+    is_elementwise, unsaved = True, list[str]()
+    for scale in _GRADIENT_SCALES:
+        flat, cut, matrix = (_Trial(config, shapes, scale) for shapes in _SHAPES)
+        is_elementwise = is_elementwise and flat.agrees_with(cut) and flat.agrees_with(matrix)
+        unsaved += flat.unsaved if is_elementwise else matrix.unsaved
+    return UpdateRule(flat.name, is_elementwise, tuple(dict.fromkeys(unsaved)))
 
 
 class _Trial:
     """Let a rule update parameters of some shapes, which hold the same twelve numbers whatever the shapes are."""
 
-    def __init__(self, config: OptimizerConfig, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, config: OptimizerConfig, shapes: Sequence[tuple[int, ...]], gradient_scale: float) -> None:
         self._shapes = tuple(shapes)
         generator = torch.Generator().manual_seed(1)
         values, *gradients = torch.randn(1 + _NUM_STEPS, 12, generator=generator, dtype=torch.float64)
@@ -65,14 +72,14 @@ class _Trial:
             for number, gradient in enumerate(gradients):
                 inner.set_learning_rate(0.01 / (1 + number), 0.1)
                 for parameter, own in zip(self._parameters, self._cut(gradient), strict=True):
-                    parameter.grad = own.clone()
+                    parameter.grad = own * gradient_scale
                 inner.step(self._parameters, 0.5)
                 after_one = after_one or set(self.state)
         except Exception as error:
             raise ConfigurationError(
-                f"--optimizer {config.elementwise}: {self.name} cannot make a step on a tensor of shape "
-                f"{list(self._shapes[0])} without a closure ({type(error).__name__}: {error}); its state must be what "
-                "its own first step creates, or all named in _state_names"
+                f"--optimizer {config.elementwise}: {self.name} fails in a trial step on a float64 CPU tensor of shape "
+                f"{list(self._shapes[0])} ({type(error).__name__}: {error}); it must take such tensors, need no "
+                "closure, and create its state in its own first step or name all of it in _state_names"
             ) from error
         self.unsaved = tuple(self._find_unsaved(before, after_one))
 

@@ -45,9 +45,17 @@ def test_recomputed_and_optimizer_flops_are_none_of_the_models() -> None:
 
 def test_a_step_that_computes_less_than_its_model_is_an_internal_error() -> None:
     counted = count_flops([gemm("forward"), replace(gemm("forward", "mine::product", is_uncounted=True), flops=0.0)])
-    check_flops(counted, ModelFlops(900, 100))
+    check_flops(counted, ModelFlops(1000, 0))
     with pytest.raises(RuntimeError, match=r"counted 1000 FLOPs .* need 2000 .* unknown FLOPs: mine::product$"):
         check_flops(counted, ModelFlops(1900, 100))
+
+
+def test_the_excess_of_attention_hides_no_missing_gemm() -> None:
+    scores = replace(gemm("forward", "bmm"), where="megatron/core/kernels/dot_product_attention.py:61")
+    counted = count_flops([gemm("forward"), scores, scores])
+    check_flops(counted, ModelFlops(1000, 1200))
+    with pytest.raises(RuntimeError, match="counted 2200 FLOPs"):
+        check_flops(counted, ModelFlops(1800, 1200))
 
 
 @pytest.mark.parametrize(

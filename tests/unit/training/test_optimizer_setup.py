@@ -145,6 +145,7 @@ def test_a_persistent_buffer_is_rejected_if_checkpoints_are_saved(
     flags: list[str], is_persistent: bool, is_rejected: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 3))
+    model[0].register_buffer("nothing", None)
     model[0].register_buffer("running_mean", torch.zeros(3), persistent=is_persistent)
     expected = pytest.raises(ConfigurationError, match=r"^0\.running_mean is a persistent buffer")
     with expected if is_rejected else nullcontext():

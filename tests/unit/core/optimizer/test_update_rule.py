@@ -42,6 +42,38 @@ class Counting(torch.optim.SGD):
                 parameter.sub_(parameter.grad, alpha=group["lr"] * state["factor"])
 
 
+class FromTheStart(torch.optim.SGD):
+    """Create the state in the constructor only."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.0)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["past"] = torch.full_like(parameter, 0.25)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                past = self.state[parameter]["past"]
+                past.mul_(0.5).add_(parameter.grad)
+                parameter.sub_(past, alpha=group["lr"])
+
+
+class ClippingEachTensor(torch.optim.SGD):
+    """Scale the gradient of a tensor to a norm of 10 if it is longer."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                clipped = parameter.grad * min(1.0, 10.0 / float(parameter.grad.norm()))
+                parameter.sub_(clipped, alpha=group["lr"])
+
+
 def stored(optimizer: MegatronOptimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {name: tensor.clone() for name, (_, tensor) in optimizer.sharded_state().items()}
     return tensors, optimizer.scalar_state()
@@ -55,7 +87,7 @@ def load(optimizer: MegatronOptimizer, state: tuple[dict[str, torch.Tensor], dic
     optimizer.load_scalar_state(state[1])
 
 
-@pytest.mark.parametrize("make", [*ELEMENTWISE, torch.optim.Adafactor, Counting])
+@pytest.mark.parametrize("make", [*ELEMENTWISE, torch.optim.Adafactor, Counting, FromTheStart])
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_a_rule_resumes_to_the_bit(make: type[torch.optim.Optimizer], steps_before: int, use: Any) -> None:
     options: dict[str, Any] = {"optimizer": use(make), "clip_grad": 0.7, "weight_decay": 0.1}
@@ -99,6 +131,10 @@ def test_a_factored_rule_is_not_elementwise(use: Any) -> None:
     assert (rule.is_elementwise, rule.unsaved) == (False, ())
 
 
+def test_a_rule_with_a_threshold_on_a_whole_tensor_is_not_elementwise(use: Any) -> None:
+    assert not examine_rule(OptimizerConfig(optimizer=use(ClippingEachTensor))).is_elementwise
+
+
 class InGroups(torch.optim.SGD):
     """Keep a number in the parameter groups, a list in the state and a number of its own."""
 
@@ -124,6 +160,6 @@ def test_state_that_no_checkpoint_holds_is_named(use: Any) -> None:
 
 
 def test_a_rule_that_needs_a_closure_is_rejected_in_one_line(use: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"LBFGS cannot make a step.*without a closure") as caught:
+    with pytest.raises(ConfigurationError, match=r"LBFGS fails in a trial step.*closure") as caught:
         examine_rule(OptimizerConfig(optimizer=use(torch.optim.LBFGS)))
     assert "\n" not in str(caught.value)
