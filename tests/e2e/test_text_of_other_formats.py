@@ -109,6 +109,6 @@ def test_a_damaged_file_of_megatrons_is_named(tmp_path: Path, monkeypatch, capsy
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    status, out, err = call_tool(monkeypatch, capsys, "--load", folder, "--prompt", "5")
+    status, out, err = call_tool(monkeypatch, capsys, "--load", folder, "--prompt", "5", "--tokens-to-generate", "5")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert str(file) in err

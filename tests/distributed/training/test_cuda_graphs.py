@@ -14,7 +14,7 @@ import pretrain_gpt
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import Device
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
-from megatron.core.errors import ConfigurationError
+from megatron.core.errors import ConfigurationError, TrainingError
 from megatron.core.transformer import graphed_layers
 from megatron.verification.cells import BASE_FLAGS
 from megatron.verification.run_cell import CellResult, run_cell
@@ -90,7 +90,7 @@ def train(flags: str, world_size: int, with_graphs: bool) -> Trained:
 
 def compare(world_size: int, flags: str) -> list[Trained]:
     """Return what the ranks have seen with graphs, which is what they have seen without."""
-    plain, graphed = (run_distributed(world_size, train, flags, world_size, g) for g in (False, True))
+    plain, graphed = (run_distributed(world_size, train, flags, world_size, g, timeout_s=60) for g in (False, True))
     for ours, expected in zip(graphed, plain, strict=True):
         assert expected.num_graphs == 0
         assert ours.result.losses == pytest.approx(expected.result.losses, rel=TOLERANCE)
@@ -154,9 +154,9 @@ def train_with_short_slots(flags: str) -> float:
     keep_slots_too_short()
     try:
         norms = train(flags, 2, True).result.grad_norms
-    except RuntimeError as error:
-        # Autograd has seen that a saved tensor was written over.
-        if "modified by an inplace operation" not in str(error):
+    except (RuntimeError, TrainingError) as error:
+        # Autograd has seen that a saved tensor was written over, or the step what came of it.
+        if not any(words in str(error) for words in ("modified by an inplace operation", "a gradient is not finite")):
             raise
         return math.nan
     return norms[-1]
