@@ -42,7 +42,7 @@ def check_server(config: RunConfig) -> None:
 
 
 def _reach(uri: str) -> None:
-    """Ask a server for anything; any answer will do, an error or a certificate that MLflow may be told to trust."""
+    """Check that the server accepts connections. HTTP and TLS errors count as reachable."""
     try:
         with urllib.request.urlopen(uri, timeout=_REACH_SECONDS):
             return
