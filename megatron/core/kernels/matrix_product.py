@@ -181,8 +181,8 @@ def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int],
     """
     if _is_one_launch(grad, x):
         result: torch.Tensor = torch._grouped_mm(grad.t(), x, offs=row_counts(counts).ends(x.device))
-        # On Blackwell the kernel leaves groups without rows unwritten (pytorch/pytorch #152668, #172439). The host knows
-        # the counts, so this needs no synchronization. A sync-free dispatch needs torch.where on the group ends.
+        # On Blackwell the kernel leaves groups without rows unwritten (pytorch/pytorch #152668, #172439). The host
+        # knows the counts, so this needs no synchronization. A sync-free dispatch needs torch.where on the group ends.
         empty = [of_group for of_group, count in zip(result, counts) if not count]
         if empty:
             torch._foreach_zero_(empty)
