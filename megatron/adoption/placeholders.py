@@ -17,12 +17,20 @@ _PLACEHOLDER = re.compile(f"{_ANGLED}|{_BRACED}")
 _OF_WORDS = re.compile(f"(?=<[^>]* |\\$?{{{{)(?:{_ANGLED}|{_BRACED})")
 _DOTS = ("...", "…", "[...]", "<...>")
 """A word that stands for more words."""
-# Quoted text, comments and here-documents' beginnings are passed over: there, angles are no redirections.
+# Quoted text, comments and here-documents with their bodies are passed over: there, angles are no redirections.
+# ``<in>out`` is two redirections.
+_HERE_DOCUMENT = (
+    r"""(?P<start>(?<!<)<<-?[ \t]*['"\\]?(?P<end>\w+)['"]?)"""
+    r"(?P<line>[^\n]*)(?P<body>\n(?:[^\n]*\n)*?\t*(?P=end)(?![^\n]))"
+)
 _UNQUOTED = re.compile(
-    r"""\\.|'[^']*'|"(?:[^"\\]|\\.)*"|(?<!\S)\#[^\n]*|<<-?\s*\S+|""" + f"(?<![<])(?:{_ANGLED})(?![>(])|{_BRACED}",
+    r"""\\.|'[^']*'|"(?:[^"\\]|\\.)*"|(?<!\S)\#[^\n]*|"""
+    + f"{_HERE_DOCUMENT}|"
+    + r"<<-?\s*\S+|"
+    + f"(?<![<])(?:{_ANGLED})(?![>(\\w])|{_BRACED}",
     re.DOTALL,
 )
-_OF_TOKENS = re.compile("token|fim")
+_OF_TOKENS = re.compile("-token$|-special-tokens$|^--fim-(?:split-sample|no-prefix)$")
 """Flags whose values look like placeholders: ``--fim-prefix-token <fim_prefix>``."""
 
 Note = Callable[[str, str], str]
@@ -35,6 +43,8 @@ def without_placeholders(text: str, note: Note) -> str:
     def replaced(match: re.Match[str]) -> str:
         if match[0][0] in "'\"":
             return _OF_WORDS.sub(lambda inner: _marked(inner, note), match[0])
+        if match["end"] is not None:
+            return match["start"] + _UNQUOTED.sub(replaced, match["line"]) + match["body"]
         return _marked(match, note)
 
     return _UNQUOTED.sub(replaced, text)

@@ -66,7 +66,7 @@ def translate(words: Sequence[str]) -> Translation:
     for typed in flag_groups(words):
         group = _with_marks(typed, placeholders)
         if not group.name and is_unresolved(group.values[0]):
-            text = "is no flag's value and is left out: put the flags that it stands for in its place"
+            text = "is not a flag's value and was left out; replace it with the flags that it represents"
             findings.append(Finding(readable(group.values[0]), "unresolved", text, needs_decision=True))
             continue
         groups += _translate(group, findings)

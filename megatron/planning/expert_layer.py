@@ -242,7 +242,7 @@ class ExpertLayer:
         add("all_gather", self.axes, gathered, forward + backward)
         add("all_gather", self.axes, weights, forward)
         add("all_gather", self.axes, self._gathered * k * _INDEX, forward)
-        # What the weights are as wide as is summed as wide.
+        # The reduce-scatter sums in the dtype of the combine weights.
         add("reduce_scatter", self.axes, gathered // self.element * self.weight_element, forward)
         add("reduce_scatter", self.axes, gathered, backward)
         add("reduce_scatter", self.axes, weights, backward)

@@ -1,4 +1,4 @@
-"""The layouts of three ranks along an axis that are verified: a third is no binary fraction."""
+"""Layouts with three ranks along an axis, where divisions are inexact."""
 
 from __future__ import annotations
 

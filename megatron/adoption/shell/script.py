@@ -135,7 +135,7 @@ class ShellScript(ShellFlow):
     def _reread(self, text: str, line: int) -> bool | None:
         before, self._line_offset = self._line_offset, line - 1
         try:
-            return self._run_text(text)
+            return self._run_text(without_placeholders(text, self.state.unknown))
         finally:
             self._line_offset = before
 
@@ -165,7 +165,8 @@ class ShellScript(ShellFlow):
         self.state.variables["BASH_SOURCE"] = str(path)
         self._line_offset = 0
         try:
-            return self._run_text(path.read_text(encoding="utf-8", errors="replace"))
+            text = path.read_text(encoding="utf-8", errors="replace")
+            return self._run_text(without_placeholders(text, self.state.unknown))
         finally:
             self.state.variables["BASH_SOURCE"], self._line_offset = script, offset
             self.state.parameters = before

@@ -24,9 +24,9 @@ def warn_of_difference(config: RunConfig, size: ModelSize) -> None:
 
 
 def difference_from_built(config: RunConfig, size: ModelSize) -> str | None:
-    """Return a line that says how the model that is built differs from the planned size, None where it does not.
+    """Return a line that says how the model that is built differs from the planned size, or None.
 
-    A model that cannot be built here, for example because a package is missing, is said to be so.
+    If the model cannot be built, for example because a package is missing, return a line that says so.
     """
     unlike = []
     for stage, planned in enumerate(size.shards):

@@ -98,16 +98,13 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
         write_text("--memory-picture", arguments.memory_picture, draw_memory(reported.run, gpu))
 
 
-def ranks_to_run(sizes: ParallelSizes, asked: int | None) -> list[int]:
-    """Return a rank of the first stage and one of the last, the rank that is asked for before them.
-
-    That rank stands for its stage.
-    """
+def ranks_to_run(sizes: ParallelSizes, requested: int | None) -> list[int]:
+    """Return the requested rank, then one rank of each other end stage."""
     of_stage = sizes.world_size // sizes.pp
     ends = sorted({0, sizes.world_size - of_stage})
-    if asked is None:
+    if requested is None:
         return ends
-    return [asked, *(rank for rank in ends if rank // of_stage != asked // of_stage)]
+    return [requested, *(rank for rank in ends if rank // of_stage != requested // of_stage)]
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -181,10 +181,11 @@ def grouped_gradient(grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int],
     """
     if _is_one_launch(grad, x):
         result: torch.Tensor = torch._grouped_mm(grad.t(), x, offs=row_counts(counts).ends(x.device))
-        # Not on every device does the kernel write what no row adds to (pytorch/pytorch #152668, #172439).
-        for of_group, count in zip(result, counts):
-            if not count:
-                of_group.zero_()
+        # On Blackwell the kernel leaves groups without rows unwritten (pytorch/pytorch #152668, #172439). The host
+        # knows the counts, so this needs no synchronization. A sync-free dispatch needs torch.where on the group ends.
+        empty = [of_group for of_group, count in zip(result, counts) if not count]
+        if empty:
+            torch._foreach_zero_(empty)
         return result
     total = x.new_empty(len(counts), grad.shape[1], x.shape[1])
     for into, rows, of_group in zip(total, grad.split_with_sizes(list(counts)), x.split_with_sizes(list(counts))):

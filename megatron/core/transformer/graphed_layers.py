@@ -56,10 +56,10 @@ class GraphedLayers:
         return self._num_steps_to_wait <= 0
 
     def warm_up(self, modules: Iterable[nn.Module]) -> None:
-        """Prepare the last step without graphs, before a forward pass of ``modules``: its gradients are added to zeros.
+        """Zero empty main gradients in the last eager step, so that its kernels match those captured.
 
-        So are those of graphs. Where a step has one micro-batch, all gradients before were written over what was there,
-        by other specializations of the Triton programs. CUDA compiles none while it records.
+        Call it before a forward pass of ``modules``. Graphs add gradients too. With one micro-batch, earlier steps
+        overwrite instead of add and compile other Triton variants. CUDA compiles no kernel during a capture.
         """
         if self._num_steps_to_wait == 1:
             for parameter in (parameter for module in modules for parameter in module.parameters()):

@@ -390,7 +390,7 @@ class TransformerConfig(
         core = of_scores * window * (1 - window / seq_length / 2)
         num_matrices = 3 if self.is_gated else 2
         if self.moe_layers[kind]:
-            # Of the experts those that a token goes to, the shared one, and the router.
+            # Routed experts (top-k), the shared expert and the router.
             width = self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
             gemms += hidden * (width * num_matrices + (self.num_experts or 0))
         else:

@@ -41,7 +41,7 @@ class Translator:
     """Translate requests for one model; safe in several threads.
 
     ``template`` is None where the model has no chat template; ``why_no_template`` says what to do then. ``max_tokens``
-    limits a prompt with the tokens behind it, as the model's positions do.
+    limits prompt plus generated tokens, as the model's positions do.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
 
     @property
     def has_padding(self) -> bool:
-        """Tell whether samples that are trained on may end in padding: conversations do, and the caller's may."""
+        """Return whether training samples may contain padding (SFT, external data)."""
         return self.sft or self.dataloader_type == "external"
 
     @property

@@ -211,7 +211,7 @@ def batch_contents(config: RunConfig, pp_rank: int, *, evaluates: bool = False) 
 
 
 def _may_pad(config: RunConfig, evaluates: bool) -> bool:
-    """Return whether padding is to be told apart: in an evaluation it matters only where it takes experts' places."""
+    """Return whether batches need a padding mask. Evaluation needs one only with a capacity factor."""
     if evaluates:
         return config.model.moe_expert_capacity_factor is not None
     return config.data.has_padding

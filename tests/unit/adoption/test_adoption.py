@@ -14,6 +14,7 @@ pytest.importorskip("tree_sitter_bash", reason="tree-sitter-bash is not installe
 from megatron.adoption.adopted_command import AdoptedCommand
 from megatron.adoption.adoption import adopt_file
 from megatron.adoption.launch import _TOOLS, CONVERT, PRETRAIN, launch_of
+from megatron.adoption.placeholders import without_placeholders
 from megatron.adoption.report import report_data
 from megatron.adoption.translation import flag_groups, translate
 from megatron.commands.adopt import CHECKS, main
@@ -389,3 +390,43 @@ def test_tokens_between_angles_are_values(tmp_path: Path) -> None:
     (command,) = adopted(tmp_path, f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} {flags}\n")
     assert values_of(command)["--fim-prefix-token"] == ("<fim_prefix>",)
     assert command.placeholders == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model '<path>'", "path"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model '<my folder>/model'", "my_folder"),
+        ("--tokenizer-name-or-path '<path>'", "path"),
+        ("--moe-token-dispatcher-type '<type>'", "type"),
+    ],
+)
+def test_a_quoted_placeholder_of_a_flag_about_tokens_is_named(tmp_path: Path, flags: str, name: str) -> None:
+    (command,) = adopted(tmp_path, f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} {flags}\n")
+    assert name in command.placeholders
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "sort <in>out",
+        "while read x; do :; done <list.txt>out.txt",
+        "cat > page <<EOF\n<html> {{ title }} <a b>\nEOF\n",
+        "cat <<-'END' > page\n\t<html> don't <a b>\n\tEND\n",
+        "echo $((1 <<3)); sort <in>out",
+    ],
+)
+def test_redirections_and_here_documents_are_no_placeholders(script: str) -> None:
+    assert without_placeholders(script, lambda name, reason: f"[{name}]") == script
+
+
+def test_placeholders_around_a_here_document_are_marked() -> None:
+    marked = without_placeholders("cat <<EOF > <file>\n<body>\nEOF\nrun <name>\n", lambda name, reason: f"[{name}]")
+    assert marked == "cat <<EOF > [file]\n<body>\nEOF\nrun [name]\n"
+
+
+@pytest.mark.parametrize("script", ["bash <<EOF\n{}\nEOF\n", "bash <<'EOF'\n{}\nEOF\n"])
+def test_placeholders_of_a_here_document_that_a_shell_runs_are_named(tmp_path: Path, script: str) -> None:
+    launched = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} --save <your dir>"
+    (command,) = adopted(tmp_path, script.format(launched))
+    assert set(command.placeholders) == {"your_dir"}

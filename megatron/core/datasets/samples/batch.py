@@ -36,7 +36,7 @@ class Batch:
         dropout_samples: what dropout and routing at random know of the samples; None where neither is.
         data_sets: int64 ``[b]``, the place in the blend of each sample's data set; None where it is not asked for.
         padding_mask: bool ``[b, s]`` of the whole sequences, True where a position is padding, or None where nothing
-            depends on it. A token whose loss does not count is no padding.
+            depends on it. A token with loss mask 0 is not padding.
     """
 
     tokens: torch.Tensor | None = None

@@ -98,7 +98,7 @@ class GPTConfig(TransformerConfig, in_args=True):
             object.__setattr__(self, "position_embedding_type", "none")
 
     def has_experts_among(self, layer_numbers: Iterable[int], *, is_last: bool) -> bool:
-        """Return whether a model chunk with these layers has experts; the last one has those of further tokens too."""
+        """Return whether a model chunk with these layers has experts. The last chunk includes the MTP modules."""
         further = range(self.num_layers, self.num_layers + self.num_further_tokens * is_last)
         return any(self.moe_layers[self.kind_of(number)] for number in (*layer_numbers, *further))
 

@@ -172,8 +172,8 @@ class GPTModel(Model):
         ``dropout_samples`` say which elements are dropped in training. Without them every call draws a number from
         torch's generator of the CPU, and the same elements are dropped at any tensor- and context-parallel layout only.
 
-        Experts leave out the positions where ``padding_mask`` is True, which is of whole sequences under context
-        parallelism too: every stage with experts is given it.
+        Experts leave out the positions where ``padding_mask`` is True. The mask covers whole sequences, also under
+        context parallelism. Pass it to every stage with experts.
 
         ``tokens`` are for the chunk with the embedding, ``labels`` for the one with the output layer, ``position_ids``
         for the embedding and, where they are rotary, for all.

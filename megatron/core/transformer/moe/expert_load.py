@@ -34,17 +34,17 @@ class ExpertTally:
         self._num_microbatches = 0
 
     @torch.no_grad()
-    def add(self, indices: torch.Tensor, num_experts: int, are_padding: torch.Tensor | None = None) -> None:
+    def add(self, indices: torch.Tensor, num_experts: int, local_padding_mask: torch.Tensor | None = None) -> None:
         """Count the choices of a micro-batch; a number beyond the last expert is one that was dropped.
 
         Padding has no choices, and none of it counts as dropped.
 
-        Shapes: ``indices: [n, k]``, ``are_padding: [n]``.
+        Shapes: ``indices: [n, k]``, ``local_padding_mask: [n]``.
         """
         if torch._C._current_graph_task_id() != -1:
             return  # Within a backward pass: this is a pass that was counted before.
-        if are_padding is not None:
-            indices = indices.masked_fill(are_padding.unsqueeze(1), num_experts + 1)
+        if local_padding_mask is not None:
+            indices = indices.masked_fill(local_padding_mask.unsqueeze(1), num_experts + 1)
         found = occurrences(indices.reshape(-1), num_experts + 2)[:-1].double()
         self.counts = found if self.counts is None else self.counts + found
 

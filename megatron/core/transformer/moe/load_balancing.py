@@ -39,17 +39,17 @@ def auxiliary_loss_names(config: MoEConfig) -> tuple[str, ...]:
 def router_losses(
     logits: torch.Tensor,
     rows: TokenRows,
-    are_padding: torch.Tensor | None,
+    local_padding_mask: torch.Tensor | None,
     config: MoEConfig,
     groups: ExpertGroups,
     tally: ExpertTally,
 ) -> tuple[AuxiliaryLoss, ...]:
     """Return the losses of a micro-batch, of which this rank has some tokens.
 
-    The choices that count are those by the largest scores, whatever limits or moves them. Padding is in no sum and in
-    no number of tokens: the losses are those of the sequences without it.
+    The losses count the choices by the largest scores, before capacity and expert bias apply. Padding is excluded from
+    sums and token counts.
 
-    Shapes: ``logits: [n, experts]``, ``are_padding: [n]``.
+    Shapes: ``logits: [n, experts]``, ``local_padding_mask: [n]``.
     """
     lengths = None
     num_tokens: int | torch.Tensor = rows.num_tokens
@@ -59,11 +59,11 @@ def router_losses(
         num_tokens = lengths.sum() / groups.cp.size
     losses: list[AuxiliaryLoss] = []
     if config.moe_aux_losses:
-        losses += _balancing_losses(logits, rows, are_padding, lengths, num_tokens, config, groups, tally)
+        losses += _balancing_losses(logits, rows, local_padding_mask, lengths, num_tokens, config, groups, tally)
     if config.moe_z_loss_coeff:
         squares = logits.logsumexp(dim=-1).square()
-        if are_padding is not None:
-            squares = squares.masked_fill(are_padding, 0.0)
+        if local_padding_mask is not None:
+            squares = squares.masked_fill(local_padding_mask, 0.0)
         losses.append(_loss(Z_LOSS, _over_tp(squares.sum(), groups), num_tokens, config.moe_z_loss_coeff))
     return tuple(losses)
 
@@ -71,7 +71,7 @@ def router_losses(
 def _balancing_losses(
     logits: torch.Tensor,
     rows: TokenRows,
-    are_padding: torch.Tensor | None,
+    local_padding_mask: torch.Tensor | None,
     lengths: torch.Tensor | None,
     num_tokens: int | torch.Tensor,
     config: MoEConfig,
@@ -82,8 +82,8 @@ def _balancing_losses(
     if config.moe_router_score_function == "sigmoid":
         scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
     chosen = torch.zeros_like(scores).scatter_(1, scores.detach().topk(config.moe_router_topk, dim=1).indices, 1.0)
-    if are_padding is not None:
-        scores, chosen = (each.masked_fill(are_padding.unsqueeze(1), 0.0) for each in (scores, chosen))
+    if local_padding_mask is not None:
+        scores, chosen = (each.masked_fill(local_padding_mask.unsqueeze(1), 0.0) for each in (scores, chosen))
     # By sequence, of which the micro-batch is the sum.
     batch_size, sequences = rows.batch_size, rows.sequences(logits.device)
     shape = batch_size, logits.shape[1]

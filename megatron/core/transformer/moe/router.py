@@ -97,10 +97,10 @@ class TopKRouter(BiasedRouter):
             drawn = require_keys(self.keys).of_router(self.layer_number, self.num_experts, tokens)
             logits = drawn + (logits - logits.detach())
         indices, weights = choose_experts(logits, self.config, self.expert_bias)
-        are_padding = rows.are_padding(self.groups.cp, x.device)
-        if are_padding is not None:
-            indices = indices.masked_fill(are_padding.unsqueeze(1), self.num_experts)
-            weights = weights.masked_fill(are_padding.unsqueeze(1), 0.0)
+        local_padding_mask = rows.local_padding_mask(self.groups.cp, x.device)
+        if local_padding_mask is not None:
+            indices = indices.masked_fill(local_padding_mask.unsqueeze(1), self.num_experts)
+            weights = weights.masked_fill(local_padding_mask.unsqueeze(1), 0.0)
         num_empty = rows.num_rows - rows.num_real
         if num_empty:
             indices = F.pad(indices, (0, 0, 0, num_empty), value=self.num_experts)
@@ -111,8 +111,8 @@ class TopKRouter(BiasedRouter):
             indices, weights = indices.masked_fill(~is_kept, self.num_experts), weights * is_kept
         losses: tuple[AuxiliaryLoss, ...] = ()
         if self.training and torch.is_grad_enabled():
-            self.tally.add(indices[: rows.num_real], self.num_experts, are_padding)
-            losses = router_losses(logits, rows, are_padding, self.config, self.groups, self.tally)
+            self.tally.add(indices[: rows.num_real], self.num_experts, local_padding_mask)
+            losses = router_losses(logits, rows, local_padding_mask, self.config, self.groups, self.tally)
         if self.config.moe_router_dtype is None:
             weights = weights.to(x.dtype)
         return Routing(indices, weights, losses)

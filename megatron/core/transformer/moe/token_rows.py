@@ -52,8 +52,8 @@ class TokenRows:
         length = self.num_tokens // self.batch_size * cp.size
         return positions_of(cp.rank, cp.size, length, device)[places] * self.batch_size + numbers % self.batch_size
 
-    def are_padding(self, cp: Group, device: torch.device) -> torch.Tensor | None:
-        """Return which of the tokens are padding, None where there is none. Shapes: ``-> [num_real]`` bool."""
+    def local_padding_mask(self, cp: Group, device: torch.device) -> torch.Tensor | None:
+        """Return the padding mask of this rank's tokens, or None. Shapes: ``-> [num_real]`` bool."""
         if self.padding_mask is None:
             return None
         return self.padding_mask.t().reshape(-1)[self.positions(cp, device)]

@@ -38,7 +38,7 @@ class Gemma3Family(Gemma2Family):
         """Return the fields of the rotary positions of layers without a window."""
         scaling, older = _rope_of(settings, FULL), settings.inner("rope_scaling")
         if older is not None:
-            # Where a folder has both, transformers puts the older one's values in place of the newer one's.
+            # If a folder has both, `rope_scaling` overrides `rope_parameters`.
             newer = {} if scaling is None else scaling.values
             scaling = Settings({**newer, **older.values}, older.place, settings.problems)
         return read_frequencies(settings, scaling, positions, settings.number("rope_theta", 1e6))

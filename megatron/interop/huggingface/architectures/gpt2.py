@@ -32,7 +32,10 @@ def read_activation(settings: Settings, name: str, default: str) -> dict[str, An
 
 
 def written_activation(config: GPTConfig) -> str:
-    """Return their name of a model's activation; where they have none, what is read back is another model."""
+    """Return the transformers name of the activation.
+
+    Unsupported activations become gelu_new, and the folder then describes another model.
+    """
     return _WRITTEN_ACTIVATIONS.get(config.activation, "gelu_new")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import ssl
 import time
@@ -42,12 +43,15 @@ def check_server(config: RunConfig) -> None:
 
 
 def _reach(uri: str) -> None:
-    """Ask a server for anything; any answer will do, an error or a certificate that MLflow may be told to trust."""
+    """Check that the server accepts connections. HTTP and TLS errors count as reachable."""
     try:
         with urllib.request.urlopen(uri, timeout=_REACH_SECONDS):
             return
-    except urllib.error.HTTPError:
+    except (urllib.error.HTTPError, TimeoutError):
+        # A timeout while the answer is read is a TimeoutError, one while connecting a URLError.
         return
+    except http.client.HTTPException as error:
+        raise OSError(f"{uri} does not answer as an HTTP server ({error!r})") from error
     except urllib.error.URLError as error:
         if not isinstance(error.reason, ssl.SSLError):
             raise OSError(f"{uri} does not answer ({error.reason})") from error

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import socket
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -317,3 +318,32 @@ def test_an_mlflow_server_that_does_not_answer_is_rejected(mlflow: list[str]) ->
     with pytest.raises(ConfigurationError, match=r"^--mlflow-experiment e: unable to open database file; start"):
         check_services(config_of("--mlflow-experiment", "e"))
     check_services(config_of("--mlflow-experiment", "e", "--mlflow-tracking-uri", "sqlite:///m.db"))
+
+
+def test_an_mlflow_server_that_accepts_the_connection_and_is_slow_is_reachable(
+    mlflow: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.training.reporting.loggers.mlflow_logger._REACH_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        uri = f"http://127.0.0.1:{slow.getsockname()[1]}"
+        check_services(config_of("--mlflow-experiment", "e", "--mlflow-tracking-uri", uri))
+    assert mlflow == [uri]
+
+
+def test_an_mlflow_server_that_speaks_another_protocol_is_rejected(mlflow: list[str]) -> None:
+    def answer() -> None:
+        connection, _ = other.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"SSH-2.0-server\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        uri = f"http://127.0.0.1:{other.getsockname()[1]}"
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ConfigurationError, match=r"does not answer as an HTTP server .*SSH-2.0-server"):
+            check_services(config_of("--mlflow-experiment", "e", "--mlflow-tracking-uri", uri))
+        thread.join()
+    with pytest.raises(ConfigurationError, match=r"does not answer as an HTTP server .*nonnumeric port"):
+        check_services(config_of("--mlflow-experiment", "e", "--mlflow-tracking-uri", "http://localhost:port"))
+    assert mlflow == []
