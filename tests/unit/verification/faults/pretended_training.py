@@ -39,7 +39,8 @@ def main(fault: str) -> None:
         with metrics.open("a") as file:
             file.write(json.dumps({"iteration": iteration, "lm_loss": loss}) + "\n")
         unfinished = checkpoints / f".{iteration}"
-        unfinished.mkdir(parents=True)
+        # A kill may have left it.
+        unfinished.mkdir(parents=True, exist_ok=True)
         (unfinished / "model.safetensors").write_bytes(bytes(1000))
         (unfinished / "config.json").write_text("{}")
         os.rename(unfinished, checkpoints / f"iter_{iteration:07d}")
