@@ -76,11 +76,7 @@ def train(flags: Sequence[str], world_size: int, length: int) -> list[tuple[Any,
 
 
 @pytest.mark.default(1)
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, marks=pytest.mark.long if number > 1 else ()) for number, layout in enumerate(LAYOUTS)],
-    ids=lambda layout: layout.name,
-)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_padded_rows_train_as_rows_without_padding(layout: ExpertLayout) -> None:
     # Recompute of layers would count the global batch so far again.
     losses = ALL_LOSSES[: -1 if layout.recompute else None]

@@ -282,7 +282,7 @@ def with_rule(rule: str, work: Any, *arguments: Any) -> Any:
         return work(*arguments, {"optimizer": "added"})
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_state_of_any_elementwise_rule_is_loaded_at_another_layout(tmp_path: Path) -> None:
     arguments = (str(tmp_path), OPTIM, torch.float32)
     ((expected, _), *_) = run_distributed(2, with_rule, "NAdam", train_and_save, *arguments)
