@@ -78,7 +78,7 @@ ADVICE = {
     "megatron/training/config/checks/data_files.py": "name files that are there; see [data sets](datasets.md)",
     "megatron/training/config/checkpoint_arguments.py": "name a checkpoint that knows its model, or give its flags",
     "megatron/training/config/sources/": "mend the line of the file; see [files](running.md#configuration-files)",
-    "megatron/core/config_base.py": "mend the field or its value in the file, or in the class where you add one",
+    "megatron/core/config_base.py": "fix the field or its value in the file, or in the class where you add one",
     "megatron/core/": "change the size or setting that is named; `tools/explain.py` shows a layout without running it",
     "megatron/core/pipeline_parallel/": "see [pipelines](parallelism_in_pictures.md#pipeline-parallelism)",
     "megatron/core/datasets/": "look at the file that is named; damaged token files: run `megatron preprocess` again",

@@ -38,7 +38,7 @@ Note = Callable[[str, str], str]
 
 
 def without_placeholders(text: str, note: Note) -> str:
-    """Return a script with marks in place of placeholders that a shell takes for redirections or for several words."""
+    """Replace the placeholders that a shell would read as redirections or as several words with marks."""
 
     def replaced(match: re.Match[str]) -> str:
         if match[0][0] in "'\"":
@@ -51,7 +51,7 @@ def without_placeholders(text: str, note: Note) -> str:
 
 
 def without_placeholder(word: str, flag: str, note: Note) -> str:
-    """Return a word with marks in place of its placeholders; ``flag`` is the one before it, if any."""
+    """Replace the placeholders of a word with marks; ``flag`` is the flag before the word, if any."""
     if word in _DOTS:
         return note("MORE", f"{word} stands for words that the file does not say")
     if _OF_TOKENS.search(flag):

@@ -78,7 +78,7 @@ def translate(words: Sequence[str]) -> Translation:
 
 
 def _with_marks(group: FlagGroup, placeholders: dict[str, str]) -> FlagGroup:
-    """Return a flag whose values have marks in place of placeholders, which are noted."""
+    """Replace the placeholders in a flag's values with marks, and note each of them."""
 
     def note(name: str, reason: str) -> str:
         name = plain_name(name)

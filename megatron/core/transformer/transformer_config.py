@@ -377,7 +377,7 @@ class TransformerConfig(
     def layer_forward_flops(self, layer_number: int, seq_length: int) -> tuple[float, float]:
         """Return the operations of one layer's forward pass over one sequence: of its GEMMs, and of attention's core.
 
-        Layers from ``num_layers`` on are those that predict further tokens. Causal attention counts the half of the
+        Layers from ``num_layers`` on belong to the MTP modules. Causal attention counts the half of the
         score matrix that is used, or what a window leaves of it.
         """
         hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size

@@ -169,8 +169,8 @@ class TransformerLayer(nn.Module):
     ) -> LayerOutput:
         """Return the feed-forward's output; when it is computed again, by the keys of the first time."""
         self._hand_keys(dropout)
-        is_told = isinstance(self.mlp, MoELayer) and padding_mask is not None
-        output: LayerOutput = self.mlp(normalised, padding_mask) if is_told else self.mlp(normalised)
+        takes_mask = isinstance(self.mlp, MoELayer) and padding_mask is not None
+        output: LayerOutput = self.mlp(normalised, padding_mask) if takes_mask else self.mlp(normalised)
         return output
 
     def _hand_keys(self, dropout: DropoutKeys | None) -> None:

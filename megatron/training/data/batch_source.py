@@ -176,8 +176,8 @@ def batch_layout(
 ) -> BatchLayout:
     """Return what a rank needs of a micro-batch: what its pipeline stage uses, of its part of the sequence.
 
-    With ``tells_data_sets`` the stage that has the loss is told which data set each sample is of. ``evaluates`` is for
-    micro-batches of an evaluation.
+    ``tells_data_sets`` adds the number of each sample's data set on the stage with the loss. ``evaluates`` is set for
+    the micro-batches of an evaluation.
     """
     length, size = config.data.seq_length, config.model.context_parallel_size
     parts = [slice(0, length)]

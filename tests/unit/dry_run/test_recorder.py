@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from megatron.dry_run.pretended_cuda import load_pretended_cuda
 load_pretended_cuda()
 import torch
+from torch import library
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import register_flop_formula
@@ -29,11 +30,11 @@ from megatron.dry_run.recorder import Recorder
 
 recorder, seen = Recorder(), {}
 
-@torch.library.custom_op("mine::multiplied", mutates_args=())
+@library.custom_op("mine::multiplied", mutates_args=())
 def multiplied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x @ y.t()
 
-@torch.library.custom_op("mine::counted", mutates_args=())
+@library.custom_op("mine::counted", mutates_args=())
 def counted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x @ y.t()
 

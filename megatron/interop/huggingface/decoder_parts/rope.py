@@ -46,7 +46,7 @@ def read_partial_rope(
 def rope_object(settings: Settings) -> Settings | None:
     """Return the object that describes the rotary positions, if there is one.
 
-    Where a folder has the older ``rope_scaling`` beside the newer ``rope_parameters``, transformers takes the older.
+    If a folder has both ``rope_scaling`` and ``rope_parameters``, transformers uses ``rope_scaling``.
     """
     return settings.inner("rope_scaling" if settings.values.get("rope_scaling") else "rope_parameters")
 
