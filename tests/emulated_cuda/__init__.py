@@ -1,0 +1,1 @@
+"""A CUDA device that computes on the CPU, for tests of CUDA code without a GPU."""

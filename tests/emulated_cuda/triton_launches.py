@@ -1,0 +1,149 @@
+"""Triton programs on emulated devices: interpreted on the memory of their tensors, with every load and store known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.emulated_cuda.activation import load_bindings
+
+
+class _Accesses:
+    """Collect the addresses that a launch loads and stores, as intervals."""
+
+    def __init__(self) -> None:
+        self._reads: list[tuple[np.ndarray[Any, Any], int]] = []
+        self._writes: list[tuple[np.ndarray[Any, Any], int]] = []
+
+    def load(self, pointers: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], item_size: int) -> None:
+        self._reads.append((pointers[mask.astype(bool)].astype(np.uint64), item_size))
+
+    def store(self, pointers: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], item_size: int) -> None:
+        self._writes.append((pointers[mask.astype(bool)].astype(np.uint64), item_size))
+
+    def intervals(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return what was read and what was written, each as (address, number of bytes)."""
+        return _merged(self._reads), _merged(self._writes)
+
+
+def _merged(parts: list[tuple[np.ndarray[Any, Any], int]]) -> list[tuple[int, int]]:
+    intervals: list[tuple[int, int]] = []
+    for item_size in {size for _, size in parts}:
+        addresses = np.unique(np.concatenate([pointers.ravel() for pointers, size in parts if size == item_size]))
+        if not len(addresses):
+            continue
+        breaks = np.flatnonzero(np.diff(addresses) != item_size) + 1
+        firsts = addresses[np.concatenate([[0], breaks])]
+        lasts = addresses[np.concatenate([breaks - 1, [len(addresses) - 1]])]
+        intervals += [(int(first), int(last - first) + item_size) for first, last in zip(firsts, lasts)]
+    return intervals
+
+
+class _ObservedMemory:
+    """Memory of the Triton interpreter that also reports each load and store to ``accesses``."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self.accesses: _Accesses | None = None
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        if self.accesses is not None:
+            self.accesses.load(pointers, mask, np.dtype(dtype).itemsize)
+        return self._memory.load(pointers, mask, other, dtype)
+
+    def store(self, pointers: Any, value: Any, mask: Any) -> Any:
+        if self.accesses is not None:
+            self.accesses.store(pointers, mask, value.dtype.itemsize)
+        return self._memory.store(pointers, value, mask)
+
+    def atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, semantics: Any) -> Any:
+        if self.accesses is not None:
+            self.accesses.store(pointers, mask, value.dtype.itemsize)
+        return self._memory.atomic_rmw(operation, pointers, value, mask, semantics)
+
+    def atomic_cas(self, pointers: Any, expected: Any, value: Any, semantics: Any) -> Any:
+        if self.accesses is not None:
+            self.accesses.store(pointers, np.ones_like(pointers, dtype=bool), value.dtype.itemsize)
+        return self._memory.atomic_cas(pointers, expected, value, semantics)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+
+@contextmanager
+def _observed(memory: _ObservedMemory) -> Iterator[_Accesses]:
+    outer, memory.accesses = memory.accesses, _Accesses()
+    try:
+        yield memory.accesses
+    finally:
+        memory.accesses = outer
+
+
+def _specialization(value: Any) -> Any:
+    """Return what of an argument Triton compiles a program for."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "int", value == 1, value % 16 == 0
+    return type(value).__name__ if isinstance(value, float) else repr(value)
+
+
+def run_on_emulated_devices() -> None:
+    """Let the interpreter take tensors of emulated devices as they are, without copies.
+
+    On a GPU the first launch with new kinds of arguments compiles the program, which no capture permits.
+    """
+    from triton.runtime import interpreter
+
+    core = load_bindings()
+    memory = _ObservedMemory(interpreter._interpreter)
+    interpreter._interpreter = memory
+    run_on_host = interpreter.GridExecutor.__call__
+    compiled: set[Any] = set()
+
+    def run(self: Any, *arguments: Any, **named: Any) -> None:
+        tensors = [value for value in (*arguments, *named.values()) if _is_emulated(value)]
+        if not tensors:
+            run_on_host(self, *arguments, **named)
+            return
+        devices = {tensor.device.index for tensor in tensors}
+        for value in (*arguments, *named.values()):
+            if isinstance(value, torch.Tensor) and not _is_emulated(value):
+                raise ValueError(
+                    f"Pointer argument (at {self.fn.__name__}) cannot be accessed from Triton (cpu tensor?)"
+                )
+        if len(devices) > 1:
+            raise ValueError(f"{self.fn.__name__} is launched with tensors of several devices: {sorted(devices)}")
+        key = (self.fn, *map(_specialization, arguments), *sorted((k, _specialization(v)) for k, v in named.items()))
+        if key not in compiled:
+            core.forbid_in_capture(f"cuModuleLoadData, by the compilation of the Triton program {self.fn.__name__}")
+            compiled.add(key)
+
+        def interpret(on_host: list[torch.Tensor]) -> Any:
+            twins = iter(on_host)
+            host_arguments = [next(twins) if _is_emulated(value) else value for value in arguments]
+            host_named = {name: next(twins) if _is_emulated(value) else value for name, value in named.items()}
+            with _observed(memory) as accesses:
+                run_on_host(self, *host_arguments, **host_named)
+            return accesses.intervals()
+
+        core.run_python_work(f"triton:{self.fn.__name__}", tensors[0].device.index, tensors, interpret)
+
+    def keep(self: Any, arguments: Any, named: Any) -> Any:
+        return list(arguments), dict(named)
+
+    def leave(self: Any, *_: Any) -> None:
+        pass
+
+    interpreter.GridExecutor.__call__ = run
+    # The tensors are in host memory, or twins of emulated ones: a copy to the host and back would race.
+    interpreter.GridExecutor._init_args_hst = keep
+    interpreter.GridExecutor._restore_args_dev = leave
+
+
+def _is_emulated(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda

@@ -1,0 +1,71 @@
+"""The emulator's own checks, and trainings on emulated devices against the CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.emulated_cuda.build import BuildError, built_libraries
+from tests.emulated_cuda.environment import REPOSITORY, emulated_environment
+from tests.harness.training_run import run_command, run_training
+
+# The first use compiles the library, which takes about two minutes.
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> Path:
+    """Build the emulator, or skip where it cannot be: on a CUDA build of torch, or without a compiler."""
+    try:
+        return built_libraries()
+    except BuildError as error:
+        if "does not compile" in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+def test_checks_of_the_emulator() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/emulated_cuda/checks.py"]
+    result = run_command(command, timeout_s=120.0, env=emulated_environment(triton=False), cwd=REPOSITORY)
+    assert result.returncode == 0, result.stdout
+
+
+def test_reports_end_a_process_with_an_error() -> None:
+    code = (
+        "import torch\n"
+        "side = torch.cuda.Stream()\n"
+        "x = torch.ones(4, device='cuda')\n"
+        "side.wait_stream(torch.cuda.current_stream())\n"
+        "with torch.cuda.stream(side): x.mul_(2)\n"
+        "try: x.sum()\n"
+        "except RuntimeError: pass\n"
+    )
+    result = run_command([sys.executable, "-c", code], timeout_s=60.0, env=emulated_environment(triton=False))
+    assert result.returncode == 86
+    assert "race: aten::sum on the default stream reads self" in result.stderr
+
+
+FLAGS = (
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
+    *("--max-position-embeddings", "64", "--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "3"),
+    *("--lr", "1e-3", "--lr-decay-style", "constant", "--mock-data", "--tokenizer-type", "NullTokenizer"),
+    *("--vocab-size", "127", "--eval-iters", "0", "--hidden-dropout", "0.1", "--attention-dropout", "0"),
+)
+LAYOUTS = {
+    "tensor": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "data": ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    "pipeline": ("--pipeline-model-parallel-size", "2"),
+    "context": ("--context-parallel-size", "2", "--cp-comm-type", "p2p"),
+    "fully sharded": ("--use-torch-fsdp2",),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_training_on_two_devices_has_the_losses_of_the_cpu(layout: str, tmp_path: Path) -> None:
+    expected = run_training((*FLAGS, "--metrics-jsonl", tmp_path / "cpu.jsonl")).check().losses()
+    flags = (*FLAGS, *LAYOUTS[layout], "--metrics-jsonl", tmp_path / "cuda.jsonl")
+    result = run_training(flags, 2, env=emulated_environment(2, triton=False)).check()
+    assert "race" not in result.stderr
+    assert result.losses() == pytest.approx(expected, rel=1e-5)
