@@ -83,7 +83,8 @@ def pytest_runtest_setup() -> None:
     import torch
 
     np.random.seed(1234)
-    torch.manual_seed(1234)
+    # `torch.manual_seed` also stores a seed, with a stack trace, for each kind of device that is not started yet.
+    torch.default_generator.manual_seed(1234)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,11 @@ bash requirements/install.sh "$venv" dev
 export OMP_NUM_THREADS=1
 # The tests start hundreds of interpreters, each of which would compile the package anew.
 unset PYTHONDONTWRITEBYTECODE
+# The tests write many small files, each safely: on a disk that is most of their time. Failed tests leave theirs there.
+memory=/dev/shm
+if [ -z "${TMPDIR:-}" ] && [ "$(df --output=avail -B1G "$memory" 2>/dev/null | tail -1)" -ge 8 ] 2>/dev/null; then
+    export TMPDIR=$memory
+fi
 names_a_path=
 for word in "$@"; do
     if [ -e "${word%%::*}" ]; then names_a_path=1; fi

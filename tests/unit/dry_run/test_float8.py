@@ -34,8 +34,6 @@ EXPERTS = (
     *("--lr", "1e-4", "--train-iters", "2", "--fp8-recipe"),
 )
 CASES = (
-    DryRunCase("experts blockwise", (*EXPERTS, "blockwise")),
-    DryRunCase("experts mxfp8", (*EXPERTS, "mxfp8"), gpu="b200"),
     DryRunCase("fp8", (*EIGHT_BILLION, *FP8, *SHORT, "16"), 8, num_steps=2),
     DryRunCase("bf16 halved", (*EIGHT_BILLION, *HALVED, *SHORT, "8"), 8, num_steps=2),
     DryRunCase("fp8 halved", (*EIGHT_BILLION, *HALVED, *FP8, "--fp8-param-gather", *SHORT, "8"), 8, num_steps=2),
@@ -90,12 +88,11 @@ def test_the_layers_products_are_scaled_ones_and_every_operand_is_cast_once(repo
 
 
 @needs_compiler
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_experts_products_are_scaled_ones_whatever_their_number_of_rows(
-    reports: dict[str, dict[str, Any]], recipe: str
-) -> None:
+@pytest.mark.default(1)
+@pytest.mark.parametrize(("recipe", "gpu"), [("blockwise", "h100-80gb"), ("mxfp8", "b200")])
+def test_experts_products_are_scaled_ones_whatever_their_number_of_rows(recipe: str, gpu: str) -> None:
     """Six experts share 256 rows: 42 or 43 are no whole number of blocks, of 128 or of 32."""
-    operations = reports[f"experts {recipe}"]["by_operation"]
+    operations = reports_of([DryRunCase("experts", (*EXPERTS, recipe), gpu=gpu)])["experts"]["by_operation"]
     # Three products of each of two matrices of an expert, and of the attention's two; of each kind one is tried.
     tried = operations["_scaled_mm"] + operations.get("_scaled_mm_v2", 0) - 3 * (2 * 6 + 2)
     assert 0 <= tried <= 3
@@ -103,6 +100,7 @@ def test_experts_products_are_scaled_ones_whatever_their_number_of_rows(
     assert operations["mm"] == 3 + 3
 
 
+@pytest.mark.full
 @needs_compiler
 def test_what_travels_is_half_as_large(reports: dict[str, dict[str, Any]]) -> None:
     def gathered(name: str, phase: str, axes: str) -> int:
@@ -126,7 +124,7 @@ def test_a_gpu_without_such_products_is_refused(capsys: pytest.CaptureFixture[st
     flags = [*EIGHT_BILLION, *FP8, "--world-size", "8", "--gpu", "a100-80gb"]
     assert gpu_dry_run.main(flags) == 2
     answer = capsys.readouterr().err
-    assert re.search(r"--gpu a100-80gb has no products in fp8; use one of b200, h100, ", answer)
+    assert re.search(r"--gpu a100-80gb has no products in fp8; use one of b200, b300, h100, ", answer)
     assert len(answer.splitlines()) == 1
 
 

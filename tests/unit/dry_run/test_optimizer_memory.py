@@ -12,7 +12,10 @@ from megatron.planning.gpu import find_gpu
 from megatron.training.config.arguments import resolve_arguments
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this"),
+]
 
 GIB = 2**30
 SMALL = (*LLAMA_8B, *COMMON, "--global-batch-size", "1", "--num-layers", "2")
@@ -49,7 +52,6 @@ def copied(report: dict, direction: str) -> dict[str, int]:
     }
 
 
-@pytest.mark.full
 def test_half_of_the_state_leaves_the_device_and_its_bytes_cross(reports: dict[str, dict]) -> None:
     plain, half = reports["plain"], reports["half"]
     parameters = plain["parameters"]

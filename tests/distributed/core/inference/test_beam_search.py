@@ -123,6 +123,7 @@ def test_texts_and_scores_are_those_of_transformers(models: Any, tp: int, pp: in
                     assert scores == pytest.approx([score for _, score in texts], rel=1e-4), f"{kind}, {name}"
 
 
+@pytest.mark.full
 def test_the_cases_differ(models: Any) -> None:
     """Some texts end early and others do not, and each setting changes what is found."""
     for _, _, of_cases in models.values():

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +41,14 @@ with open("/dev/shm/" + str(os.getpid()), "w+b") as file:
 
 
 @pytest.fixture
-def prefix(tmp_path: Path) -> str:
-    """Return a data set of a few pages."""
-    with IndexedDatasetBuilder(tmp_path / "data", "i4", False) as builder:
-        builder.add_document(np.arange(8192), [8192], ())
-        builder.finalize()
-    return str(tmp_path / "data")
+def prefix() -> Iterator[str]:
+    """Return a data set of a few pages, on a disk: files in shared memory are not reported."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        path = Path(folder, "data")
+        with IndexedDatasetBuilder(path, "i4", False) as builder:
+            builder.add_document(np.arange(8192), [8192], ())
+            builder.finalize()
+        yield str(path)
 
 
 def read(prefix: str, rank: int, program: str) -> subprocess.CompletedProcess[str]:
