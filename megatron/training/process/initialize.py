@@ -16,6 +16,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
+from megatron.training.process.cuda_settings import choose_cuda_settings
 from megatron.training.process.machine_notes import machine_notes
 
 if TYPE_CHECKING:
@@ -135,9 +136,12 @@ def has_run_failed() -> bool:
 
 
 def connect_store() -> Any:
-    """Return a connection of its own to the store that the processes met at, None where there is none.
+    """Return a connection of its own to the store that the processes met at.
 
     A process on its own has a store in its memory.
+
+    Raises:
+        ConfigurationError: nothing says where the store is, or it cannot be reached.
     """
     import torch.distributed as dist
 
@@ -145,13 +149,18 @@ def connect_store() -> Any:
         return dist.HashStore()  # type: ignore[attr-defined]
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
-        return None
+        raise ConfigurationError(
+            "MASTER_ADDR and MASTER_PORT do not say where the store of the processes is; start them with torchrun"
+        )
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
             host, int(port), is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
         )
-    except (RuntimeError, ValueError):
-        return None
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigurationError(
+            f"the store at {host}:{port} cannot be reached ({reason}); see the message of the process that keeps it"
+        ) from error
 
 
 def launcher_error_file() -> str:
@@ -247,9 +256,15 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any 
 
     The ranks find each other through ``store``, by default that of the launcher.
     """
+    from megatron.core.device import driver_capability
 
     if launch.local_rank is None:
         launch = replace(launch, local_rank=config.initialization.local_rank)
+    # CUDA reads its variables when it starts, and choosing a device starts it.
+    capability = driver_capability()
+    settings = None if capability is None else choose_cuda_settings(config, os.environ, capability)
+    if settings is not None:
+        os.environ.update(settings.added)
     device = initialize_device(launch)
     if config.restart.inprocess_restart:
         outlive_errors_of_nccl()
@@ -268,6 +283,8 @@ def initialize_runtime(config: RunConfig, launch: LaunchEnvironment, store: Any 
     if runtime.is_reporter:
         if warning is not None:
             print_line(warning)
+        if device.is_cuda and settings is not None:
+            print_line(settings.line)
         for line in machine_notes(config, device.is_cuda, "LOCAL_RANK" in os.environ):
             print_line(line)
         print_line(f"> initialized tensor model parallel with size {runtime.state.tp.size}")

@@ -23,12 +23,13 @@ def end_ranks(word: Mapping[str, Any], around: Surroundings, leads: bool, beat_s
     leader leaves last, and kills who is left of its machine.
     """
     names = around.names
-    if names[word["culprit"]].is_here:
+    if word["culprit"] in names:
         _explain(word["error_file"], word["message"], word["since"])
     for rank in word["kill"]:
-        kill(names[rank])
+        if rank in names:
+            kill(names[rank])
     if leads:
-        others = [name for rank, name in enumerate(names) if rank != around.rank and name.is_here]
+        others = [name for rank, name in names.items() if rank != around.rank]
         deadline = time.monotonic() + _ENDING_S + beat_s
         while time.monotonic() < deadline and not all(is_at_an_end(state_of(name)) for name in others):
             time.sleep(_POLL_S)

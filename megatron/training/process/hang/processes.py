@@ -36,6 +36,10 @@ class ProcessName:
         return self.machine == _this_machine()
 
 
+UNKNOWN = ProcessName("an unknown host", "", 0, 0)
+"""Stands for a process that has not said anything yet."""
+
+
 def this_process() -> ProcessName:
     """Return the name of this process."""
     fields = _stat_fields(os.getpid())

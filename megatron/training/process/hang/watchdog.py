@@ -1,13 +1,13 @@
 """The watchdog of a rank: a thread that says where the rank stands, and on one of them looks whether anybody hangs.
 
-All ranks write their states into the store at every beat. One of them, the first, reads all and leads; where it falls
-silent another takes its place. Where the run hangs it asks all for their stacks, prints the report, and tells all to
-end. A rank that cannot hear is killed by the others of its machine.
+All ranks post their states at every beat on the board of their node, whose speaker writes them into the store. One of
+the speakers, the first, reads all and leads. If it falls silent, another speaker takes its place. If the run hangs, it
+asks all for their stacks, prints the report, and tells all to end. A rank that cannot hear is killed by the others of
+its node.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -15,20 +15,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.errors import MegatronError
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.training.process.console import print_line
 from megatron.training.process.hang.diagnosis import Diagnosis, diagnose
 from megatron.training.process.hang.ending import end_ranks
 from megatron.training.process.hang.hang_report import HangReport
 from megatron.training.process.hang.locked_stacks import ask_for_stacks
+from megatron.training.process.hang.node_board import NodeBoard
 from megatron.training.process.hang.patience import Patience
-from megatron.training.process.hang.processes import ProcessName, is_silent_for_good, kill, state_of
+from megatron.training.process.hang.processes import UNKNOWN, ProcessName, is_silent_for_good, kill, state_of
 from megatron.training.process.hang.rank_state import RankState, blocked_in, device_state, full_answer
-from megatron.training.process.hang.surroundings import Store, Surroundings
+from megatron.training.process.hang.surroundings import Surroundings
 
 _ANSWER_S = 3.0
 _LEADER_SILENCE_S = 5.0
-_RANKS_PER_BEAT_S = 256
+_NODES_PER_BEAT_S = 128
+_SHUTDOWN_S = 5.0
 _COLLECT, _END, _OVER = "collect", "end", "over"
 
 
@@ -45,18 +48,18 @@ class Watchdog:
 
     def __init__(
         self,
-        store: Store,
+        board: NodeBoard,
         recorder: FlightRecorder,
         patience: Patience,
         surroundings: Surroundings,
         beat_s: float = 1.0,
     ) -> None:
-        self._store = store
+        self._board = board
         self._recorder = recorder
         self._patience = patience
         self._around = surroundings
         self._rank = surroundings.rank
-        self._beat_s = max(beat_s, len(surroundings.names) / _RANKS_PER_BEAT_S)
+        self._beat_s = max(beat_s, len(board.nodes) / _NODES_PER_BEAT_S)
         self._beat = 0
         self._leads = self._rank == 0
         self._word: dict[str, Any] = {"leader": 0, "beat": 0, "order": ""}
@@ -80,23 +83,29 @@ class Watchdog:
             return
         try:
             self._publish_state(left=True)
-            if self._leads and is_over:
+            if is_over and self._leads:
                 self._say(_OVER)
-        except RuntimeError:
+            self._board.close()
+        except (RuntimeError, OSError):  # the store or the folder is gone, and the run with it
             return
-
-    def _key(self, name: str) -> str:
-        return f"megatron/hang/{self._around.prefix}/{name}"
 
     def _run(self) -> None:
         try:
             self._around.attend()
             while not self._closing.wait(self._beat_s) and self._round():
                 pass
-        except RuntimeError:  # the store is gone, and the run with it
-            return
+        except (RuntimeError, OSError, MegatronError) as error:
+            # At the end of a run the store's process may leave before this one has closed its watchdog.
+            if not self._closing.wait(_SHUTDOWN_S):
+                self._warn(error)
         finally:
             self._closing.set()
+
+    def _warn(self, error: Exception) -> None:
+        """Say that this rank watches no more, and why."""
+        reason = str(error).partition("\n")[0]
+        text = f"WARNING: rank {self._rank} no longer watches for hangs: {reason or type(error).__name__}"
+        print_line(f"{text}; --distributed-timeout-minutes ends a hang without a report", sys.stderr)
 
     def _round(self) -> bool:
         """Say where this rank stands, do what the leader says, and lead where this is the leader."""
@@ -105,6 +114,7 @@ class Watchdog:
             # This process, or all of them, did not run: what was seen before says nothing.
             self._patience.start_again()
             self._word_heard = now
+            self._board.start_again(now)
             for view in self._views.values():
                 view.heard = now
         self._round_begun = now
@@ -113,6 +123,8 @@ class Watchdog:
             self._lead(now)
         elif not self._listen(now):
             return False
+        if self._board.speaks and self._answered:
+            self._board.forward_answers(self._answered)
         self._round_begun = time.monotonic()
         return True
 
@@ -121,7 +133,7 @@ class Watchdog:
         recorder, idle_s = self._recorder, self._patience.idle_s()
         state = RankState(
             rank=self._rank,
-            process=self._around.names[self._rank],
+            process=self._around.process,
             beat=self._beat,
             phase=recorder.phase,
             iteration=recorder.iteration,
@@ -135,20 +147,21 @@ class Watchdog:
             error_file=self._around.error_file,
             stack_file=self._around.stack_file,
         )
-        self._store.set(self._key(f"state/{self._rank}"), json.dumps(state.to_dict()))
+        self._board.post_state(state.to_dict())
+        if self._board.speaks:
+            self._board.forward()
 
     def _say(self, order: str = "", **more: Any) -> None:
         """Tell all ranks that this one leads, and what to do."""
         self._word = {"leader": self._rank, "beat": self._word["beat"] + 1, "order": order, **more}
-        self._store.set(self._key("word"), json.dumps(self._word))
+        self._board.say(self._word)
 
     def _answer(self) -> dict[str, Any]:
         return full_answer(self._recorder, self._around.device())
 
     def _listen(self, now: float) -> bool:
         """Hear the leader, and take its place where it has said nothing for long; return whether to go on."""
-        has_word = self._store.check([self._key("word")])
-        word = json.loads(self._store.get(self._key("word"))) if has_word else self._word
+        word = self._board.hear(now, max(_LEADER_SILENCE_S, 5 * self._beat_s)) or self._word
         if word != self._word:
             self._word, self._word_heard = word, now
         if word["order"] == _OVER:
@@ -158,11 +171,10 @@ class Watchdog:
             return False
         if word["order"] == _COLLECT and word["number"] != self._answered:
             self._answered = word["number"]
-            self._store.set(self._key(f"answer/{self._answered}/{self._rank}"), json.dumps(self._answer()))
+            self._board.post_answer(self._answered, self._answer())
         silent_s = now - self._word_heard
-        if silent_s > max(_LEADER_SILENCE_S, 5 * self._beat_s):
-            claim = self._key(f"claim/{word['leader']}/{word['beat']}")
-            self._leads = self._store.add(claim, 1) == 1
+        if self._board.speaks and silent_s > max(_LEADER_SILENCE_S, 5 * self._beat_s):
+            self._leads = self._board.claim(f"{word['leader']}/{word['beat']}")
             self._word_heard = now
             if self._leads:
                 self._look(now)
@@ -171,15 +183,13 @@ class Watchdog:
 
     def _look(self, now: float) -> None:
         """Read the states of all ranks."""
-        for rank in range(len(self._around.names)):
-            key = self._key(f"state/{rank}")
-            view = self._views.get(rank)
-            if (view is None or view.state.beat == 0) and not self._store.check([key]):
-                self._views.setdefault(rank, _View(RankState(rank, self._around.names[rank]), now))
-                continue
-            state = RankState.from_dict(json.loads(self._store.get(key)))
-            if view is None or state.beat != view.state.beat:
-                self._views[rank] = _View(state, now)
+        for values in self._board.states():
+            view = self._views.get(values["rank"])
+            if view is None or values["beat"] != view.state.beat:
+                self._views[values["rank"]] = _View(RankState.from_dict(values), now)
+        for rank in range(self._around.num_ranks):
+            if rank not in self._views:
+                self._views[rank] = _View(RankState(rank, self._around.names.get(rank, UNKNOWN)), now)
 
     def _lead(self, now: float) -> None:
         """Look for a hang, and where there is one report it and end the run."""
@@ -232,7 +242,8 @@ class Watchdog:
         """Ask every rank that can hear for what it knows."""
         number = f"{self._rank}.{self._word['beat']}"
         self._say(_COLLECT, number=number)
-        deadline = time.monotonic() + max(_ANSWER_S, 3 * self._beat_s)
+        # A word and its answers go by way of the speakers, who look once per beat.
+        deadline = time.monotonic() + _ANSWER_S + 3 * self._beat_s
         missing = {
             rank
             for rank, view in self._views.items()
@@ -240,18 +251,19 @@ class Watchdog:
         }
         answers: dict[int, Mapping[str, Any]] = {self._rank: self._answer()}
         while missing and time.monotonic() < deadline:
-            for rank in sorted(missing):
-                key = self._key(f"answer/{number}/{rank}")
-                if self._store.check([key]):
-                    answers[rank] = json.loads(self._store.get(key))
-                    missing.discard(rank)
+            self._board.forward_answers(number)
+            # The ranks of this node hear that their speaker is not silent.
+            self._board.hear(time.monotonic(), _ANSWER_S)
+            found = self._board.answers(number, {self._board.node_of[rank] for rank in missing})
+            answers.update({rank: answer for rank, answer in found.items() if rank in missing})
+            missing -= set(answers)
             time.sleep(0.1)
             self._round_begun = time.monotonic()
         for rank in sorted(missing):
             state = self._views[rank].state
-            found = ask_for_stacks(state.process, state.stack_file)
-            if found:
-                answers[rank] = {"stacks": found, "is_locked": True}
+            seen = ask_for_stacks(state.process, state.stack_file)
+            if seen:
+                answers[rank] = {"stacks": seen, "is_locked": True}
         self._answers = answers
 
     def _report(self, diagnosis: Diagnosis, now: float) -> None:
@@ -292,25 +304,28 @@ class Watchdog:
         self._around.attend()
         while not self._closing.wait(self._beat_s):
             silent_s = time.monotonic() - self._round_begun
-            owner = self._around.names[0]
-            if silent_s < self._patience.silence_s + _ANSWER_S + 2 * self._beat_s or self._rank == 0:
+            owner = self._around.names.get(0)
+            patient_s = self._patience.silence_s + _ANSWER_S + 2 * self._beat_s
+            if owner is None or silent_s < patient_s or self._rank == 0:
                 continue
             state = state_of(owner)
             if not is_silent_for_good(state):
                 continue
-            speakers = [rank for rank, name in enumerate(self._around.names) if state_of(name) == "alive"]
-            if self._rank == min(speakers, default=self._rank):
-                self._speak_alone(owner, silent_s)
+            message = self._speak_alone(owner, silent_s)
+            # The other ranks of this node do not ask the store, and hear of the end by the board.
+            order = {"order": _END, "culprit": 0, "error_file": "", "message": message, "kill": [0]}
+            self._board.leave_word({**self._word, "leader": self._rank, "since": time.time() - silent_s, **order})
             kill(owner)
             self._around.leave(1)
 
-    def _speak_alone(self, owner: ProcessName, silent_s: float) -> None:
+    def _speak_alone(self, owner: ProcessName, silent_s: float) -> str:
+        """Report without the store that its process does not answer; return the line that says so."""
         blocked = blocked_in(self._recorder)
         states = {
             0: RankState(0, owner, phase="unknown"),
             self._rank: RankState(
                 self._rank,
-                self._around.names[self._rank],
+                self._around.process,
                 phase=self._recorder.phase,
                 iteration=self._recorder.iteration,
                 blocked=blocked,
@@ -327,3 +342,4 @@ class Watchdog:
             diagnosis=diagnose(states, (0,)),
         )
         self._print(report)
+        return report.culprit_lines()[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -11,13 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.core.collectives import all_gather_objects
+import torch
+
+from megatron.core.collectives import all_gather_first_dim, all_gather_objects, any_rank, broadcast_object
 from megatron.core.device import Device
+from megatron.core.errors import ConfigurationError
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.core.parallel_state import ParallelState
+from megatron.training.process.console import print_line
 from megatron.training.process.hang.locked_stacks import StackFile
+from megatron.training.process.hang.node_board import NodeBoard, enter, node_folder, processes_in
 from megatron.training.process.hang.patience import Patience
 from megatron.training.process.hang.processes import this_process
+from megatron.training.process.hang.rank_state import RankState
 from megatron.training.process.hang.surroundings import Surroundings
 from megatron.training.process.hang.watchdog import Watchdog
 from megatron.training.process.initialize import (
@@ -71,7 +78,7 @@ def watching(
     """Watch this rank inside the context, on all ranks; a hang ends the process with the status ``leave_with``.
 
     ``seconds`` is ``--hang-report-seconds``, with which 0 watches nothing. Reports are kept in ``folder``, and the
-    first ``settling`` iterations may be long. Nothing is watched where the processes have no store to meet at.
+    first ``settling`` iterations may be long. If a node cannot reach the store, rank 0 warns that nothing is watched.
     """
     if seconds == 0:
         yield
@@ -100,14 +107,24 @@ def _open(
     stack_file: str,
     leave_with: int,
 ) -> Watchdog | None:
-    store = connect_store()
-    told = all_gather_objects((this_process(), uuid.uuid4().hex, store is not None), state.world)
-    if store is None or not all(is_connected for _, _, is_connected in told):
+    prefix = broadcast_object(uuid.uuid4().hex, state.world)
+    folder_of_node = node_folder(prefix, this_process().machine)
+    trouble = _trouble_of(partial(enter, folder_of_node, RankState(state.rank, this_process())))
+    if _warns(trouble, state):
+        return None
+    # All have entered: who shares the folder is of this node.
+    names = processes_in(folder_of_node)
+    first = torch.tensor([min(names)], device=device.torch_device)
+    node_of = all_gather_first_dim(first, state.world).tolist()
+    board = NodeBoard(state.rank, folder_of_node, node_of, prefix, connect_store)
+    trouble = _trouble_of(board.open) if min(names) == state.rank else ""
+    if _warns(trouble, state):
+        board.remove()
         return None
     surroundings = Surroundings(
         rank=state.rank,
-        names=[name for name, _, _ in told],
-        prefix=told[0][1],
+        num_ranks=state.world.size,
+        names=names,
         folder=None if folder is None else Path(folder),
         error_file=launcher_error_file(),
         stack_file=stack_file,
@@ -117,7 +134,31 @@ def _open(
         abort=partial(_give_up, recorder),
         leave=lambda status: os._exit(leave_with),
     )
-    return Watchdog(store, recorder, patience, surroundings, min(_LONGEST_BEAT_S, patience.silence_s / _BEATS))
+    return Watchdog(board, recorder, patience, surroundings, min(_LONGEST_BEAT_S, patience.silence_s / _BEATS))
+
+
+def _trouble_of(action: Callable[[], object]) -> str:
+    """Return why an action of this rank fails, "" if it does not."""
+    try:
+        action()
+    except (ConfigurationError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _warns(trouble: str, state: ParallelState) -> bool:
+    """Return whether any rank has trouble, which rank 0 then says; collective."""
+    if not any_rank(bool(trouble), state.world):
+        return False
+    reports = [(rank, each) for rank, each in enumerate(all_gather_objects(trouble, state.world)) if each]
+    if state.rank == 0:
+        rank, reason = reports[0]
+        print_line(
+            f"WARNING: no hang is watched for or reported: rank {rank}: {reason}; only --distributed-timeout-minutes "
+            "ends one",
+            sys.stderr,
+        )
+    return True
 
 
 def _give_up(recorder: FlightRecorder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import subprocess
@@ -22,8 +23,10 @@ from megatron.core.flight.recorder import FlightRecorder
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.process.hang.hang_report import HangReportError, read_hang_report
+from megatron.training.process.hang.node_board import NodeBoard, enter, processes_in
 from megatron.training.process.hang.patience import Patience
 from megatron.training.process.hang.processes import kill, state_of, this_process
+from megatron.training.process.hang.rank_state import RankState
 from megatron.training.process.hang.watchdog import Surroundings, Watchdog
 from megatron.training.process.hang.watching import watching
 from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime
@@ -37,15 +40,22 @@ SOON_S = 20.0
 
 @dataclass
 class Ranks:
-    """Hold the watchdogs of two ranks that have done an iteration, and what they did in the end."""
+    """Hold the watchdogs of two ranks that have done an iteration, and what they did in the end.
+
+    ``node_of`` has the first rank of each one's node.
+    """
 
     folder: Path
+    node_of: tuple[int, ...] = (0, 0)
     statuses: dict[int, int] = field(default_factory=dict)
     failures: list[int] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
+        self.num_connections = 0
+        for rank, node in enumerate(self.node_of):
+            enter(self.folder / f"node-{node}", RankState(rank, this_process()))
         self.recorders = [FlightRecorder(phase="forward", iterations_done=2) for _ in range(2)]
         self.watchdogs = [self._watchdog(rank, store) for rank in range(2)]
 
@@ -55,17 +65,25 @@ class Ranks:
             if len(self.statuses) == 2:
                 self.ended.set()
 
+        def connect() -> dist.Store:
+            self.num_connections += 1
+            return store
+
+        folder = self.folder / f"node-{self.node_of[rank]}"
         around = Surroundings(
             rank,
-            [this_process()] * 2,
-            "test",
+            2,
+            processes_in(folder),
             self.folder,
             error_file=str(self.folder / "error.json"),
             count_failure=lambda: self.failures.append(rank),
             leave=leave,
         )
         recorder = self.recorders[rank]
-        return Watchdog(store, recorder, Patience(recorder, SECONDS), around, BEAT_S)
+        board = NodeBoard(rank, folder, self.node_of, "test", connect)
+        if self.node_of[rank] == rank:
+            board.open()
+        return Watchdog(board, recorder, Patience(recorder, SECONDS), around, BEAT_S)
 
     def move(self, rank: int, seconds: float) -> None:
         """Let a rank get something done for some time."""
@@ -79,11 +97,11 @@ class Ranks:
             watchdog.close()
 
 
-@pytest.fixture
-def ranks(tmp_path: Path, monkeypatch):
+@pytest.fixture(params=[(0, 0), (0, 1)], ids=["one node", "two nodes"])
+def ranks(tmp_path: Path, monkeypatch, request):
     # The ranks are one process: none of them waits for the end of another.
     monkeypatch.setattr("megatron.training.process.hang.ending._ENDING_S", 0.0)
-    made = Ranks(tmp_path)
+    made = Ranks(tmp_path, request.param)
     yield made
     made.close()
 
@@ -165,6 +183,130 @@ def test_a_leader_that_is_gone_is_replaced_and_the_hang_found(ranks: Ranks, monk
         time.sleep(BEAT_S)
     assert "HANG: rank 0" in capsys.readouterr().err
     assert ranks.failures == [1]
+    # On one node the second rank opens a connection when the first one has been silent for long.
+    assert ranks.num_connections == 2
+
+
+def test_a_node_has_one_connection_while_its_speaker_speaks(ranks: Ranks) -> None:
+    for _ in range(10):
+        ranks.move(0, BEAT_S)
+        ranks.move(1, BEAT_S)
+    assert ranks.num_connections == len(set(ranks.node_of))
+
+
+@pytest.mark.parametrize("trouble", ["connection", "folder"])
+def test_nothing_is_watched_only_with_a_warning(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if trouble == "connection":
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+        reason = "MASTER_ADDR and MASTER_PORT do not say where the store of the processes is"
+    else:
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+        monkeypatch.setattr("megatron.training.process.hang.watching.StackFile", UnlinkedStackFile)
+        reason = "No such file or directory"
+    recorder = FlightRecorder()
+    with watching(recorder, describe_parallel_state(0, 1), MarkedDevice("cpu"), 60):
+        assert recorder.mark is None
+    line = capsys.readouterr().err
+    assert line.startswith("WARNING: no hang is watched for or reported: rank 0: ")
+    assert reason in line
+    assert line.endswith("; only --distributed-timeout-minutes ends one\n")
+
+
+class UnlinkedStackFile:
+    path = ""
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_watchdog_that_loses_the_store_says_so(ranks: Ranks, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("megatron.training.process.hang.watchdog._SHUTDOWN_S", 0.1)
+
+    class LostStore(CountingStore):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Connection reset by peer\nand a stack of C++")
+
+    ranks.watchdogs[0]._board._store = LostStore()
+    ranks.move(1, 0.5)
+    said = capsys.readouterr().err.splitlines()
+    lost = "WARNING: rank 0 no longer watches for hangs: Connection reset by peer"
+    assert said[0].startswith(lost)
+
+
+class CountingStore:
+    """Be a store in memory that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.requests: collections.Counter[str] = collections.Counter()
+        self.num_connections = 0
+
+    def connect(self) -> CountingStore:
+        self.num_connections += 1
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.requests["set"] += 1
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self.requests["get"] += 1
+        return self.values[key].encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.requests["multi_get"] += 1
+        return [self.values[key].encode() for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests["check"] += 1
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        raise AssertionError("nobody claims the lead")
+
+
+@pytest.mark.full
+def test_16384_ranks_open_a_connection_per_node_and_the_leader_reads_nodes(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    num_ranks, per_node = 16_384, 8
+    node_of = [rank - rank % per_node for rank in range(num_ranks)]
+    store = CountingStore()
+    boards = []
+    for rank, node in enumerate(node_of):
+        folder = tmp_path / str(node)
+        enter(folder, RankState(rank, this_process(), beat=1))
+        boards.append(NodeBoard(rank, folder, node_of, "run", store.connect))
+    for board, node in zip(boards, node_of):
+        if board._rank == node:
+            board.open()
+            board.forward()
+    assert store.num_connections == num_ranks // per_node == 2_048
+    recorder = FlightRecorder(phase="forward", iterations_done=2)
+    around = Surroundings(0, num_ranks, processes_in(tmp_path / "0"))
+    leader = Watchdog(boards[0], recorder, Patience(recorder, 60.0), around)
+    for _ in range(2):
+        store.requests.clear()
+        assert leader._round()
+    assert sorted(leader._views) == list(range(num_ranks))
+    assert all(view.state.process == this_process() for view in leader._views.values())
+    # Its node's states and its word, and all nodes' states in one request.
+    assert store.requests == {"set": 2, "multi_get": 1}
+    assert leader._beat_s == 16.0
+    # A rank that does not speak for its node asks the store for nothing.
+    store.requests.clear()
+    follower = Watchdog(boards[9], recorder, Patience(recorder, 60.0), Surroundings(9, num_ranks, {9: this_process()}))
+    assert follower._round()
+    assert store.requests == {}
+    # Its node's speaker writes one value and reads the leader's word.
+    speaker = Watchdog(boards[8], recorder, Patience(recorder, 60.0), Surroundings(8, num_ranks, {8: this_process()}))
+    assert speaker._round()
+    assert store.requests == {"set": 1, "check": 1, "get": 1}
+    assert store.num_connections == 2_048
 
 
 def test_ranks_that_move_are_let_be_and_those_who_wait_for_them(ranks: Ranks, capsys) -> None:
