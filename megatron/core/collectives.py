@@ -39,16 +39,6 @@ def _is_alone(group: Group) -> bool:
     return group.size == 1
 
 
-def averages_addends(group: Group, dtype: torch.dtype) -> bool:
-    """Return whether "avg" over the group multiplies each addend by 1/size, as a pass before the sum would.
-
-    NCCL does, with a factor of the tensors' own dtype: in 16 bits it is rounded, and the answer no.
-    """
-    if group.size == 1 or dtype not in (torch.float32, torch.float64):
-        return False
-    return dist.get_backend(group.handle) == "nccl"
-
-
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> PendingWork | None:
     """Reduce ``tensor`` in place over the group; return a handle to wait for when ``async_op``."""
     if _is_alone(group):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +23,14 @@ from megatron.core.host_memory.machine_memory import HostRoom, available_bytes, 
 _MIB = 1024 * 1024
 _MAX_MEMORY_EVENTS = 100_000
 _PROCESS_MEMORY = "/proc/self/statm"
+_DRIVER_LIBRARY = "libnvidia-ml.so.1"
 
 # Dense bf16/fp16 and fp32 peaks in TFLOP/s, from the vendors' data sheets.
 _PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
     ("H200", 989.0, 67.0),
     ("H100", 989.0, 67.0),
     ("H800", 989.0, 67.0),
+    ("B300", 2250.0, 75.0),
     ("B200", 2250.0, 75.0),
     ("A100", 312.0, 19.5),
     ("A800", 312.0, 19.5),
@@ -76,6 +80,25 @@ class Device:
         """Wait until the device has finished its queued work."""
         if self.is_cuda:
             torch.cuda.synchronize(self.index)
+
+    def time_calls(self, work: Callable[[], object], count: int) -> float:
+        """Return the seconds of so many calls of some work: by the clock on a CPU, between two events on CUDA.
+
+        The host is then ahead of the device, so that neither launches nor the wait for the device are measured.
+        """
+        if not self.is_cuda:
+            begun = time.perf_counter()
+            for _ in range(count):
+                work()
+            return time.perf_counter() - begun
+        with torch.cuda.device(self.index):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            for _ in range(count):
+                work()
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def make_deterministic(self) -> None:
         """Let torch use only algorithms that give the same bits again; call it before anything is computed."""
@@ -285,6 +308,22 @@ def _has_device_of_its_own() -> bool:
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a CUDA device, or None where there is no driver to ask."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+
+
+def driver_capability() -> int | None:
+    """Return the major compute capability of the driver's first GPU without starting CUDA; None if there is none."""
+    try:
+        driver = ctypes.CDLL(_DRIVER_LIBRARY)
+    except OSError:
+        return None
+    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    if driver.nvmlInit_v2() != 0:
+        return None
+    failed = driver.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)) or driver.nvmlDeviceGetCudaComputeCapability(
+        handle, ctypes.byref(major), ctypes.byref(minor)
+    )
+    driver.nvmlShutdown()
+    return None if failed else major.value
 
 
 def _local_world_size() -> int:

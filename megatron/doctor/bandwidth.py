@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,13 @@ from megatron.core.process_group import Group
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 """What is measured over a group; in ``send`` every rank sends to the next and receives from the previous."""
+REDUCING = ("all_reduce", "reduce_scatter")
+"""Operations that combine what ranks have."""
+REDUCTIONS = ("sum", "avg")
+"""How a reduction combines what ranks have. Runs use the sum; NVLink SHARP (NVLS) computes no average."""
 _REPEATS = 5
+_CUDA_LAUNCHES = 10
+"""Calls that are timed together on CUDA: a launch costs no time while others are queued before it."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +51,22 @@ class Bandwidth:
         return self.num_bytes * share / self.seconds
 
 
-def measure_collective(operation: str, num_bytes: int, group: Group, device: Device) -> Bandwidth:
+def measure_collective(
+    operation: str, num_bytes: int, group: Group, device: Device, reduction: str = "sum"
+) -> Bandwidth:
     """Return the bandwidth of an operation of ``OPERATIONS`` over a group; collective.
 
-    The bytes are rounded down to whole float32 elements of each rank. The time is the median over repeats of that of
-    the slowest rank.
+    Reductions take the ``reduction`` of ``REDUCTIONS``. The bytes are rounded down to whole float32 elements
+    of each rank. The time is that of the slowest rank, whose median over repeats is taken.
     """
     part = max(1, num_bytes // 4 // group.size)
-    whole = torch.ones(part * group.size, device=device.torch_device)
-    piece = torch.ones(part, device=device.torch_device)
+    # Zeros, since sums of sums would grow with each repeat.
+    whole = torch.zeros(part * group.size, device=device.torch_device)
+    piece = torch.zeros(part, device=device.torch_device)
     work: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: all_reduce(whole, group, "max"),
+        "all_reduce": lambda: all_reduce(whole, group, reduction),
         "all_gather": lambda: all_gather_into(whole, piece, group),
-        "reduce_scatter": lambda: reduce_scatter_into(piece, whole, group, "max"),
+        "reduce_scatter": lambda: reduce_scatter_into(piece, whole, group, reduction),
         "send": lambda: start_ring_exchange(whole, group).wait(),
     }
     seconds = time_work(work[operation], device, lambda: barrier(group))
@@ -95,12 +103,9 @@ def time_work(
     work: Callable[[], object], device: Device, line_up: Callable[[], object] = lambda: None, repeats: int = _REPEATS
 ) -> float:
     """Return the median seconds of some work, after one time that does not count."""
-    times = []
+    times, count = [], _CUDA_LAUNCHES if device.is_cuda else 1
     for _ in range(repeats + 1):
         line_up()
         device.synchronize()
-        start = time.perf_counter()
-        work()
-        device.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(device.time_calls(work, count) / count)
     return statistics.median(times[1:])

@@ -62,13 +62,13 @@ def examine_environment(
     if environment.get("MEGATRON_DEVICE") == "cpu":
         yield Finding("warning", "MEGATRON_DEVICE", "cpu: the GPUs are not used", "unset MEGATRON_DEVICE")
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if capability[0] < _LAST_WITH_ONE_CONNECTION and connections != "1":
+    if capability[0] < _LAST_WITH_ONE_CONNECTION and connections not in (None, "", "1"):
         yield Finding(
             "warning",
             "CUDA_DEVICE_MAX_CONNECTIONS",
-            f"{connections or 'unset'}: before Blackwell a kernel may start before the communication that is meant to "
+            f"{connections}: before Blackwell a kernel may start before the communication that is meant to "
             "run beside it",
-            "export CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor, sequence or context parallelism",
+            "unset it: a run sets CUDA_DEVICE_MAX_CONNECTIONS=1 where it helps",
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from megatron.core.collectives import all_gather_objects, all_reduce, barrier
 from megatron.core.device import Device
 from megatron.core.process_group import Group
-from megatron.doctor.bandwidth import measure_collective
+from megatron.doctor.bandwidth import REDUCTIONS, measure_collective
 from megatron.doctor.finding import Finding, judge
 
 _MAX_SKEW_S = 1.0
@@ -39,9 +39,12 @@ def examine_ranks(group: Group, device: Device, backend: str, nccl: str | None) 
     barrier(group)
     facts = RankFacts(group.rank, platform.node(), f"{device.kind} {device.index}", versions, time.time())
     ranks = all_gather_objects(facts, group)
-    speed = measure_collective("all_reduce", _QUICK_BYTES, group, device)
+    # NCCL alone computes the two reductions by different algorithms.
+    reductions = REDUCTIONS if backend == "nccl" else REDUCTIONS[:1]
+    speeds = [measure_collective("all_reduce", _QUICK_BYTES, group, device, each) for each in reductions]
+    shown = ", ".join(f"{each.upper()} {speed.bus_bytes_per_s / 1e9:.2f}" for each, speed in zip(reductions, speeds))
     expected = group.size * (group.size + 1) / 2
-    text = f"{backend} over {group.size} ranks, {speed.bus_bytes_per_s / 1e9:.2f} GB/s a rank"
+    text = f"{backend} over {group.size} ranks, {shown} GB/s per rank"
     sums = all_gather_objects(total.item(), group)
     wrong = [str(rank) for rank, value in enumerate(sums) if value != expected]
     remedy = f"the sum {expected:.0f} was not what ranks {', '.join(wrong)} got: look at NCCL_* and the network"

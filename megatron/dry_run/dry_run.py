@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.errors import ConfigurationError
 from megatron.core.kernels import attention_choice
 from megatron.core.models.model import Model
 from megatron.core.parallel_state import ParallelState
@@ -95,9 +96,14 @@ def dry_run(
     raises. ``has_triton`` says whether the machine that is pretended has Triton, and FlexAttention with it.
 
     Raises:
-        ConfigurationError: it has, and this machine has not.
+        ConfigurationError: it has, and this machine has not; or torch is a CUDA build and there is no GPU.
         RuntimeError: the kernels compute less than the closed form of the model.
     """
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"torch {torch.__version__} is a CUDA build and finds no GPU, without which its backward passes do not run "
+            "even on tensors without values; install torch's CPU build, or use a node with a GPU"
+        )
     recorder = Recorder()
     # The samples are read in this thread: another one would know nothing of fake tensors.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=0))

@@ -145,6 +145,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
             return self._run(func, namespace, name, args, kwargs)
 
+    def _result(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what an operation gives, without values."""
+        if func._overloadname == "dtype_out":
+            # torch 2.11 has no such overload of a product for tensors without values: it takes the dtype for a factor.
+            return kwargs["out"]
+        return None if name in _IN_PLACE else func(*args, **kwargs)
+
     def _run(self, func: Any, namespace: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         is_on_host = not any(isinstance(tensor, FakeTensor) for tensor in given)
@@ -154,7 +161,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "_local_scalar_dense":
             self._note_value()
             return 1.0 if given[0].dtype.is_floating_point else 1
-        result = None if name in _IN_PLACE else func(*args, **kwargs)
+        result = self._result(func, name, args, kwargs)
         returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         where = self._where()
         is_new = [self.memory.see(tensor, self.phase, where) for tensor in returned]

@@ -119,6 +119,19 @@ B200 = Gpu(
     cudnn={64: AttentionRate(0.35, 0.27), 128: AttentionRate(0.55, 0.42)},
     sources=("NVIDIA HGX B200 data sheet, for one GPU; attention shares as cuDNN's on the H100", _PRODUCTS),
 )
+B300 = replace(
+    B200,
+    name="b300",
+    capability=(10, 3),
+    memory_bytes=288 * 10**9,
+    memory_bandwidth=8000e9,
+    network_bandwidth=100e9,
+    sources=(
+        "NVIDIA HGX B300 data sheet, for one GPU of eight: 2.3 TB and 64 TB/s of HBM3e, 36 PFLOP/s of FP16/BF16 and 72 "
+        "of FP8 with sparsity, 600 TFLOP/s of FP32, one 800 Gb/s port per GPU; SMs, products, attention as on the B200",
+        _PRODUCTS,
+    ),
+)
 
 A800 = replace(
     A100,
@@ -141,6 +154,7 @@ GPUS: Mapping[str, Gpu] = {
     "h800-80gb": H800,
     "h200": H200,
     "b200": B200,
+    "b300": B300,
 }
 """GPU types by the names that ``--gpu`` takes."""
 
@@ -156,7 +170,16 @@ def find_gpu(name: str) -> Gpu:
     return GPUS[name]
 
 
-_MENTIONS = {"h100": H100, "h800": H800, "h200": H200, "hopper": H100, "b200": B200, "a100": A100, "a800": A800}
+_MENTIONS = {
+    "h100": H100,
+    "h800": H800,
+    "h200": H200,
+    "hopper": H100,
+    "b200": B200,
+    "b300": B300,
+    "a100": A100,
+    "a800": A800,
+}
 """GPU types by what a description of hardware calls them."""
 
 

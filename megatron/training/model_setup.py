@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import torch
+
 from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
 from megatron.core.fp8.float8_state import Float8State
 from megatron.core.host_memory.host_copies import HostCopies
+from megatron.core.kernels.accumulation import why_no_wide_products
 from megatron.core.kernels.attention_choice import describe_missing_flash
 from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
 from megatron.core.main_grad import WeightGradQueue
@@ -55,6 +58,7 @@ class TrainingParts:
     where CUDA graphs are asked for, and ``weights`` are those that leave the device while a step's passes run.
     ``late_grads`` defers those of the output layer, which the last chunk has. ``float8`` is what delayed scaling
     remembers, where there is such. ``expert_loads`` counts what experts are given, where layers have some.
+    ``num_replicas_in_loss`` divides the loss of each step (see `num_replicas_in_loss`).
     """
 
     chunks: tuple[Model, ...]
@@ -68,6 +72,7 @@ class TrainingParts:
     late_grads: WeightGradQueue | None = None
     float8: Float8State | None = None
     expert_loads: ExpertLoads | None = None
+    num_replicas_in_loss: int = 1
 
 
 def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
@@ -107,16 +112,21 @@ def build_training_parts(
     without_family = describe_missing_family(model) if config.checkpoint.save and isinstance(model, GPTConfig) else None
     if without_family is not None:
         log(without_family)
-    num_averaged = 1 if config.training.calculate_per_token_loss else runtime.state.dp_cp.size
+    in_loss = num_replicas_in_loss(config, runtime.state.dp_cp.size)
+    # Gradients of a loss that is not divided are as many times as large as those of one process.
+    sums_gradients = config.training.calculate_per_token_loss or in_loss > 1
+    num_averaged = 1 if sums_gradients else runtime.state.dp_cp.size
     float8 = compute_in_float8(chunks, model, device, num_averaged)
     in_float8 = describe_float8(model, device)
     if in_float8 is not None:
         log(in_float8)
+    rounded = describe_rounded_gradients(config, device)
+    if rounded is not None:
+        log(rounded)
     if config.training.compile:
         compile_regions(chunks, config, log)
-    per_token = config.training.calculate_per_token_loss
     ddp_chunks = tuple(
-        wrap_model(chunk, config.ddp, runtime.state, calculate_per_token_loss=per_token) for chunk in chunks
+        wrap_model(chunk, config.ddp, runtime.state, calculate_per_token_loss=sums_gradients) for chunk in chunks
     )
     optimizer = build_optimizer(config, runtime, ddp_chunks, log)
     weights: tuple[WeightOffload, ...] = ()
@@ -138,7 +148,36 @@ def build_training_parts(
         late_grads=make_late_grads(config, chunks),
         float8=float8,
         expert_loads=loads_of(chunks, config.model, runtime.state),
+        num_replicas_in_loss=in_loss,
     )
+
+
+def describe_rounded_gradients(config: RunConfig, device: torch.device) -> str | None:
+    """Return a line that says why gradients are rounded before they are summed although the flags ask for float32."""
+    name = config.model.params_dtype
+    is_asked = config.ddp.gradient_accumulation_fusion and config.ddp.grad_dtype(name) == "float32" != name
+    if not is_asked or device.type != "cuda":
+        return None
+    reason = why_no_wide_products(dtype_from_name(name), device)
+    if reason is None:
+        return None
+    return (
+        f"WARNING: the gradients of {name} weights are rounded to {name} before they are added to their float32 sums: "
+        f"this torch does not add such products to float32 ({reason})"
+    )
+
+
+def num_replicas_in_loss(config: RunConfig, num_replicas: int) -> int:
+    """Return the number that a step divides its loss by so that a sum over the replicas is the gradients' average.
+
+    A power of two changes no bit of a gradient but its exponent, so the sum is bit by bit the average of undivided
+    gradients, and needs neither a pass over them nor NCCL's AVG. It is 1, and gradients are averaged after the backward
+    pass, for other numbers, which would round earlier than one process does, and for float16, which has too few
+    exponents: the loss scale would adapt to the number of replicas.
+    """
+    is_exact = num_replicas & (num_replicas - 1) == 0 and config.model.params_dtype != "float16"
+    averages_later = config.training.calculate_per_token_loss or config.ddp.ddp_average_in_collective
+    return num_replicas if is_exact and not averages_later else 1
 
 
 def offload_layers(chunks: Sequence[Model], copies: HostCopies, config: TransformerConfig) -> tuple[WeightOffload, ...]:

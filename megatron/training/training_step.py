@@ -347,6 +347,7 @@ class TrainingStep:
                 connection=parts.connection,
                 order=None if parts.connection is None else parts.connection.order_of(actions_of),
                 calculate_per_token_loss=config.training.calculate_per_token_loss,
+                num_replicas=parts.num_replicas_in_loss,
                 loss_scale=begun.loss_scale,
                 clock=self._action_clock(actions),
                 timers=self.timers,

@@ -5,7 +5,7 @@ A new kernel gets a line in ``kernel_pairs``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -210,6 +210,29 @@ def compare(pair: KernelPair, device: Device, dtype: torch.dtype) -> dict[str, A
         "kernel_ms": 1e3 * time_work(lambda: pair.kernel(*inputs), device),
         "twin_ms": 1e3 * time_work(lambda: pair.twin(*inputs), device),
     }
+
+
+def compare_all(
+    pairs: Iterable[KernelPair], device: Device, dtype: torch.dtype, add: Callable[[str, dict[str, Any]], None]
+) -> dict[str, str]:
+    """Compare pairs one by one, add a row of ``kernels`` or of ``errors`` for each, and return what is wrong by name.
+
+    A pair that raises costs its own row and no other one.
+    """
+    wrong = {}
+    for pair in pairs:
+        name = f"{pair.name}, {str(dtype).removeprefix('torch.')}"
+        try:
+            row = compare(pair, device, dtype)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises belongs into the report
+            wrong[name] = f"{type(error).__name__}: {error}"
+            add("errors", {"name": name, "reason": wrong[name]})
+            continue
+        add("kernels", row)
+        off = max(row["difference"], row["gradient_difference"])
+        if not off <= row["allowed"]:
+            wrong[name] = f"off by {off:.1e}, and {row['allowed']:.0e} is allowed"
+    return wrong
 
 
 def run_with_gradients(

@@ -67,6 +67,11 @@ def _kernels(rows: Sequence[Row]) -> Iterator[str]:
     )
 
 
+def _errors(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        yield from (f"**{row['name']}**", "", *(f"    {line}" for line in row["reason"].splitlines()), "")
+
+
 def _offload(rows: Sequence[Row]) -> Iterator[str]:
     yield from _table(
         ("fraction offloaded", "overlapped", "pinned", "largest difference of a parameter"),
@@ -106,6 +111,8 @@ def _timings(rows: Sequence[Row]) -> Iterator[str]:
             ),
         )
         yield from ("", f"Last loss {row['last_loss']:.6f}. Files: {', '.join(row['files'])}.", "")
+        if row.get("without_memory_history"):
+            yield from (f"No memory history: {row['without_memory_history']}.", "")
         if "reason" in row["predicted"]:
             yield from (f"No prediction: {row['predicted']['reason']}.", "")
 
@@ -131,6 +138,7 @@ def _source_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 _FORMATS: Mapping[str, Callable[[Sequence[Row]], Iterator[str]]] = {
     "cells": _cells,
+    "errors": _errors,
     "kernels": _kernels,
     "offload": _offload,
     "bandwidths": _bandwidths,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from megatron.verification.verifier import CellReport
 from tests.gpu import test_gpu
 from tests.gpu.bandwidths import measure_bandwidths
 from tests.gpu.cells import check_cells, fitting_cells, to_row
-from tests.gpu.kernels import KernelPair, KernelSizes, compare, kernel_pairs
+from tests.gpu.kernels import KernelPair, KernelSizes, compare, compare_all, kernel_pairs
 from tests.gpu.offload import offload_distance
 from tests.gpu.report import Report
 from tests.gpu.source_lines import measure_lines
-from tests.gpu.timing import GPT2_345M, Timing, gpu_type, layers_that_fit, time_training
+from tests.gpu.timing import GPT2_345M, LAYOUTS, Timing, gpu_type, layers_that_fit, layout_flags, time_training
 from tests.harness.training_run import run_command
 
 CPU = Device("cpu")
@@ -93,6 +94,61 @@ def test_a_wrong_kernel_is_seen_in_its_result_and_its_gradient() -> None:
     assert row["gradient_difference"] == pytest.approx(0.5)
 
 
+def test_a_pair_that_raises_costs_its_own_row_alone(report: Report) -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available")
+
+    pairs = [
+        KernelPair("halved", lambda x: x * 0.5, lambda x: x * 1.0, ((4, 6),)),
+        KernelPair("broken", broken, lambda x: x * 1.0, ((4, 6),)),
+        KernelPair("doubled", lambda x: x + x, lambda x: x * 2.0, ((4, 6),)),
+    ]
+    wrong = compare_all(iter(pairs), CPU, torch.float32, report.add)
+    assert wrong == {
+        "halved, float32": "off by 5.0e-01, and 2e-05 is allowed",
+        "broken, float32": "RuntimeError: no kernel image is available",
+    }
+    assert [row["name"] for row in content(report)["kernels"]] == ["halved, float32", "doubled, float32"]
+    assert "**broken, float32**\n\n    RuntimeError: no kernel image is available" in markdown(report)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 8])
+def test_no_command_is_timed_twice(num_gpus: int) -> None:
+    commands = [flags for layout in LAYOUTS if (flags := layout_flags(layout, num_gpus)) is not None]
+    assert len(commands) == (1 if num_gpus == 1 else 2)
+    assert len(set(commands)) == len(commands)
+
+
+def test_no_memory_history_is_kept_while_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    class Run:
+        stdout = "max allocated: 12.5"
+
+        def __init__(self, flags: Sequence[str | Path], nproc: int, timeout_s: float) -> None:
+            commands.append([str(flag) for flag in flags])
+            (tmp_path / "tiny").mkdir(exist_ok=True)
+
+        def check(self) -> Run:
+            if "--record-memory-history" in commands[-1]:
+                raise AssertionError("exit status 1\nout of disk")
+            return self
+
+        def iterations(self) -> list[dict[str, float | None]]:
+            return [{"step_time_s": 0.1, "tokens_per_second": 1.0, "tflops_per_device": 1.0, "mfu": None}] * 8
+
+        def losses(self) -> list[float]:
+            return [1.0]
+
+    monkeypatch.setattr("tests.gpu.timing.run_training", Run)
+    row = time_training(Timing("tiny", ("--bf16",), 1, None, num_steps=8), tmp_path)
+    timed, with_history = commands
+    assert "--profile" in timed
+    assert "--record-memory-history" not in timed
+    assert "--profile" not in with_history
+    assert row["without_memory_history"] == "out of disk"
+
+
 @pytest.mark.long
 def test_cells_that_fit_are_checked_and_reported(report: Report) -> None:
     cell = make_cell("gpt2", Layout(tp=2, sequence_parallel=True))
@@ -111,15 +167,17 @@ def test_cells_that_fit_are_checked_and_reported(report: Report) -> None:
 @pytest.mark.long
 def test_bandwidths_are_measured_by_processes(report: Report) -> None:
     report.write()
-    for row in measure_bandwidths(2, (4096, 65536), report.folder):
+    rows, done = measure_bandwidths(2, (4096, 65536), report.folder)
+    done.check()
+    for row in rows:
         report.add("bandwidths", row)
     rows = content(report)["bandwidths"]
     assert [(row["operation"], row["bytes"]) for row in rows[:3]] == [
-        ("all_reduce", 4096),
-        ("all_reduce", 65536),
-        ("all_gather", 4096),
+        ("all_reduce sum", 4096),
+        ("all_reduce sum", 65536),
+        ("all_reduce avg", 4096),
     ]
-    assert len(rows) == 8
+    assert len(rows) == 12
     assert all(row["gb_s"] > 0 and row["ranks"] == 2 for row in rows)
     assert "| send | 2 | 0.0625 |" in markdown(report)
 
@@ -177,6 +235,7 @@ def test_a_device_is_matched_with_what_is_known_of_it() -> None:
     assert gpu_type("NVIDIA H100 80GB HBM3") == "h100-80gb"
     assert gpu_type("NVIDIA H200") == "h200"
     assert gpu_type("NVIDIA A100-SXM4-80GB") == "a100-80gb"
+    assert gpu_type("NVIDIA B300 SXM6 AC") == "b300"
     assert gpu_type("NVIDIA RTX 4090") is None
 
 

@@ -1,4 +1,4 @@
-"""A training timed as a user runs it, with trace and memory history, beside what the dry run predicts of it."""
+"""A training timed as a user runs it, with a trace, and what the dry run predicts of it; then its memory history."""
 
 from __future__ import annotations
 
@@ -46,6 +46,21 @@ _MEMORY_SHARE = 0.85
 _MEMORY_LINE = re.compile(r"max allocated: ([0-9.]+)")
 
 
+LAYOUTS = ("data parallel", "tensor parallel")
+"""Layouts of GPT-2 345M over all GPUs of a node."""
+_SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+
+
+def layout_flags(layout: str, num_gpus: int) -> tuple[str, ...] | None:
+    """Return the flags of a layout of ``LAYOUTS``; None if another one has the same command."""
+    if num_gpus == 1:
+        return (*GPT2_345M, "--global-batch-size", "16") if layout == LAYOUTS[0] else None
+    if layout == LAYOUTS[0]:
+        return (*GPT2_345M, "--global-batch-size", str(16 * num_gpus), *_SHARDED)
+    tensor = ("--tensor-model-parallel-size", str(num_gpus), "--sequence-parallel")
+    return (*GPT2_345M, "--global-batch-size", "16", *tensor)
+
+
 @dataclass(frozen=True)
 class Timing:
     """Name a training: its flags, its ranks, the GPU type that it is predicted for, and what to say of it."""
@@ -77,13 +92,14 @@ def time_training(timing: Timing, folder: Path, timeout_s: float = 1800.0) -> di
             place / "metrics.jsonl",
         ),
         *("--profile-step-start", str(first_profiled), "--profile-step-end", str(timing.num_steps)),
-        *("--record-memory-history", "--memory-snapshot-path", place / "memory.pickle"),
     )
     result = run_training(flags, timing.num_ranks, timeout_s=timeout_s).check()
     steps = result.iterations()[_NUM_WARMUP:first_profiled]
     peak = _MEMORY_LINE.search(result.stdout)
     assert peak is not None, "the run logs its memory"
     assert steps, "the warm-up and the profile leave iterations to time"
+    # Recording costs time at every allocation, and the file can take minutes to write: never while a step is timed.
+    without_history = _record_memory_history(timing, place, timeout_s)
     return {
         "name": timing.name,
         "ranks": timing.num_ranks,
@@ -97,8 +113,21 @@ def time_training(timing: Timing, folder: Path, timeout_s: float = 1800.0) -> di
         "max_allocated_mib": float(peak[1]),
         "last_loss": result.losses()[-1],
         "predicted": _predicted(timing, place),
+        "without_memory_history": without_history,
         "files": sorted(path.relative_to(folder).as_posix() for path in place.iterdir()),
     }
+
+
+def _record_memory_history(timing: Timing, place: Path, timeout_s: float) -> str:
+    """Train two more iterations with the memory's history on; return why there is none, "" if there is."""
+    flags = (*timing.flags, "--train-iters", "2", "--record-memory-history")
+    try:
+        run_training(
+            (*flags, "--memory-snapshot-path", place / "memory.pickle"), timing.num_ranks, timeout_s=timeout_s
+        ).check()
+    except AssertionError as error:
+        return str(error).splitlines()[-1]
+    return ""
 
 
 def dry_run(flags: Sequence[str], num_ranks: int, gpu: str, path: Path) -> dict[str, Any]:

@@ -42,7 +42,8 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
     """Number of parameters in one gradient bucket; by default max(40,000,000, 1,000,000 x data-parallel
     size)."""
     ddp_average_in_collective: bool = flag(False, excludes=("calculate_per_token_loss",))
-    """Average gradients in the collective in place of scaling them before it."""
+    """Average gradients in the collective instead of dividing the loss by the number of replicas, or the gradients
+    before the sum. NCCL cannot use NVLS for it."""
     grad_reduce_in_bf16: bool = flag(False, role="run", needs="bf16")
     """Accumulate and reduce the gradients of a bfloat16 model in bfloat16."""
     gradient_accumulation_fusion: bool = flag(

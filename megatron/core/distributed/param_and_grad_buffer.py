@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from megatron.core.collectives import all_reduce, averages_addends, reduce_scatter_into
+from megatron.core.collectives import all_reduce, reduce_scatter_into
 from megatron.core.distributed.flat_parameters import FlatParameters, ParamPart
 from megatron.core.distributed.float8_parameters import Float8FlatParameters, is_sent_in_float8
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
@@ -23,7 +23,9 @@ from megatron.core.process_group import Group
 class ReductionPlan:
     """Say how gradients are combined over the data-parallel ranks.
 
-    - ``average`` divides by the number of ranks: before the collective, or in it with ``average_in_collective``.
+    - ``average`` divides by the number of ranks: in a pass before the sum, or in the collective with
+      ``average_in_collective``. NCCL makes an average of floating-point numbers a sum of addends multiplied first
+      (PreMulSum), which NVLS does not offer.
       ``num_averaged`` is that number where it is not the group's: ranks that hold the same expert see the tokens of
       others too.
     - ``overlap`` starts reducing a bucket as soon as its last gradient has arrived.
@@ -240,10 +242,8 @@ class ParamAndGradBuffer:
             bucket.add_local_norms()
         op = "sum"
         if self.plan.average:
-            # Where the collective multiplies as the pass would, the pass is spared.
             num_averaged = self.plan.num_averaged or self.group.size
-            is_own_size = num_averaged == self.group.size
-            if is_own_size and (self.plan.average_in_collective or averages_addends(self.group, whole.dtype)):
+            if self.plan.average_in_collective and num_averaged == self.group.size:
                 op = "avg"
             else:
                 whole.mul_(1.0 / num_averaged)

@@ -14,15 +14,19 @@ def adds_wide_products(dtype: torch.dtype, total_dtype: torch.dtype, device: tor
     cuBLAS can. How much of it torch lets through depends on its release, which a small product finds out. A CPU cannot:
     there a product is rounded to the type of its operands before it is added.
     """
-    if device.type != "cuda" or dtype not in _HALF or total_dtype is not torch.float32:
-        return False
+    is_asked = device.type == "cuda" and dtype in _HALF and total_dtype is torch.float32
+    return is_asked and why_no_wide_products(dtype, device) is None
+
+
+def why_no_wide_products(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why a CUDA device does not sum products of 16-bit matrices in float32; None if it does."""
     total = torch.zeros(_SMALL, _SMALL, device=device)
     operand = torch.zeros(_SMALL, _SMALL, dtype=dtype, device=device)
     try:
         add_wide_product(total, operand, operand, overwrite=False)
-    except RuntimeError:
-        return False
-    return True
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None
 
 
 def add_wide_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, overwrite: bool) -> None:

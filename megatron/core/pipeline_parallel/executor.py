@@ -148,6 +148,7 @@ def run_schedule(
     connection: PipelineConnection | None = None,
     order: Sequence[Transfer] | None = None,
     calculate_per_token_loss: bool = False,
+    num_replicas: int = 1,
     loss_scale: float = 1.0,
     clock: Callable[[], float] | None = None,
     timers: Timers | None = None,
@@ -155,17 +156,18 @@ def run_schedule(
     """Run this rank's actions of one iteration and return its losses.
 
     A micro-batch's gradient is that of its mean loss divided by the number of micro-batches, or of its loss sum with
-    ``calculate_per_token_loss`` (the caller then divides by the number of tokens of the whole batch); ``loss_scale``
-    multiplies it. Auxiliary losses have their gradients where they arise, each by its own number of tokens. Without
-    backward passes in the list nothing is kept. ``connection`` is needed where the pipeline has more than one rank, and
-    its ``order_of`` these actions with it.
+    ``calculate_per_token_loss`` (the caller then divides by the number of tokens of the whole batch). The mean is also
+    divided by ``num_replicas``, so that a sum over that many replicas is their average. ``loss_scale`` multiplies
+    either. Auxiliary losses have their gradients where they arise, each by its own number of tokens. Without backward
+    passes in the list nothing is kept. ``connection`` is needed where the pipeline has more than one rank, and its
+    ``order_of`` these actions with it.
     ``clock`` records when each action's computation starts and ends: on a device that works asynchronously it must wait
     for the device. ``timers`` time backward passes, sends and receives.
     """
     assert connection is None or connection.place.num_chunks == len(chunks)
     assert connection is None or (connection.orders is None) == (order is None), "the order of the messages is missing"
     timers = timers or Timers()
-    run = _Run(actions, chunks, device, connection, order, calculate_per_token_loss, loss_scale, timers)
+    run = _Run(actions, chunks, device, connection, order, calculate_per_token_loss, num_replicas, loss_scale, timers)
     return run.run(clock)
 
 
@@ -185,6 +187,7 @@ class _Run:
         connection: PipelineConnection | None,
         order: Sequence[Transfer] | None,
         calculate_per_token_loss: bool,
+        num_replicas: int,
         loss_scale: float,
         timers: Timers,
     ) -> None:
@@ -192,6 +195,7 @@ class _Run:
         self.chunks = chunks
         self.place = StagePlace(num_chunks=len(chunks)) if connection is None else connection.place
         self.calculate_per_token_loss = calculate_per_token_loss
+        self.num_replicas = num_replicas
         self.loss_scale = loss_scale
         self._timers = timers
         self.num_microbatches = sum(a.kind is Pass.FORWARD and a.chunk == 0 for a in actions)
@@ -353,7 +357,7 @@ class _Run:
 
     def _scaled(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         if not self.calculate_per_token_loss:
-            loss_sum = loss_sum / (_nonzero(num_tokens) * self.num_microbatches)
+            loss_sum = loss_sum / (_nonzero(num_tokens) * (self.num_microbatches * self.num_replicas))
         return loss_sum if self.loss_scale == 1.0 else loss_sum * self.loss_scale
 
     def _backward(self, action: Action, grad: torch.Tensor | None) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -150,9 +151,17 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(message.removeprefix("argument "))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser; it collects words only, so that all conversion problems can be reported
-    together."""
+def build_parser(*, has_help: bool = True) -> argparse.ArgumentParser:
+    """Return the parser, which is built once per process; it collects words only, so that all conversion problems can
+    be reported together.
+
+    The help is read from the sources of the configuration classes, which takes most of the time.
+    """
+    return _parser_of(tuple(config_parts().items()), has_help)
+
+
+@functools.cache
+def _parser_of(parts: tuple[tuple[str, type], ...], has_help: bool) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_gpt.py",
         usage="[torchrun ...] %(prog)s FLAGS",
@@ -162,12 +171,12 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
     )
-    for part, config_class in config_parts().items():
+    for part, config_class in parts:
         group = parser.add_argument_group(part)
-        docs = field_docs(config_class)
+        docs = field_docs(config_class) if has_help else None
         for spec in field_specs(config_class):
             if spec.options.cli:
-                _add_field(group, spec, spec.help_text(docs[spec.name]))
+                _add_field(group, spec, spec.help_text(docs[spec.name]) if docs else "")
     for name, note in NO_EFFECT.items():
         _add_table_flag(parser, name, note.arity)
     for name, refused in NOT_SUPPORTED.items():
@@ -208,7 +217,7 @@ def _parse_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[s
     The parser stops at a flag that lacks its value (or has one that it cannot take): it is left out, no words are noted
     for it, and the rest is parsed again.
     """
-    parser = build_parser()
+    parser = build_parser(has_help=any(word in ("-h", "--help") for word in argv))
     words = list(argv)
     malformed: dict[str, Any] = {}
     problems: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -9,17 +10,23 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 
 from megatron.commands.reliability.doctor import main
 from megatron.core.device import Device
+from megatron.core.process_group import CollectiveCall
 from megatron.doctor.bandwidth import (
     OPERATIONS,
+    REDUCING,
+    REDUCTIONS,
     Bandwidth,
     measure_collective,
     measure_host_copies,
     measure_peer_copies,
+    time_work,
 )
 from megatron.doctor.environment import examine_environment
 from megatron.doctor.finding import Finding
@@ -56,8 +63,7 @@ def subjects(findings: list[Finding], status: str) -> list[str]:
     ],
 )
 def test_a_variable_that_harms_is_named(environment: Mapping[str, str], warned: str, remedy: str) -> None:
-    whole = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
-    findings = list(examine_environment(whole, 4, 16, (9, 0)))
+    findings = list(examine_environment(environment, 4, 16, (9, 0)))
     assert subjects(findings, "warning") == [warned]
     assert any(remedy in finding.remedy for finding in findings)
 
@@ -232,3 +238,56 @@ def test_the_command_runs_as_users_call_it() -> None:
     assert result.returncode == 2
     assert result.stderr == "error: unrecognized arguments: --sava x; there is no --sava, did you mean --save?\n"
     assert os.linesep in run_command([sys.executable, "tools/doctor.py", "--help"]).check().stdout
+
+
+class EventClock:
+    """Be CUDA's events: 40 ms pass between any two, whatever the host's clock says."""
+
+    recorded: ClassVar[list[str]] = []
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.recorded.append("event")
+
+    def synchronize(self) -> None:
+        self.recorded.append("wait")
+
+    def elapsed_time(self, end: EventClock) -> float:
+        return 40.0
+
+
+def test_work_on_cuda_is_timed_by_events_around_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", EventClock)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
+    EventClock.recorded.clear()
+    seconds = time_work(lambda: EventClock.recorded.append("launch"), Device("cuda"), repeats=1)
+    assert seconds == pytest.approx(0.004)
+    once = ["event", *["launch"] * 10, "event", "wait"]
+    assert EventClock.recorded == once * 2
+
+
+def reductions_measured() -> list[tuple[str, ...]]:
+    calls: list[CollectiveCall] = []
+    group = replace(tensor_parallel_group(), observer=calls.append)
+    found = []
+    for operation in REDUCING:
+        for reduction in REDUCTIONS:
+            calls.clear()
+            measure_collective(operation, 4096, group, Device("cpu"), reduction)
+            found.append((operation, reduction, *sorted({call.reduction for call in calls})))
+    calls.clear()
+    measure_collective("all_reduce", 4096, group, Device("cpu"))
+    return [*found, ("default", *sorted({call.reduction for call in calls}))]
+
+
+def test_a_reduction_is_measured_as_runs_use_it() -> None:
+    assert run_distributed(2, reductions_measured)[0] == [
+        ("all_reduce", "sum", "sum"),
+        ("all_reduce", "avg", "avg"),
+        ("reduce_scatter", "sum", "sum"),
+        ("reduce_scatter", "avg", "avg"),
+        ("default", "sum"),
+    ]

@@ -165,16 +165,17 @@ def test_bit_hash_sees_a_changed_bit_and_an_exchange_of_values(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "expected"),
+    ("backend", "in_collective", "expected"),
     [
-        ("gloo", torch.float32, ("sum", 0.5)),
-        ("nccl", torch.float32, ("avg", 1.0)),
-        # NCCL would round 1/n to 16 bits.
-        ("nccl", torch.bfloat16, ("sum", 0.5)),
+        ("gloo", False, ("sum", 0.5)),
+        # NVLS offers no average, so NCCL is asked for a sum too.
+        ("nccl", False, ("sum", 0.5)),
+        ("nccl", True, ("avg", 1.0)),
     ],
 )
-def test_the_average_is_left_to_a_collective_that_takes_it_alike(
-    monkeypatch: pytest.MonkeyPatch, backend: str, dtype: torch.dtype, expected: tuple[str, float]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_a_flag_leaves_the_average_to_the_collective(
+    monkeypatch: pytest.MonkeyPatch, backend: str, in_collective: bool, expected: tuple[str, float], dtype: torch.dtype
 ) -> None:
     sent: list[tuple[str, float]] = []
 
@@ -183,7 +184,9 @@ def test_the_average_is_left_to_a_collective_that_takes_it_alike(
 
     monkeypatch.setattr("megatron.core.distributed.param_and_grad_buffer.all_reduce", all_reduce)
     monkeypatch.setattr("torch.distributed.get_backend", lambda handle: backend)
-    config = DistributedDataParallelConfig(grad_reduce_in_bf16=dtype is torch.bfloat16)
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_bf16=dtype is torch.bfloat16, ddp_average_in_collective=in_collective
+    )
     model = ToyModel(dtype)
     ddp = DistributedDataParallel(model, config, describe_parallel_state(0, 2))
     ddp.zero_grad_buffer()

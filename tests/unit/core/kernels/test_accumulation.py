@@ -18,6 +18,9 @@ from megatron.core.kernels.accumulation import add_rows, adds_wide_products
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.training.config.arguments import resolve_arguments
+from megatron.training.model_setup import describe_rounded_gradients
+from tests.unit.training.config.command_lines import MINIMAL
 
 ROWS, WIDTH, LENGTH = 5, 3, 7
 
@@ -88,6 +91,26 @@ def test_it_is_rounded_where_the_device_or_the_user_asks_for_it(monkeypatch: pyt
 def test_a_release_that_refuses_is_found_out() -> None:
     with pretended_cuda(refuses=True):
         assert not adds_wide_products(torch.bfloat16, torch.float32, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "refuses", "says"),
+    [
+        ("--bf16", True, True),
+        ("--bf16", False, False),
+        ("--bf16 --no-gradient-accumulation-fusion", True, False),
+        ("--bf16 --grad-reduce-in-bf16", True, False),
+        ("", True, False),
+    ],
+)
+def test_a_run_says_that_gradients_are_rounded_against_its_flags(flags: str, refuses: bool, says: bool) -> None:
+    config = resolve_arguments([*MINIMAL, *flags.split()], 1).config
+    with pretended_cuda(refuses=refuses):
+        line = describe_rounded_gradients(config, torch.device("cuda"))
+    assert (line is not None) is says
+    if line is not None:
+        assert line.startswith("WARNING: the gradients of bfloat16 weights are rounded to bfloat16 before ")
+    assert describe_rounded_gradients(config, torch.device("cpu")) is None
 
 
 def test_only_half_precision_on_cuda_is_asked_about() -> None:

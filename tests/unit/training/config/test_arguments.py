@@ -381,7 +381,8 @@ def test_print_config_prints_what_reads_back_and_ends_with_status_0(
     assert "--use-mcore-models has no effect" in printed.err
 
 
-def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.training.process.refusal._WAIT_FOR_REPORT_S", 0.0)
     before = signal.getsignal(signal.SIGTERM)
     for argv, status in (([*MINIMAL, "--print-config"], 0), (["--help"], 0), (["--lr"], 2)):
         with pytest.raises(SystemExit) as ended:
