@@ -1,10 +1,12 @@
 """Measure how many planted faults the tests find.
 
-    python -m tests.mutation record FOLDER            run all tests but the long ones, and record the lines of each
-    python -m tests.mutation run FOLDER --seed N      draw mutants, and run the recorded tests of each one's lines
+    python -m tests.mutation record FOLDER --seed N   draw mutants, and run all tests but the long ones to see which
+                                                      of them execute the places of the mutants
+    python -m tests.mutation run FOLDER --seed N      run these tests with each mutant
     python -m tests.mutation report FOLDER --seed N   print the results
 
-``record`` takes about an hour on two cores, ``run`` about a minute per mutant. It needs the package ``coverage``.
+``record`` takes about 25 minutes on two cores, ``run`` about a minute per mutant. A ``run`` that is repeated takes the
+results that are there.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 from queue import Queue
 
 from tests.mutation.mutants import REPOSITORY, Mutant, draw
+from tests.mutation.probes import with_probes
 
 LIMIT_S = 600.0
 """The time that the tests of one mutant may take; a mutant that passes until then is not found."""
@@ -35,40 +38,45 @@ ALL_BUT_LONG = "not long and not gpu"
 
 @dataclass
 class Record:
-    """The lines that each test executed, and the seconds that it took.
+    """The tests that execute each mutant's place, and the seconds that each test took.
 
-    ``lines`` maps a file and a line to the tests; ``sizes`` is the number of lines of a test.
+    ``places`` is the number of the mutants' places that a test executes.
     """
 
-    lines: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
-    sizes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    tests: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    places: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> Record:
-        """Read what the recorders of all processes wrote."""
+    def read(cls, folder: Path, num_mutants: int) -> Record:
+        """Read what the test processes noted."""
         record = cls()
         for text in (folder / "seconds.jsonl").read_text().splitlines():
             test, seconds = json.loads(text)
             record.seconds[test] = seconds
-        for path in folder.glob("*.json"):
-            for test, files in json.loads(path.read_text()).items():
-                for file, lines in files.items() if test in record.seconds else ():
-                    record.sizes[test] += len(lines)
-                    for line in lines:
-                        record.lines[file, line].add(test)
+        for path in folder.glob("*.hits"):
+            names = json.loads(path.with_suffix(".tests").read_text())
+            hits = path.read_bytes()[8:]
+            for number, test in enumerate(names):
+                for place in range(num_mutants) if test else ():
+                    if hits[number * num_mutants + place]:
+                        record.tests[place].add(test)
+                        record.places[test] += 1
         return record
 
-    def tests_of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that execute the mutated line, those first that execute few lines in all.
+    def tests_of(self, place: int) -> list[str]:
+        """Return the tests that execute a mutant's place, file by file.
 
-        A line that only runs when a module is imported has no tests of its own; its module's tests stand for it.
+        The files come first whose tests execute few of all mutants' places: these examine this place most closely.
         """
-        tests = self.lines.get((mutant.path, mutant.line), set())
-        if not tests:
-            first, last = mutant.function_lines
-            tests = set().union(*(self.lines.get((mutant.path, line), ()) for line in range(first, last + 1)))
-        return sorted(tests, key=lambda test: (self.sizes[test], test))
+        files: dict[str, list[str]] = defaultdict(list)
+        for test in self.tests[place]:
+            files[test.partition("::")[0]].append(test)
+
+        def breadth(file: str) -> float:
+            return sum(self.places[test] for test in files[file]) / len(files[file])
+
+        return [test for file in sorted(files, key=lambda file: (breadth(file), file)) for test in sorted(files[file])]
 
 
 class Workplace:
@@ -127,18 +135,23 @@ class Workplace:
         return failures[0].split(" - ")[0] if failures else f"pytest ended with status {process.returncode}"
 
 
-def record_lines(folder: Path) -> int:
-    """Run all tests but the long ones under the recorders; return pytest's exit status."""
+def record_places(folder: Path, mutants: Sequence[Mutant]) -> int:
+    """Run all tests but the long ones in a copy with a probe at each mutant's place; return pytest's exit status."""
     folder.mkdir(parents=True)
-    hook = Path(__file__).parent / "hook"
-    environment = os.environ | {
-        "MUTATION_RECORD": str(folder.resolve()),
-        "PYTHONPATH": os.pathsep.join((str(hook), str(REPOSITORY))),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutation.line_record", "-m", ALL_BUT_LONG]
-    command += ["--numprocesses", "3", "--dist", "loadfile"]
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, check=False).returncode
+    with tempfile.TemporaryDirectory() as temporary:
+        workplace = Workplace(Path(temporary) / "copy")
+        for path in sorted({mutant.path for mutant in mutants}):
+            its_own = [(number, mutant) for number, mutant in enumerate(mutants) if mutant.path == path]
+            workplace.write(path, with_probes((REPOSITORY / path).read_text(encoding="utf-8"), its_own))
+        environment = os.environ | {
+            "MUTATION_RECORD": str(folder.resolve()),
+            "MUTATION_PLACES": str(len(mutants)),
+            "PYTHONPATH": os.pathsep.join((str(workplace.folder / "tests/mutation/hook"), str(workplace.folder))),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutation.hits", "-m", ALL_BUT_LONG]
+        command += ["--numprocesses", "3", "--dist", "loadfile", "--ignore=tests/unit/repository"]
+        return subprocess.run(command, cwd=workplace.folder, env=environment, check=False).returncode
 
 
 def default_tests() -> set[str]:
@@ -156,22 +169,22 @@ def run_mutants(mutants: Sequence[Mutant], record: Record, default: set[str], re
         for number in range(jobs):
             free.put(Workplace(Path(folder) / str(number)))
 
-        def examine(mutant: Mutant) -> None:
+        def examine(place: int) -> None:
+            mutant = mutants[place]
             workplace = free.get()
             try:
-                result = _examine(mutant, record, default, workplace)
+                result = _examine(mutant, record.tests_of(place), default, workplace)
             finally:
                 free.put(workplace)
             with results.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             print(f"{result['found_by_default'] or result['found_by_full'] or 'SURVIVES'}  {mutant}", flush=True)
 
-        list(pool.map(examine, [mutant for mutant in mutants if str(mutant) not in done]))
+        list(pool.map(examine, [place for place, mutant in enumerate(mutants) if str(mutant) not in done]))
 
 
-def _examine(mutant: Mutant, record: Record, default: set[str], workplace: Workplace) -> dict[str, object]:
+def _examine(mutant: Mutant, tests: Sequence[str], default: set[str], workplace: Workplace) -> dict[str, object]:
     """Return which test of the default set, and if none which further test, fails with this mutant."""
-    tests = record.tests_of(mutant)
     source = (REPOSITORY / mutant.path).read_text(encoding="utf-8")
     start = time.monotonic()
     workplace.write(mutant.path, mutant.apply(source))
@@ -220,17 +233,17 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("record", "run", "report"))
-    parser.add_argument("folder", type=Path, help="where the recorded lines and the results are")
+    parser.add_argument("folder", type=Path, help="where the records and the results are; one per seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=150, help="number of mutants")
     parser.add_argument("--jobs", type=int, default=2, help="number of mutants that are tested at the same time")
     given = parser.parse_args()
-    results = given.folder / f"results-{given.seed}.jsonl"
+    results = given.folder / "results.jsonl"
+    mutants = draw(given.seed, given.count)
     if given.action == "record":
-        return record_lines(given.folder)
+        return record_places(given.folder, mutants)
     if given.action == "run":
-        mutants = draw(given.seed, given.count)
-        run_mutants(mutants, Record.read(given.folder), default_tests(), results, given.jobs)
+        run_mutants(mutants, Record.read(given.folder, len(mutants)), default_tests(), results, given.jobs)
     print("\n".join(report(results)))
     return 0
 

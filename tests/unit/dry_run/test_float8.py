@@ -88,7 +88,7 @@ def test_the_layers_products_are_scaled_ones_and_every_operand_is_cast_once(repo
 
 
 @needs_compiler
-@pytest.mark.default(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("recipe", "gpu"), [("blockwise", "h100-80gb"), ("mxfp8", "b200")])
 def test_experts_products_are_scaled_ones_whatever_their_number_of_rows(recipe: str, gpu: str) -> None:
     """Six experts share 256 rows: 42 or 43 are no whole number of blocks, of 128 or of 32."""
