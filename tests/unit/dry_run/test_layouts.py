@@ -1,6 +1,6 @@
 """Every layout and feature on a pretended H100: devices, host waits, and budgets of kernels and memory.
 
-About half of the layouts are run by default, all of them in the long tests.
+About a third of the layouts are in the full tests, all of them in the long ones.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ IN_BLOCKS = {
 OF_SINKS = {name for name in CASES if name.endswith(" ".join(SINKS))}
 NAMED = {*IN_BLOCKS, *OF_SINKS, STAGES, f"{STAGES} rank 1", f"{GPT2} --log-params-norm", f"{GPT2} {' '.join(LION)}"}
 NAMED |= {name for name, case in CASES.items() if not case.has_triton or name.find(" ".join(EXPERTS)) > 0}
-DEFAULT = NAMED & CASES.keys() | set(random.Random(5).sample(sorted(CASES.keys() - NAMED), 23))
+DEFAULT = NAMED & CASES.keys() | set(random.Random(5).sample(sorted(CASES.keys() - NAMED), 6))
 
 
 class Results:
@@ -131,7 +131,7 @@ def kernels_of(result: DryRunResult, part: str) -> dict[str, int]:
 
 def test_there_are_many_layouts() -> None:
     assert len(CASES) >= 60
-    assert len(DEFAULT) >= 40
+    assert len(DEFAULT) >= 24
 
 
 @pytest.mark.parametrize("name", some_long(CASES, DEFAULT))
