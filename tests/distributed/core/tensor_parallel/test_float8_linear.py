@@ -27,7 +27,7 @@ def whole_numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def run_pair(recipe: str, sequence_parallel: bool, brings_bias: bool, is_frozen: bool = False) -> dict[str, Any]:
+def run_pair(recipe: str, sequence_parallel: bool, brings_bias: bool, is_frozen: bool = False, in_fp8: bool = True) -> dict[str, Any]:
     """Run two steps, and return of the second what comes out, all gradients, and what delayed scaling saw."""
     tp = tensor_parallel_group()
     shared: dict[str, Any] = {"has_bias": True, "sequence_parallel": sequence_parallel}
@@ -35,7 +35,7 @@ def run_pair(recipe: str, sequence_parallel: bool, brings_bias: bool, is_frozen:
     second.brings_bias_into_sum = brings_bias
     layers = torch.nn.ModuleList((first, second))
     load_global_weights(layers, lambda spec: whole_numbers(len(spec.global_shape), *spec.global_shape).numpy())  # type: ignore[arg-type]
-    config = Float8Config(fp8_format="hybrid", fp8_recipe=recipe)
+    config = Float8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=in_fp8)
     state = Float8State(config, Float8Places(1), "cpu") if recipe == "delayed" else None
     for place, layer in enumerate((first, second)):
         layer.quantisers = Float8Quantisers(Float8Recipe.of(config), state, (0, place))
@@ -84,3 +84,15 @@ def test_two_ranks_compute_the_bits_of_one(
     assert len(results[0]) == len(expected) == (4 if is_frozen else 6) + (recipe == "delayed")
     for name, values in expected.items():
         assert torch.equal(whole(name, results, sequence_parallel), values), name
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_a_weight_gradient_outside_fp8_is_a_product_of_unrounded_values(recipe: str) -> None:
+    layer = ColumnParallelLinear(WIDTH, INNER, tensor_parallel_group(), has_bias=False)
+    recipe_of_layer = Float8Recipe.of(Float8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=False))
+    layer.quantisers = Float8Quantisers(recipe_of_layer, None, (0, 0))
+    # These values are rounded in fp8, and sums of their products are exact in float32.
+    x, grad = 40 + whole_numbers(1, LENGTH, BATCH, WIDTH), 40 + whole_numbers(2, LENGTH, BATCH, INNER)
+    layer(x.requires_grad_()).backward(grad)
+    expected = grad.flatten(0, 1).double().t() @ x.detach().flatten(0, 1).double()
+    assert torch.equal(layer.weight.grad.double(), expected)

@@ -15,6 +15,7 @@ import pytest
 
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed.lost_pages import report_lost_pages
 from megatron.core.errors import DataError
 from tests.harness.training_run import REPOSITORY
 
@@ -85,3 +86,10 @@ def test_a_cut_is_seen_before_the_next_read(num_bytes: int, mapped: bool, prefix
     os.truncate(f"{prefix}.bin", num_bytes)
     with pytest.raises(DataError, match=r"data\.bin became shorter than the 32768 bytes that it had$"):
         dataset.get(0, 8190)
+
+
+def test_a_process_without_the_extension_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGBUS)
+    monkeypatch.setitem(sys.modules, "megatron.core.datasets.indexed._bus_error", None)
+    assert not report_lost_pages(0)
+    assert signal.getsignal(signal.SIGBUS) == before
