@@ -122,6 +122,8 @@ def test_an_absent_optional_key_takes_its_default_and_an_integer_may_stand_for_a
         ({"width": True}, "True is not a value of type int"),
         ({"width": 3, "names": ["a", 1]}, "1 is not a value of type str"),
         ({"width": None}, "None is not a value of type int"),
+        ({"width": [3]}, "[3] is not a value of type int"),
+        ({"width": 3, "names": 4}, "4 is not a value of type str"),
     ],
 )
 def test_from_dict_is_strict(values: dict[str, object], problem: str) -> None:

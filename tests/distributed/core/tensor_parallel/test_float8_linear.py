@@ -27,7 +27,9 @@ def whole_numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def run_pair(recipe: str, sequence_parallel: bool, brings_bias: bool, is_frozen: bool = False, in_fp8: bool = True) -> dict[str, Any]:
+def run_pair(
+    recipe: str, sequence_parallel: bool, brings_bias: bool, is_frozen: bool = False, in_fp8: bool = True
+) -> dict[str, Any]:
     """Run two steps, and return of the second what comes out, all gradients, and what delayed scaling saw."""
     tp = tensor_parallel_group()
     shared: dict[str, Any] = {"has_bias": True, "sequence_parallel": sequence_parallel}

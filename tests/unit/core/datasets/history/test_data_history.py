@@ -214,6 +214,18 @@ def test_nothing_read_yet_leaves_no_phase_behind(texts: tuple[str, ...], tmp_pat
     assert len(run.history.phases) == 1
 
 
+def test_a_blend_of_which_nothing_was_read_is_replaced_and_earlier_ones_stay(
+    texts: tuple[str, ...], tmp_path: Path
+) -> None:
+    a, b, c, d = texts
+    run = Run(tmp_path).train(Blend((a, b), (0.7, 0.3)), 60, 24).train(Blend((b, c), (0.5, 0.5)), 60, 34)
+    run.train(Blend((c, d), (0.5, 0.5)), 60, 34)
+    run.train(Blend((a, d), (0.5, 0.5)), 60)
+    assert run.history is not None
+    assert [phase.start for phase in run.history.phases] == [0, 24, 34]
+    assert_read_in_order(run)
+
+
 def test_any_changes_keep_every_order(texts: tuple[str, ...], tmp_path: Path) -> None:
     random = np.random.RandomState(3)
     for attempt in range(15):

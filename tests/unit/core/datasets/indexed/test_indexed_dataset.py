@@ -58,6 +58,24 @@ def test_writes_the_bytes_that_megatron_writes(name: str, tmp_path: Path) -> Non
         assert (tmp_path / f"{name}{suffix}").read_bytes() == original
 
 
+def test_tokens_are_on_the_disk_before_they_get_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk: set[int] = set()
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        real_fsync(descriptor)
+        on_disk.add(os.fstat(descriptor).st_ino)
+
+    def replace(source: str | Path, target: str | Path) -> None:
+        assert os.stat(source).st_ino in on_disk, target
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    write(tmp_path / "data")
+    assert IndexedDataset(tmp_path / "data").num_tokens == 8
+
+
 def test_empty_dataset(tmp_path: Path) -> None:
     IndexedDatasetBuilder(tmp_path / "empty", np.int32).finalize()
     dataset = IndexedDataset(tmp_path / "empty")

@@ -289,6 +289,19 @@ def test_blend_is_read_from_the_cache_again(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").glob("*-BlendedDataset-train-dataset_index.npy"))) == 2
 
 
+def test_a_blend_that_takes_nothing_of_a_data_set_is_read_from_the_cache_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blend = Blend((write_text(tmp_path / "text", 2, 9),) * 60, (0.6, *([0.4 / 59] * 59)))
+    first = build(tmp_path, (7, 0, 0), blend=blend, split="1").train
+    assert isinstance(first, BlendedDataset)
+    assert np.bincount(first.dataset_index, minlength=60).min() == 0
+    monkeypatch.setattr("megatron.core.datasets.samples.blended_dataset.np.bincount", None)
+    again = build(tmp_path, (7, 0, 0), blend=blend, split="1").train
+    assert isinstance(again, BlendedDataset)
+    assert again.dataset_index.tolist() == first.dataset_index.tolist()
+
+
 def test_mock_data_needs_no_files(tmp_path: Path) -> None:
     splits = build(tmp_path, (12, 5, 0), mock=True, vocab_size=31)
     assert isinstance(splits.train, MockGPTDataset)
