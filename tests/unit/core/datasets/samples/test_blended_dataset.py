@@ -67,6 +67,17 @@ def test_who_watches_learns_how_much_of_each_split_is_indexed(tmp_path: Path) ->
     assert told == [*built, *found]
 
 
+def test_a_split_of_one_sample_is_reported_and_one_of_none_is_not(tmp_path: Path) -> None:
+    blend = Blend((write_text(tmp_path / "a", 20, 40),), None)
+    config = GPTDatasetConfig(sequence_length=8, path_to_cache=str(tmp_path / "cache"), blend=blend, split="90,10,0")
+    told: list[tuple[str, int, int]] = []
+    builder = BlendedDatasetBuilder(config, (1, 0, 0), lambda line: None)
+    builder.told = lambda *told_now: told.append(told_now)
+    builder.build()
+    assert told[-1] == ("train", 1, 1)
+    assert {split for split, _, _ in told} == {"train"}
+
+
 def test_parse_blend() -> None:
     assert parse_blend(["a"]) == Blend(("a",), None)
     assert parse_blend(["a", "b", "c"]) == Blend(("a", "b", "c"), None)
