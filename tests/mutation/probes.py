@@ -15,11 +15,13 @@ def with_probes(source: str, mutants: Iterable[tuple[int, Mutant]]) -> str:
     """Return a source file that calls ``mutation_probe(number)`` where each numbered mutant's statement is executed.
 
     A default value of an argument counts as executed with the function, and a statement of a class or a module with
-    each function of it. So does one of a Triton program, which cannot call Python.
+    each function of it. So does one of a Triton program, which cannot call Python, and so does a nested function in a
+    file that uses FlexAttention, whose compiler traces these functions.
     """
     tree = ast.parse(source)
+    is_traced = "torch.nn.attention.flex_attention" in source
     for number, mutant in mutants:
-        for block, index in list(_places(tree, _position(source, mutant.start))):
+        for block, index in list(_places(tree, _position(source, mutant.start), is_traced)):
             block.insert(index, _probe(number))
     return ast.unparse(ast.fix_missing_locations(tree))
 
@@ -43,11 +45,19 @@ def _is_program(function: Function) -> bool:
     return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-def _places(tree: ast.Module, position: Position) -> Iterator[tuple[list[ast.stmt], int]]:
-    """Yield the lists of statements, and the places in them, where a probe for the position belongs."""
+def _places(tree: ast.Module, position: Position, is_traced: bool) -> Iterator[tuple[list[ast.stmt], int]]:
+    """Yield the lists of statements, and the places in them, where a probe for the position belongs.
+
+    With ``is_traced``, a probe stays outside functions that are nested in others.
+    """
     scope: ast.Module | ast.ClassDef | Function = tree
     node: ast.AST = tree
     while (inner := _inner(node, position)) is not None:
+        if is_traced and isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            nested = inner[0][inner[1]]
+            if isinstance(nested, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield inner
+                return
         block, index = inner
         node = block[index]
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
