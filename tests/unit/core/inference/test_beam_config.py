@@ -29,6 +29,7 @@ END = StopRule(end_tokens=frozenset((3,)))
         ({"beams": BeamConfig(num_beams=2, early_stopping="soon")}, "early_stopping 'soon' is not"),  # type: ignore[arg-type]
         ({"sampling": SamplingConfig(top_k=3)}, "beams draw nothing: leave out temperature, top_k and top_p"),
         ({"log_probabilities": True}, "beams give scores in place of log-probabilities"),
+        ({"bias": ((3, 1.0),)}, "beams take no bias of tokens"),
         ({"stop": StopRule(closing_tokens=frozenset((3,)))}, "beams end at an end token alone"),
         ({"sampling": SamplingConfig(no_repeat_ngram_size=-1)}, "--no-repeat-ngram-size -1 is negative"),
     ],
