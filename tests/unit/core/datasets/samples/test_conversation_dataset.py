@@ -14,7 +14,7 @@ from megatron.core.datasets.conversations.conversation_file import ConversationF
 from megatron.core.datasets.history.data_history import DataHistory, RunPosition
 from megatron.core.datasets.history.sample_keys import locate_sample, sample_keys
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.samples.conversation_dataset import ConversationDataset
+from megatron.core.datasets.samples.conversation_dataset import ConversationDataset, count_epochs
 from megatron.core.datasets.samples.conversation_packing import pack_conversations
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
@@ -214,3 +214,8 @@ def test_jsonl_is_packed_once_and_a_bad_line_is_named(tmp_path: Path, monkeypatc
     with pytest.raises(DataError, match=r"talk\.jsonl holds no conversation"):
         build(config, 1)
     assert not list((tmp_path / "cache").glob("*tmp*"))
+
+
+@pytest.mark.parametrize(("num_samples", "epochs"), [(None, 1), (0, 1), (10, 1), (11, 2), (20, 2)])
+def test_epochs_are_counted_from_the_samples_that_are_needed(num_samples: int | None, epochs: int) -> None:
+    assert count_epochs(10, num_samples) == epochs
