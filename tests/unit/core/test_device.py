@@ -171,7 +171,17 @@ def test_one_device_for_all_processes_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("name", "tflops"), [("NVIDIA H100 80GB HBM3", (989.0, 67.0)), ("NVIDIA A100-SXM4-80GB", (312.0, 19.5))]
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", (989.0, 67.0)),
+        ("NVIDIA H100 80GB HBM3", (989.0, 67.0)),
+        ("NVIDIA H800", (989.0, 67.0)),
+        ("NVIDIA B200", (2250.0, 75.0)),
+        ("NVIDIA A100-SXM4-80GB", (312.0, 19.5)),
+        ("NVIDIA A800-SXM4-80GB", (312.0, 19.5)),
+        ("NVIDIA L40S", (362.0, 91.6)),
+        ("Tesla V100-SXM2-32GB", (125.0, 15.7)),
+    ],
 )
 def test_peak_of_known_devices(monkeypatch: pytest.MonkeyPatch, name: str, tflops: tuple[float, float]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
