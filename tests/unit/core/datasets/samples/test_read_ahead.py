@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from concurrent.futures._base import DoneAndNotDoneFutures
 from pathlib import Path
 
 import pytest
@@ -121,9 +123,14 @@ def test_an_error_of_the_jobs_themselves_ends_it_too() -> None:
     assert reader_threads() == []
 
 
-def test_closing_waits_for_what_is_begun_only() -> None:
+def test_closing_waits_for_what_is_begun_only(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
+    waited_for: list[Future[int]] = []
     may_end = threading.Event()
+
+    def recording_wait(jobs: list[Future[int]], timeout: float) -> DoneAndNotDoneFutures[int]:
+        waited_for.extend(jobs)
+        return wait(jobs, timeout)
 
     def slow(job: int) -> int:
         begun.append(job)
@@ -131,10 +138,13 @@ def test_closing_waits_for_what_is_begun_only() -> None:
             assert may_end.wait(10.0)
         return job
 
+    monkeypatch.setattr(read_ahead, "wait", recording_wait)
     ahead = ReadAhead(slow, iter(range(100)), 1)
     assert next(ahead) == 0
     threading.Timer(0.05, may_end.set).start()
     ahead.close()
+    # A cancelled job never counts as done: waiting for one takes the whole time that is allowed.
+    assert [job.cancelled() for job in waited_for] == [False] * (len(begun) - 1)
     assert reader_threads() == []
     assert begun in ([0], [0, 1])
     with pytest.raises(StopIteration):
