@@ -159,3 +159,15 @@ def test_a_template_that_writes_without_end_is_stopped() -> None:
     template = "{% set block = 'x' * 4000000 %}" + loop
     with pytest.raises(DataError, match="the text of one conversation is longer than 67108864 characters"):
         ChatTemplate(template, "mine", {}).render(*read_conversations(json.dumps({"messages": TURNS}).encode()))
+
+
+@pytest.mark.parametrize("character", ["\ufdd0", "\ufdd1", "\ufdd2"])
+def test_a_message_with_a_reserved_character_is_rejected(character: str) -> None:
+    """A template's own marks of answers are these characters."""
+    message = {"role": "user", "content": f"a{character}b"}
+    conversation = read_conversations(json.dumps({"messages": [message, TURNS[2]]}).encode())
+    for template in (TEMPLATE, MARKED):
+        with pytest.raises(DataError, match="a message holds one of the noncharacters U\\+FDD0, U\\+FDD1 and U\\+FDD2"):
+            ChatTemplate(template, "mine", {}).render(*conversation)
+        with pytest.raises(DataError, match="a message holds one of the noncharacters"):
+            ChatTemplate(template, "mine", {}).render_prompt([message])

@@ -243,6 +243,8 @@ def test_plan_epochs() -> None:
     assert plan_epochs(101, 10, 17) == EpochPlan(2, True, 10)  # 7 of the last epoch's 10: below 80 %
     assert plan_epochs(101, 10, 18) == EpochPlan(2, False, None)
     assert plan_epochs(101, 10, 20) == EpochPlan(2, False, None)
+    # The last token of the first epoch begins no sample: it has no label there.
+    assert plan_epochs(100, 10, 10) == EpochPlan(2, True, 9)
     assert plan_epochs(7, 10, 3).num_epochs == 5  # 31 tokens of text that never fills a sample by itself
     with pytest.raises(DataError, match="3 samples are asked for, but the documents hold no tokens"):
         plan_epochs(0, 10, 3)
