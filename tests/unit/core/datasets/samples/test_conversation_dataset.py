@@ -219,3 +219,10 @@ def test_jsonl_is_packed_once_and_a_bad_line_is_named(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(("num_samples", "epochs"), [(None, 1), (0, 1), (10, 1), (11, 2), (20, 2)])
 def test_epochs_are_counted_from_the_samples_that_are_needed(num_samples: int | None, epochs: int) -> None:
     assert count_epochs(10, num_samples) == epochs
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_sample_that_is_not_there_is_named(tmp_path: Path, index: int) -> None:
+    dataset = one_epoch(tmp_path, [6, 4], packs=False)
+    with pytest.raises(IndexError, match=rf"^sample {index} of 2$"):
+        dataset[index]
