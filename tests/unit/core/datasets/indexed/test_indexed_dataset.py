@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.core.datasets.indexed.dataset_checksums import write_checksums
+from megatron.core.datasets.indexed.index_writer import replace_tokens
 from megatron.core.datasets.indexed.indexed_dataset import DTYPE_CODES, IndexedDataset, optimal_dtype
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.errors import DataError
@@ -214,3 +216,12 @@ def test_raw_text_is_named_with_the_command_that_tokenizes_it(given: str, tmp_pa
         DataError, match=f"corpus.jsonl is raw text, not a tokenized data set; tokenize it first: {command}"
     ):
         IndexedDataset(tmp_path / given)
+
+
+def test_replaced_tokens_leave_no_index_and_no_checksums_of_the_old_ones(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "data")
+    write_checksums(prefix)
+    tokens = tmp_path / "new tokens"
+    tokens.write_bytes(b"abcd")
+    replace_tokens(prefix, tokens)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"data.bin": b"abcd"}

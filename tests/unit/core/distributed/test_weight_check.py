@@ -1,0 +1,45 @@
+"""The check of weights: elements that are not finite, far larger than the others, or huge as a whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.distributed.weight_check import find_bad_weights, find_huge_weights, find_outlying_weights
+from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+
+
+def parameter_of(values: list[float]) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
+    attach_spec(parameter, ParamSpec("norm.weight", (len(values),), full_pieces((len(values),))))
+    return parameter
+
+
+def test_elements_that_are_not_finite_are_counted_and_the_first_is_named() -> None:
+    (bad,) = find_bad_weights([parameter_of([1.0, 2.0]), parameter_of([1.0, float("inf"), 3.0, float("nan")])])
+    assert (bad.name, bad.num_bad, bad.num_elements, bad.first, bad.value) == ("norm.weight", 2, 4, (1,), float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("values", "ratio", "place"),
+    [
+        ([1.0, 2.0, 9000.0], 1.0e3, 2),
+        ([1.0, 2.0, 900.0], 1.0e3, None),
+        # The square of the first element swallows the other's in float64: the mean of the others is measured again.
+        ([1.0e14, 1.0e3], 1.0e5, 0),
+        # Here the difference of the sums is one unit in the last place, half as much again as the other's square.
+        ([1.0e14, 1.2e6], 7.5e7, 0),
+        ([1.0e14, 1.0e11], 1.0e5, None),
+        ([5.0e6], 1.0e3, None),
+    ],
+)
+def test_an_element_far_above_the_mean_of_the_others_is_found(
+    values: list[float], ratio: float, place: int | None
+) -> None:
+    found = [(bad.num_bad, bad.first) for bad in find_outlying_weights([parameter_of(values)], ratio)]
+    assert found == ([] if place is None else [(1, (place,))])
+
+
+def test_a_parameter_whose_mean_is_huge_is_found() -> None:
+    (bad,) = find_huge_weights([parameter_of([999.0, 999.0]), parameter_of([1.0, 2000.0])])
+    assert (bad.num_bad, bad.first, bad.value) == (1, (1,), 2000.0)
