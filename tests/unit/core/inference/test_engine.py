@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.inference.beam_config import BeamConfig
 from megatron.core.inference.engine import InferenceEngine, generate
 from megatron.core.inference.prompt_batch import gather_logits
 from megatron.core.inference.request import (
@@ -337,6 +338,8 @@ def test_a_prompt_that_is_not_finite_is_named_among_others() -> None:
         model.output_weight[17] = torch.nan
     with pytest.raises(InputError, match="not finite at position 2"):
         generate(model, [[1, 2, 3], [4], [5, 6]], 3, GREEDY, None, STATE)
+    with pytest.raises(InputError, match="not finite at position 2"):
+        InferenceEngine(model, STATE).generate(request(prompts=((1, 2, 3), (4,)), beams=BeamConfig(num_beams=3)))
 
 
 def test_no_prompts_give_no_texts() -> None:

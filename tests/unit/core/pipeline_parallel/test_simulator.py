@@ -130,6 +130,7 @@ def test_files_that_are_no_timeline_are_refused(tmp_path: Path, text: str) -> No
 
 def test_an_empty_timeline_has_no_bubble() -> None:
     assert Timeline(()).worst_bubble == 0.0
+    assert (Timeline(()).num_microbatches, Timeline(()).num_chunks) == (0, 1)
 
 
 def test_planning_needs_no_torch() -> None:
