@@ -55,6 +55,12 @@ def run(folder: Path) -> ForkedRun:
     return begin("llama31", folder, LORA)
 
 
+@pytest.fixture(scope="module")
+def merged(run: ForkedRun, folder: Path) -> Path:
+    run_converter(folder / "run", folder / "merged", "--merge-lora")
+    return folder / "merged"
+
+
 def test_adapters_alone_are_trained_and_resumed(run: ForkedRun, folder: Path) -> None:
     source = NativeSource(newest(folder / "run"))
     base = load_file(folder / "hf" / "model.safetensors")
@@ -78,20 +84,19 @@ def test_adapters_are_resumed_at_another_layout(run: ForkedRun, folder: Path) ->
 
 
 def test_generation_has_the_adapters_and_so_has_the_merged_model(
-    run: ForkedRun, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, merged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_converter(folder / "run", folder / "merged", "--merge-lora")
-    adapted, merged = (NativeSource(newest(folder / name)) for name in ("run", "merged"))
-    assert not [name for name in merged.tensors if "adapters" in name]
-    assert merged.common["config"]["model"]["lora_rank"] == 0
+    adapted, source = (NativeSource(newest(path)) for path in (folder / "run", merged))
+    assert not [name for name in source.tensors if "adapters" in name]
+    assert source.common["config"]["model"]["lora_rank"] == 0
     tokens = tokens_of("llama31", 2, 9)
     ours = streamed_logits(adapted, tokens)
-    assert torch.allclose(streamed_logits(merged, tokens), ours, atol=1e-5 * float(ours.abs().max()))
+    assert torch.allclose(streamed_logits(source, tokens), ours, atol=1e-5 * float(ours.abs().max()))
     before = their_logits(make_model("llama31"), tokens)
     assert not torch.allclose(before, ours, atol=1e-2 * float(ours.abs().max()))
     given = []
-    for name in ("run", "merged"):
-        words = ["--load", folder / name, "--prompt", "5 9 44 7", "--greedy", "--tokens-to-generate", "6"]
+    for path in (folder / "run", merged):
+        words = ["--load", path, "--prompt", "5 9 44 7", "--greedy", "--tokens-to-generate", "6"]
         given.append(call_tool(monkeypatch, capsys, *words))
     assert given[0] == given[1]
     assert given[0][0] == 0
@@ -226,7 +231,7 @@ def test_adapters_of_experts_are_resumed_merged_and_exported(kind: str, targets:
     assert torch.allclose(streamed_logits(back, tokens), ours, atol=1e-5 * float(ours.abs().max()))
 
 
-def test_what_does_not_fit_is_refused_in_one_line(run: ForkedRun, folder: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_in_one_line(folder: Path, merged: Path, tmp_path: Path) -> None:
     other = train(folder / "run", f"--lora-alpha 6 {PARTS} --lora-rank 2 --metrics-jsonl", tmp_path / "m")
     assert other.statuses == (2,)
     assert (
@@ -238,7 +243,7 @@ def test_what_does_not_fit_is_refused_in_one_line(run: ForkedRun, folder: Path, 
     with pytest.raises(InputError, match=r"and this run has none; give these flags, or merge the adapters into"):
         refuse_other_adapters(source.folder, source.common["config"], {"model": {"lora_rank": 0}})
     source.close()
-    plain = train(folder / "merged", SCALED, "--no-load-optim --metrics-jsonl", tmp_path / "m")
+    plain = train(merged, SCALED, "--no-load-optim --metrics-jsonl", tmp_path / "m")
     assert plain.statuses == (2,)
     assert "holds no low-rank adapters, which --lora-rank trains; add --finetune" in plain.errors[0]
     with pytest.raises(InputError, match=r"holds low-rank adapters, for which Hugging Face's format has no place; add"):
