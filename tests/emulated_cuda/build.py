@@ -1,4 +1,7 @@
-"""The emulator's C++ libraries, built at first use. This module imports no torch."""
+"""The emulator's C++ libraries, built at set-up or at first use. This module imports no torch.
+
+``python -m tests.emulated_cuda.build`` builds them if they are not built yet.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,11 +45,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-emulated-cuda"
 
 
-def built_libraries() -> Path:
+def built_libraries(log: Callable[[str], None] = lambda line: None) -> Path:
     """Return the folder with the libraries for this source, compiler, Python and torch, and build them if need be.
 
     Ranks that come at the same time build once: the first one holds a lock. A folder appears complete, by a rename.
     Objects are cached on their own: a change of one source compiles that source only.
+    A build is announced to ``log``.
 
     Raises:
         BuildError: there is no C++ compiler, this torch is a CUDA build, or the source does not compile.
@@ -64,9 +68,10 @@ def built_libraries() -> Path:
     if folder.is_dir():
         return folder
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(cache / "lock", "w") as lock:
+    with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
+            log(f"== compiling emulated CUDA devices into {cache} (about two minutes of processor time)")
             with tempfile.TemporaryDirectory(dir=cache) as place:
                 built = Path(place) / "built"
                 built.mkdir()
@@ -139,3 +144,15 @@ def _run(command: Sequence[str]) -> None:
     if result.returncode != 0:
         errors = [line for line in result.stderr.splitlines() if "error" in line]
         raise BuildError(f"the emulator does not compile: {errors[0] if errors else result.stderr[:500]}")
+
+
+def main() -> None:
+    """Build the libraries. Where they cannot be built, say so in a line: the tests on emulated devices are skipped."""
+    try:
+        built_libraries(lambda line: print(line, flush=True))
+    except BuildError as error:
+        print(f"== no emulated CUDA devices: {error}")
+
+
+if __name__ == "__main__":
+    main()
