@@ -22,7 +22,7 @@ def main() -> int:
         variables = emulated_environment(
             MAX_WORLD_SIZE, arguments.emulate_cuda, triton=arguments.emulated_triton == "interpreter"
         )
-        built_libraries()
+        built_libraries(lambda line: print(line, file=sys.stderr))
     except (ValueError, BuildError) as error:
         print(f"error: --emulate-cuda: {error}", file=sys.stderr)
         return 2
