@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -155,8 +156,8 @@ def test_a_race_fails_a_cell_though_its_exception_was_caught(verifier: EmulatedV
     assert verifier.check(cell).outcome == "passed"
 
 
-def run_tool(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TOOL), *flags], capture_output=True, text=True, check=False)
+def run_tool(*flags: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(TOOL), *flags], capture_output=True, text=True, check=False, env=env)
 
 
 @pytest.mark.full
@@ -167,6 +168,15 @@ def test_the_command_runs_cells_on_emulated_devices(emulator: None) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     assert "passed  llama plain tp1 pp2 first1 cp1 dp1 | loss" in result.stdout
     assert "3 passed, 0 failed, 0 refused at parse time, float32" in result.stdout
+
+
+@pytest.mark.full
+def test_the_command_ends_in_a_line_where_the_emulator_cannot_be_built(tmp_path: Path) -> None:
+    without_compiler = {**os.environ, "PATH": "", "XDG_CACHE_HOME": str(tmp_path)}
+    without_compiler.pop("CXX", None)
+    result = run_tool("--emulate-cuda", "--filter", "first1", env=without_compiler)
+    expected = "error: --emulate-cuda: no C++ compiler was found: install g++, or set CXX\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", expected)
 
 
 @pytest.mark.full
