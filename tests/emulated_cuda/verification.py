@@ -15,11 +15,18 @@ from megatron.core.device import Device
 from megatron.training.model_setup import ModelProvider
 from megatron.training.training_step import ForwardStep
 from megatron.verification.run_cell import CellResult, run_cell
-from megatron.verification.verifier import Tolerance, Verifier
+from megatron.verification.verifier import NOT_HELD, Tolerance, Verifier
+from megatron.verification.verifier import TOLERANCES as TOLERANCES_OF_CPU
 from megatron.verification.worker_pool import WorkerPool
 from tests.emulated_cuda.activation import load_bindings
 
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 600.0
+TOLERANCES = TOLERANCES_OF_CPU | {
+    # Both sides round differently: CUDA branches and Triton programs compute by other formulas. The first losses and
+    # gradients are as close as those of CPU layouts, and Adam's steps enlarge what is left.
+    "float32": Tolerance(loss=1e-5, norm=3e-4, gradient=3e-5, parameter=NOT_HELD),
+}
+"""What is allowed by default between emulated devices and the CPU."""
 
 
 def run_on_emulated_device(
@@ -65,7 +72,7 @@ def emulated_verifier(size: int, dtype: str, tolerance: Tolerance | None = None)
             pretrain_gpt.provide_model,
             pretrain_gpt.forward_step,
             dtype,
-            tolerance,
+            TOLERANCES[dtype] if tolerance is None else tolerance,
             job=run_on_emulated_device,
             reference_job=run_cell,
         )
