@@ -3,7 +3,8 @@
 #
 #   requirements/install.sh VENV runtime|dev
 #
-# Does nothing if VENV already holds exactly this. PYTHON names the interpreter to start from.
+# Does nothing if VENV already holds exactly this. PYTHON names the interpreter to start from. The development set also
+# compiles the emulated CUDA devices of the tests, which are cached for all environments of the user.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,10 +29,18 @@ fingerprint=$({
     find megatron -name '*.cpp' -o -name '*.h' | LC_ALL=C sort | xargs cat
 } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
 
+build_emulator() {
+    if [ "$set" = dev ] && [ -f tests/emulated_cuda/build.py ]; then "$venv/bin/python" -m tests.emulated_cuda.build; fi
+}
+
 # The development set holds the runtime set, so either will do for running.
 for held in "$set" dev; do
     stamp="$venv/installed-$held"
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$fingerprint" ]; then exit 0; fi
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$fingerprint" ]; then
+        # Its own cache knows whether its sources have changed.
+        build_emulator
+        exit 0
+    fi
 done
 
 echo "== installing requirements/$set.txt and the project into $venv"
@@ -48,3 +57,4 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 # The pinned set holds the build requirements, so nothing is fetched for an isolated build environment.
 "$venv/bin/python" -m pip install -qq --no-build-isolation --no-deps --editable .
 echo "$fingerprint" >"$venv/installed-$set"
+build_emulator

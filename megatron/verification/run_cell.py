@@ -47,12 +47,15 @@ def run_cell(
 ) -> CellResult:
     """Train the configuration for a few steps in ``dtype`` and return this rank's result.
 
-    The process group is initialised already unless this process is alone.
+    The process group is initialised already unless this process is alone. On CUDA, attention with dropout is unfused:
+    a fused kernel drops other weights at every layout.
 
     Raises:
         ConfigurationError: the configuration is refused.
     """
     config = resolve_cell(flags, world_size, dtype)
+    if device.is_cuda and config.model.attention_dropout > 0:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention_backend="unfused"))
     runtime = make_runtime(config, device)
     parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
     result = CellResult()

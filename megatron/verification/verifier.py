@@ -87,7 +87,8 @@ class _Reference:
 class Verifier:
     """Run cells on a pool of processes and compare each with one process, which every set of flags runs once.
 
-    ``job`` is what a rank runs: `run_cell`, or what calls it with another device.
+    ``job`` is what a rank runs: `run_cell`, or what calls it with another device. ``reference_job`` is what the one
+    process runs: by default the same.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Verifier:
         dtype: str = "float64",
         tolerance: Tolerance | None = None,
         job: Job = run_cell,
+        reference_job: Job | None = None,
     ) -> None:
         self.pool = pool
         self.model_provider = model_provider
@@ -105,6 +107,7 @@ class Verifier:
         self.dtype = dtype
         self.tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
         self.job = job
+        self.reference_job = job if reference_job is None else reference_job
         self._references: dict[tuple[str, ...], _Reference] = {}
 
     def check(self, cell: Cell) -> CellReport:
@@ -115,7 +118,7 @@ class Verifier:
             return CellReport(cell, "refused", reasons=error.problems)
         try:
             reference = self._reference(cell)
-            results = self._run(cell.flags, cell.data, cell.world_size)
+            results = self._run(self.job, cell.flags, cell.data, cell.world_size)
         except TrainingError as error:
             return CellReport(cell, "failed", reasons=tuple(str(error).splitlines()))
         return self._compare(cell, results, reference)
@@ -149,15 +152,15 @@ class Verifier:
     def _reference(self, cell: Cell) -> _Reference:
         key = cell.reference_flags
         if key not in self._references:
-            (result,) = self._run(key, cell.data, 1)
+            (result,) = self._run(self.reference_job, key, cell.data, 1)
             self._references[key] = _Reference(
                 result.losses, result.grad_norms, assemble(result.gradients), assemble(result.parameters)
             )
         return self._references[key]
 
-    def _run(self, flags: Sequence[str], data: str, world_size: int) -> list[CellResult]:
+    def _run(self, job: Job, flags: Sequence[str], data: str, world_size: int) -> list[CellResult]:
         return self.pool.run(
-            self.job, world_size, tuple(flags), world_size, data, self.dtype, self.model_provider, self.forward_step
+            job, world_size, tuple(flags), world_size, data, self.dtype, self.model_provider, self.forward_step
         )
 
 

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core.errors import TrainingError
 
 Job = Callable[..., Any]
+Inspection = Callable[[], Sequence[str]]
 
 _GRACE_S = 1.0
 
@@ -45,11 +46,17 @@ class WorkerPool:
     A job is a module-level function that is called on every rank with the given arguments; the process group is
     initialised before it and destroyed after it. A job that fails ends the processes, whatever they are doing; the
     next one gets new ones.
+
+    ``inspect`` is called on every rank after each job, when the process group is gone. It returns what else is wrong
+    with the rank, and then the job has failed.
     """
 
-    def __init__(self, size: int, timeout_s: float = 120.0, backend: str = "gloo") -> None:
+    def __init__(
+        self, size: int, timeout_s: float = 120.0, backend: str = "gloo", inspect: Inspection | None = None
+    ) -> None:
         self.size = size
         self.backend = backend
+        self.inspect = inspect
         self.timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="verify-")
         self._num_jobs = 0
@@ -109,7 +116,7 @@ class WorkerPool:
     def _start(self) -> None:
         for _ in range(self.size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self.inspect), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -139,7 +146,7 @@ class WorkerPool:
         self.close()
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, inspect: Inspection | None) -> None:
     torch.set_num_threads(1)
     # The time that a job may take is counted from when all are there.
     connection.send("ready")
@@ -166,5 +173,8 @@ def _serve(connection: Connection) -> None:
         when = time.monotonic()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if inspect is not None and (problems := inspect()):
+            text = value if failed else ""
+            failed, value = True, "\n".join([text, *(problem for problem in problems if problem not in text)]).strip()
         connection.send((failed, value, when))
     os._exit(0)

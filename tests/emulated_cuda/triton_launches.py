@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -92,6 +93,45 @@ def _specialization(value: Any) -> Any:
     return type(value).__name__ if isinstance(value, float) else repr(value)
 
 
+class _NothingToRestore:
+    """Be the scope of a patch that stays."""
+
+    def restore(self) -> None:
+        pass
+
+
+def _make_interpreter_fast(interpreter: Any) -> None:
+    """Let the interpreter patch the language once, and know the NumPy type of a type.
+
+    It patches the language anew at each launch and at each call of a function by a program, which looks through a
+    thousand members of modules: most of the time of a small program. Only interpreted programs use the language here.
+    """
+    patch_language, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
+    patched: set[frozenset[int]] = set()
+    numpy_types: dict[str, Any] = {}
+
+    def patch_once(function: Any) -> _NothingToRestore:
+        visible = frozenset(id(value) for value in function.__globals__.values() if value in languages(value))
+        if visible not in patched:
+            patch_language(function)
+            patched.add(visible)
+        return _NothingToRestore()
+
+    def languages(value: Any) -> tuple[Any, ...]:
+        return (interpreter.tl, interpreter.tl.core) if inspect.ismodule(value) else ()
+
+    def known_numpy_type(kind: Any) -> Any:
+        scalar = kind.scalar
+        if scalar.is_ptr():
+            return numpy_type(kind)
+        if scalar.name not in numpy_types:
+            numpy_types[scalar.name] = numpy_type(scalar)
+        return numpy_types[scalar.name]
+
+    interpreter._patch_lang = patch_once
+    interpreter._get_np_dtype = known_numpy_type
+
+
 def run_on_emulated_devices() -> None:
     """Let the interpreter take tensors of emulated devices as they are, without copies.
 
@@ -102,6 +142,7 @@ def run_on_emulated_devices() -> None:
     core = load_bindings()
     memory = _ObservedMemory(interpreter._interpreter)
     interpreter._interpreter = memory
+    _make_interpreter_fast(interpreter)
     run_on_host = interpreter.GridExecutor.__call__
     compiled: set[Any] = set()
 

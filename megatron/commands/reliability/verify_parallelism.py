@@ -2,7 +2,8 @@
 
 Every cell of a matrix of layouts trains a tiny model for three steps on up to eight CPU processes and is held against
 one process: loss, gradient norm, every parameter's gradient, and the parameters after the steps. With --communication
-nothing is computed twice: what all ranks ask of torch.distributed is recorded and held against NCCL's rules.
+nothing is computed twice: what all ranks ask of torch.distributed is recorded and held against NCCL's rules. With
+--emulate-cuda the ranks are emulated CUDA devices, which tests/emulated_cuda has.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 # One thread a process: eight processes that each take all cores would wait for one another.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -30,6 +34,14 @@ from megatron.verification.prediction_cells import PREDICTION_SHAPES, prediction
 from megatron.verification.random_cells import fuzz
 from megatron.verification.recipe_cells import recipe_matrix
 from megatron.verification.sharding_cells import sharding_matrix
+
+if TYPE_CHECKING:
+    from megatron.verification.verifier import Tolerance, Verifier
+
+    OpenVerifier = Callable[[int, str, Tolerance | None], AbstractContextManager[Verifier]]
+
+EMULATED_PROGRAM = Path(__file__).resolve().parents[3] / "tests/emulated_cuda/verify_parallelism.py"
+"""This command on emulated devices; a package that is installed without the repository has no such file."""
 
 
 def build_parser() -> Parser:
@@ -56,6 +68,20 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--communication", action="store_true", help="replay each cell's communication under NCCL's rules instead"
     )
+    parser.add_argument(
+        "--emulate-cuda",
+        nargs="?",
+        const="h100",
+        metavar="GPU",
+        help="run the ranks on emulated CUDA devices over emulated NCCL, check their streams, and compare with one CPU "
+        "process (docs/development/emulated_cuda.md); GPU is a100, h100 (default), h200 or b200",
+    )
+    parser.add_argument(
+        "--emulated-triton",
+        choices=("interpreter", "absent"),
+        help="whether Triton's interpreter runs the Triton programs of --emulate-cuda, or torch's operators compute "
+        "instead; absent is the default of float64, which no Triton program computes",
+    )
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     return parser
 
@@ -71,6 +97,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     tolerance = arguments.tolerance
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
         parser.error(f"--tolerance {tolerance} is not a number that is 0 or more")
+    if arguments.emulate_cuda is None:
+        report_unused(parser, arguments, "--emulate-cuda", ("emulated_triton",))
+    elif arguments.communication:
+        parser.error("--communication runs no ranks that --emulate-cuda could give devices; leave one of them out")
+    elif arguments.emulated_triton is None:
+        arguments.emulated_triton = "absent" if arguments.dtype == "float64" else "interpreter"
     return arguments
 
 
@@ -94,8 +126,11 @@ def fits(cell: Cell, word: str) -> bool:
     return word == cell.name.split()[0] if word.startswith("#") else word in cell.name
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Verify and return the exit status: 0 where every cell passed, 1 where one failed, 2 for wrong usage."""
+def main(argv: Sequence[str] | None = None, open_verifier: OpenVerifier | None = None) -> int:
+    """Verify and return the exit status: 0 where every cell passed, 1 where one failed, 2 for wrong usage.
+
+    ``open_verifier`` makes the verifier for a number of ranks, a dtype and a tolerance: by default of CPU processes.
+    """
     arguments = parse_arguments(argv)
     cells = choose_cells(arguments)
     if not cells:
@@ -107,7 +142,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.communication:
         return replay_communication(cells, is_random=arguments.fuzz is not None)
-    return verify(cells, arguments)
+    if open_verifier is not None:
+        return verify(cells, arguments, open_verifier)
+    if arguments.emulate_cuda is not None:
+        return _verify_on_emulated_devices(sys.argv[1:] if argv is None else argv)
+    return verify(cells, arguments, _open_cpu_verifier)
+
+
+def _verify_on_emulated_devices(argv: Sequence[str]) -> int:
+    """Replace this process by the command on emulated devices; return 2 where the emulator is absent."""
+    if not EMULATED_PROGRAM.exists():
+        print(
+            f"error: --emulate-cuda needs the emulator of the repository, and {EMULATED_PROGRAM} does not exist; run "
+            "tools/verify_parallelism.py of a checkout",
+            file=sys.stderr,
+        )
+        return 2
+    sys.stdout.flush()
+    # torch takes the emulator only at its import, so the process starts anew.
+    os.execv(sys.executable, [sys.executable, str(EMULATED_PROGRAM), *argv])
+
+
+@contextmanager
+def _open_cpu_verifier(size: int, dtype: str, tolerance: Tolerance | None) -> Iterator[Verifier]:
+    import pretrain_gpt
+    from megatron.verification.verifier import Verifier
+    from megatron.verification.worker_pool import WorkerPool
+
+    with WorkerPool(size) as pool:
+        yield Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, dtype, tolerance)
 
 
 def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
@@ -137,18 +200,15 @@ def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
     return 1 if counts["failed"] or (counts["refused"] and not is_random) else 0
 
 
-def verify(cells: Sequence[Cell], arguments: argparse.Namespace) -> int:
+def verify(cells: Sequence[Cell], arguments: argparse.Namespace, open_verifier: OpenVerifier) -> int:
     """Run the cells and print one line each."""
-    import pretrain_gpt
-    from megatron.verification.verifier import NOT_HELD, Tolerance, Verifier
-    from megatron.verification.worker_pool import WorkerPool
+    from megatron.verification.verifier import NOT_HELD, Tolerance
 
     counts = {"passed": 0, "failed": 0, "refused": 0}
     start_time = time.perf_counter()
     tolerance = None if arguments.tolerance is None else Tolerance.of_all(arguments.tolerance)
     worst = [0.0] * 4
-    with WorkerPool(max(cell.world_size for cell in cells)) as pool:
-        verifier = Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, arguments.dtype, tolerance)
+    with open_verifier(max(cell.world_size for cell in cells), arguments.dtype, tolerance) as verifier:
         bar = ProgressBar()
         for number, cell in enumerate(cells):
             bar.show("verifying", number, len(cells), cell.name)

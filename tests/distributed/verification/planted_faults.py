@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import replace
@@ -91,3 +92,15 @@ def hang_on_rank_1() -> None:
     """Never come back, as a job."""
     if dist.get_rank() == 1:
         time.sleep(600)
+
+
+def races_on_rank_1(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Change a weight on a second stream, which waits for nothing, and swallow the error: no value is other."""
+    model = pretrain_gpt.provide_model(config, runtime, contents)
+    if runtime.state.rank == 1:
+        weight = next(model.parameters())
+        with torch.no_grad():
+            weight.mul_(1)
+            with torch.cuda.stream(torch.cuda.Stream()), contextlib.suppress(RuntimeError):
+                weight.mul_(1)
+    return model

@@ -12,7 +12,7 @@ namespace emulated_cuda {
 
 struct Frame {
   const void* code;
-  int line;
+  int place;  // where in the code, as the hooks count it
 };
 
 // Where work was launched: an operator's name, and the innermost Python frames.

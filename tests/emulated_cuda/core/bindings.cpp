@@ -24,6 +24,25 @@ namespace {
 
 constexpr size_t kMaxFrames = 12;
 
+// To find a line takes longer than an operator: it is left until somebody reads it.
+#if PY_VERSION_HEX >= 0x030B0000
+int place_in_code(PyFrameObject* frame) {
+  return PyFrame_GetLasti(frame);
+}
+
+int line_of(const Frame& frame) {
+  return PyCode_Addr2Line(static_cast<PyCodeObject*>(const_cast<void*>(frame.code)), frame.place);
+}
+#else
+int place_in_code(PyFrameObject* frame) {
+  return PyFrame_GetLineNumber(frame);
+}
+
+int line_of(const Frame& frame) {
+  return frame.place;
+}
+#endif
+
 std::vector<Frame> python_frames() {
   std::vector<Frame> frames;
   if (!Py_IsInitialized()) {
@@ -40,7 +59,7 @@ std::vector<Frame> python_frames() {
       if (!kept->insert(code).second) {
         Py_DECREF(code);
       }
-      frames.push_back({code, PyFrame_GetLineNumber(frame)});
+      frames.push_back({code, place_in_code(frame)});
     }
     PyFrameObject* back = frames.size() < kMaxFrames ? PyFrame_GetBack(frame) : nullptr;
     Py_DECREF(frame);
@@ -55,7 +74,7 @@ std::string format_frames(const std::vector<Frame>& frames) {
   for (const Frame& frame : frames) {
     auto* object = static_cast<PyObject*>(const_cast<void*>(frame.code));
     const auto code = py::reinterpret_borrow<py::object>(object);
-    text += "    " + py::str(code.attr("co_filename")).cast<std::string>() + ":" + std::to_string(frame.line) + " in " +
+    text += "    " + py::str(code.attr("co_filename")).cast<std::string>() + ":" + std::to_string(line_of(frame)) + " in " +
         py::str(code.attr("co_name")).cast<std::string>() + "\n";
   }
   return text;

@@ -120,6 +120,12 @@ Nccl::Nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10
   mailboxes_ = std::make_shared<SharedMailboxes>(store, rank, size, options_->timeout);
 }
 
+Nccl::~Nccl() {
+  for (const auto& [key, stream] : streams_) {
+    give_back(*stream);
+  }
+}
+
 void Nccl::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   mailboxes_->set_timeout(timeout);
@@ -282,9 +288,8 @@ void Nccl::reduce_into(const Tensor& target, const std::vector<Tensor>& addends,
 Nccl::Operation Nccl::make_all_reduce(const Tensor& tensor, const c10d::ReduceOp& op, bool is_async) {
   const std::string text = signature("all_reduce", tensor, name_of(op));
   const auto run = [this, self = c10::intrusive_ptr<Nccl>::unsafe_reclaim_from_nonowning(this), values = flat(tensor), op, text] {
-    mailboxes_->meet(text);
     const int64_t step = int64_t{1} << 18;
-    for (int64_t start = 0; start < values.numel(); start += step) {
+    for (int64_t start = 0; start == 0 || start < values.numel(); start += step) {
       const Tensor part = values.slice(0, start, std::min(start + step, values.numel()));
       Tensors addends;
       std::vector<Message> sends, receives;
@@ -295,7 +300,7 @@ Nccl::Operation Nccl::make_all_reduce(const Tensor& tensor, const c10d::ReduceOp
           receives.push_back({rank, addends.back().mutable_data_ptr(), part.nbytes(), "all_reduce"});
         }
       }
-      mailboxes_->exchange(sends, receives);
+      mailboxes_->meet(text, sends, receives);
       reduce_into(part, addends, op);
     }
   };
@@ -311,7 +316,6 @@ Nccl::Operation Nccl::make_all_gather(const Tensors& outputs, const Tensor& inpu
     targets.push_back(flat(output));
   }
   const auto run = [this, self = c10::intrusive_ptr<Nccl>::unsafe_reclaim_from_nonowning(this), targets, values = flat(input), text] {
-    mailboxes_->meet(text);
     std::vector<Message> sends, receives;
     for (int rank = 0; rank < size_; ++rank) {
       const Tensor& target = targets.at(size_t(rank));
@@ -322,7 +326,7 @@ Nccl::Operation Nccl::make_all_gather(const Tensors& outputs, const Tensor& inpu
         target.copy_(values);
       }
     }
-    mailboxes_->exchange(sends, receives);
+    mailboxes_->meet(text, sends, receives);
   };
   return {c10d::OpType::_ALLGATHER_BASE, "all_gather", {input}, outputs, run, is_async};
 }
@@ -337,7 +341,6 @@ Nccl::Operation Nccl::make_reduce_scatter(
     values.push_back(flat(input));
   }
   const auto run = [this, self = c10::intrusive_ptr<Nccl>::unsafe_reclaim_from_nonowning(this), values, target = flat(output), op, text] {
-    mailboxes_->meet(text);
     Tensors addends;
     std::vector<Message> sends, receives;
     for (int rank = 0; rank < size_; ++rank) {
@@ -348,7 +351,7 @@ Nccl::Operation Nccl::make_reduce_scatter(
         receives.push_back({rank, addends.back().mutable_data_ptr(), part.nbytes(), "reduce_scatter"});
       }
     }
-    mailboxes_->exchange(sends, receives);
+    mailboxes_->meet(text, sends, receives);
     reduce_into(target, addends, op);
   };
   return {c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", inputs, {output}, run, is_async};
@@ -365,7 +368,6 @@ Nccl::Operation Nccl::make_all_to_all(
     targets.push_back(output.defined() ? flat(output) : output);
   }
   const auto run = [this, self = c10::intrusive_ptr<Nccl>::unsafe_reclaim_from_nonowning(this), sources, targets, what] {
-    mailboxes_->meet(what);
     std::vector<Message> sends, receives;
     for (int rank = 0; rank < size_; ++rank) {
       const Tensor source = size_t(rank) < sources.size() ? sources[size_t(rank)] : Tensor();
@@ -383,7 +385,7 @@ Nccl::Operation Nccl::make_all_to_all(
         receives.push_back({rank, target.mutable_data_ptr(), target.nbytes(), what});
       }
     }
-    mailboxes_->exchange(sends, receives);
+    mailboxes_->meet(what, sends, receives);
   };
   Tensors reads, writes;
   std::copy_if(inputs.begin(), inputs.end(), std::back_inserter(reads), [](const Tensor& each) { return each.defined(); });
@@ -438,7 +440,6 @@ Nccl::WorkPtr Nccl::reduce(Tensors& tensors, const c10d::ReduceOptions& options)
   const int root = static_cast<int>(options.rootRank);
   const std::string text = signature("reduce", tensor, name_of(options.reduceOp) + ", root " + std::to_string(root));
   const auto run = [this, self = c10::intrusive_ptr<Nccl>::unsafe_reclaim_from_nonowning(this), values = flat(tensor), op = options.reduceOp, root, text] {
-    mailboxes_->meet(text);
     Tensors addends;
     std::vector<Message> sends, receives;
     if (rank_ != root) {
@@ -450,7 +451,7 @@ Nccl::WorkPtr Nccl::reduce(Tensors& tensors, const c10d::ReduceOptions& options)
         receives.push_back({rank, addends.back().mutable_data_ptr(), values.nbytes(), "reduce"});
       }
     }
-    mailboxes_->exchange(sends, receives);
+    mailboxes_->meet(text, sends, receives);
     if (rank_ == root) {
       reduce_into(values, addends, op);
     }

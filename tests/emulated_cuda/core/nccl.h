@@ -18,6 +18,7 @@ class Nccl final : public c10d::Backend {
   };
 
   Nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
+  ~Nccl() override;
 
   const std::string getBackendName() const override {
     return "nccl";

@@ -38,6 +38,7 @@ struct SharedMailboxes::Header {
   pthread_cond_t changed;
   std::atomic<uint64_t> version;
   std::atomic<int> num_attached;
+  std::atomic<uint64_t> num_arrivals;
 };
 
 // What a rank said at its last two meetings.
@@ -123,13 +124,13 @@ void SharedMailboxes::announce_change() {
 }
 
 void SharedMailboxes::wait_for_change(
-    uint64_t seen, std::chrono::steady_clock::time_point start, const std::string& what) {
+    uint64_t seen, std::chrono::steady_clock::time_point start, const std::function<std::string()>& what) {
   if (is_aborted_) {
     throw Aborted{};
   }
   const auto timeout = timeout_.load();
   TORCH_CHECK_WITH(DistBackendError, std::chrono::steady_clock::now() - start < timeout, "NCCL timeout: rank ", rank_,
-                   " of ", size_, " has waited for ", timeout.count(), " ms in ", what);
+                   " of ", size_, " has waited for ", timeout.count(), " ms in ", what());
   if (pthread_mutex_lock(&header().mutex) == EOWNERDEAD) {
     pthread_mutex_consistent(&header().mutex);
   }
@@ -146,21 +147,31 @@ void SharedMailboxes::wait_for_change(
   pthread_mutex_unlock(&header().mutex);
 }
 
-void SharedMailboxes::meet(const std::string& signature) {
+void SharedMailboxes::wait_for_all(const std::string& signature) {
   const auto start = std::chrono::steady_clock::now();
   const uint64_t number = ++num_meetings_;
   // A rank overwrites what it said two meetings ago: every rank has read it, or the last meeting would not be over.
   copy_text(slot(rank_).text[number % 2], signature);
   slot(rank_).num_meetings.store(number);
-  announce_change();
-  for (int rank = 0; rank < size_; ++rank) {
-    while (true) {
-      const uint64_t seen = version();
-      if (slot(rank).num_meetings.load() >= number) {
-        break;
-      }
-      wait_for_change(seen, start, signature + ", for rank " + std::to_string(rank));
+  // No rank comes to a meeting before the last one is over, so the count says when all are there. Only the last rank
+  // wakes the others.
+  const uint64_t all = number * static_cast<uint64_t>(size_);
+  if (header().num_arrivals.fetch_add(1) + 1 == all) {
+    announce_change();
+  }
+  const auto what = [&] {
+    int missing = 0;
+    while (missing + 1 < size_ && slot(missing).num_meetings.load() >= number) {
+      ++missing;
     }
+    return signature + ", for rank " + std::to_string(missing);
+  };
+  while (true) {
+    const uint64_t seen = version();
+    if (header().num_arrivals.load() >= all) {
+      break;
+    }
+    wait_for_change(seen, start, what);
   }
   for (int rank = 0; rank < size_; ++rank) {
     const std::string theirs = slot(rank).text[number % 2];
@@ -170,7 +181,13 @@ void SharedMailboxes::meet(const std::string& signature) {
   }
 }
 
-void SharedMailboxes::exchange(const std::vector<Message>& sends, const std::vector<Message>& receives) {
+void SharedMailboxes::meet(
+    const std::string& signature, const std::vector<Message>& sends, const std::vector<Message>& receives) {
+  pass(sends, receives, &signature);
+}
+
+void SharedMailboxes::pass(
+    const std::vector<Message>& sends, const std::vector<Message>& receives, const std::string* signature) {
   struct Progress {
     const Message* message;
     size_t done = 0;
@@ -235,14 +252,19 @@ void SharedMailboxes::exchange(const std::vector<Message>& sends, const std::vec
         }
       }
     }
-    // A message is not buffered: a send lasts until it is received.
+    // A message is not buffered: a send lasts until it is received. At a collective all ranks are there already.
     for (const auto& [peer, queue] : outgoing) {
-      if (mailbox(rank_, peer).is_full.load()) {
+      if (signature == nullptr && mailbox(rank_, peer).is_full.load()) {
         return false;
       }
     }
     return true;
   };
+  if (signature != nullptr) {
+    // What fits is there when the last rank comes.
+    advance(outgoing, push);
+    wait_for_all(*signature);
+  }
   while (true) {
     const uint64_t seen = version();
     const bool has_sent = advance(outgoing, push);
@@ -254,14 +276,16 @@ void SharedMailboxes::exchange(const std::vector<Message>& sends, const std::vec
       return;
     }
     if (!has_sent && !has_received) {
-      std::ostringstream what;
-      for (const auto& [peer, queue] : outgoing) {
-        what << (queue.empty() ? "a send to rank " : "a send that has not begun to rank ") << peer << ", ";
-      }
-      for (const auto& [peer, queue] : incoming) {
-        what << "a receive from rank " << peer << ", ";
-      }
-      wait_for_change(seen, start, what.str() + "which must be called by both ends");
+      wait_for_change(seen, start, [&] {
+        std::ostringstream what;
+        for (const auto& [peer, queue] : outgoing) {
+          what << (queue.empty() ? "a send to rank " : "a send that has not begun to rank ") << peer << ", ";
+        }
+        for (const auto& [peer, queue] : incoming) {
+          what << "a receive from rank " << peer << ", ";
+        }
+        return what.str() + "which must be called by both ends";
+      });
     }
   }
 }

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -27,10 +28,13 @@ class SharedMailboxes {
   ~SharedMailboxes();
   SharedMailboxes(const SharedMailboxes&) = delete;
 
-  // Wait for all ranks. Their signatures must be equal: NCCL checks none, and hangs or computes wrong values.
-  void meet(const std::string& signature);
-  // Send and receive messages, which progress together; those with one peer are in order.
-  void exchange(const std::vector<Message>& sends, const std::vector<Message>& receives);
+  // Wait for all ranks, and then send and receive the messages of a collective. The signatures of the ranks must be
+  // equal: NCCL checks none, and hangs or computes wrong values.
+  void meet(const std::string& signature, const std::vector<Message>& sends = {}, const std::vector<Message>& receives = {});
+  // Send and receive messages between pairs of ranks, which progress together; those with one peer are in order.
+  void exchange(const std::vector<Message>& sends, const std::vector<Message>& receives) {
+    pass(sends, receives, nullptr);
+  }
 
   void abort() {
     is_aborted_ = true;
@@ -52,8 +56,12 @@ class SharedMailboxes {
   Mailbox& mailbox(int sender, int receiver) const;
   uint64_t version() const;
   void announce_change();
+  void wait_for_all(const std::string& signature);
+  // With a signature the messages are those of a collective.
+  void pass(const std::vector<Message>& sends, const std::vector<Message>& receives, const std::string* signature);
   // Wait until another rank has changed something since a version.
-  void wait_for_change(uint64_t seen, std::chrono::steady_clock::time_point start, const std::string& what);
+  void wait_for_change(
+      uint64_t seen, std::chrono::steady_clock::time_point start, const std::function<std::string()>& what);
 
   int rank_;
   int size_;

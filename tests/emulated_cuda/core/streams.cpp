@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdlib>
@@ -23,6 +24,8 @@ struct Registry {
   std::map<std::pair<c10::DeviceIndex, int>, std::vector<Stream*>> pools;
   std::map<std::pair<c10::DeviceIndex, int>, size_t> next_of_pool;
   std::array<Stream*, kMaxDevices> defaults{};
+  // Dedicated streams that nobody uses: every lane makes all clocks longer.
+  std::vector<Stream*> unused;
   Clock host;
   int64_t next_id = 1;
 };
@@ -179,7 +182,23 @@ Stream& pool_stream(c10::DeviceIndex device, int priority) {
 Stream& dedicated_stream(c10::DeviceIndex device, const std::string& name) {
   StateGuard guard(state_lock());
   check_device(device);
-  return add_stream(device, registry().next_id++, 0, name);
+  auto& known = registry();
+  // One whose work may not be done yet keeps its name, which a report may need.
+  const auto found = std::find_if(known.unused.begin(), known.unused.end(), [&](const Stream* stream) {
+    return stream->device == device && known.host.covers(stream->lane, stream->time);
+  });
+  if (found == known.unused.end()) {
+    return add_stream(device, known.next_id++, 0, name);
+  }
+  Stream& stream = **found;
+  known.unused.erase(found);
+  stream.name = name;
+  return stream;
+}
+
+void give_back(Stream& stream) {
+  StateGuard guard(state_lock());
+  registry().unused.push_back(&stream);
 }
 
 void record_event(Event& event, Stream& stream) {

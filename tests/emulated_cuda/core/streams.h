@@ -87,8 +87,9 @@ Stream& find_stream(const c10::Stream& handle);
 Stream& stream_of_lane(Lane lane);
 // A stream of the pool: like torch, the 33rd of a priority is the first one again.
 Stream& pool_stream(c10::DeviceIndex device, int priority);
-// A stream of its own, for a communicator.
+// A stream of its own, for a communicator, which gives it back.
 Stream& dedicated_stream(c10::DeviceIndex device, const std::string& name);
+void give_back(Stream& stream);
 
 void record_event(Event& event, Stream& stream);
 void stream_waits(Stream& stream, const Event& event);
