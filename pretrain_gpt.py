@@ -45,6 +45,7 @@ def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) 
         cp=runtime.state.cp,
         experts=ExpertGroups.of(runtime.state),
         fills_later=config.ddp.shards_weights,
+        parallel_state=runtime.state,
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron.core.collectives import all_gather_objects, gather_objects
 from megatron.core.errors import ConfigurationError
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.core.parallel_sizes import GRID_AXES, ONE_RANK, Grid, ParallelSizes, Place, slice_ranks
 from megatron.core.process_group import Group, Observer
 from megatron.core.sharding import ParamSpec
+
+Item = TypeVar("Item", bound=Hashable)
 
 GROUP_AXES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -230,3 +234,33 @@ def _build(
     ends = _pipeline_ends(groups["pp"])
     embedding = record_flight(Group(("embedding",), ends, ends.index(rank), communicator(ends), observer), recorder)
     return ParallelState(rank=rank, sizes=sizes, place=sizes.place(rank), embedding=embedding, **groups)
+
+
+def gather_from_world(value: Any, state: ParallelState) -> list[Any]:
+    """Return every rank's picklable value in the order of the ranks on the first rank, and nothing on the others.
+
+    Each model-parallel place gathers first, so that no group is as large as the world.
+    """
+    by_place = gather_objects(value, state.dp_cp)
+    if not state.dp_cp.is_first:
+        return []
+    rows = gather_objects(by_place, state.model_parallel)
+    places = [
+        (first + replica, value)
+        for first, row in zip(state.model_parallel.ranks, rows)
+        for replica, value in zip(state.dp_cp.ranks, row, strict=True)
+    ]
+    return [value for _, value in sorted(places, key=lambda place: place[0])]
+
+
+def all_gather_from_world(items: Sequence[Item], state: ParallelState) -> list[list[Item]]:
+    """Return every rank's picklable items in the order of the ranks, on all ranks.
+
+    Replicas of a model-parallel place gather first. An item that several of them have is then sent once.
+    """
+    by_place = all_gather_objects((state.rank, list(items)), state.dp_cp)
+    shared: dict[Item, Item] = {}
+    # A pickle holds an object once, and equal ones as often as they are.
+    compact = [(rank, [shared.setdefault(item, item) for item in of_rank]) for rank, of_rank in by_place]
+    of_ranks = [found for row in all_gather_objects(compact, state.model_parallel) for found in row]
+    return [of_rank for _, of_rank in sorted(of_ranks, key=lambda found: found[0])]

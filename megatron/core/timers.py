@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from megatron.core.collectives import all_gather_objects
 from megatron.core.errors import MegatronError
-from megatron.core.process_group import Group
+from megatron.core.parallel_state import ParallelState, gather_from_world
 
 _NAME_WIDTH = 48
 
@@ -133,23 +132,27 @@ class Timers:
 
     def report(
         self,
-        group: Group,
+        state: ParallelState,
         names: Sequence[str] | None = None,
         normalizer: float = 1.0,
         reset: bool = True,
     ) -> str:
-        """Return Megatron's lines on the times over the group, in milliseconds; all its ranks must call.
+        """Return Megatron's lines on the times over all ranks, in milliseconds, on the first rank; all ranks must call.
 
-        ``normalizer`` divides the times: the number of iterations since the last report. Empty if nothing has run.
+        ``normalizer`` divides the times: the number of iterations since the last report. Empty if nothing has run, and
+        on other ranks.
         """
-        return format_report(self.gather(group, names, normalizer, reset), self.log_option)
+        return format_report(self.gather(state, names, normalizer, reset), self.log_option)
 
     def gather(
-        self, group: Group, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True
+        self, state: ParallelState, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True
     ) -> list[dict[str, float]]:
-        """Return what `format_report` is given: each rank's times by name in milliseconds; all ranks must call."""
+        """Return what `format_report` is given: each rank's times by name in milliseconds, on the first rank.
+
+        All ranks must call; the others receive nothing.
+        """
         local = {name: s * 1000.0 / normalizer for name, s in self.elapsed_s(names, reset).items()}
-        return all_gather_objects(local, group)
+        return gather_from_world(local, state)
 
 
 def format_report(times_ms: Sequence[dict[str, float]], log_option: str = "minmax") -> str:

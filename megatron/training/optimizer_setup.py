@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.core.collectives import all_gather_objects, any_rank
+from megatron.core.collectives import any_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
 from megatron.core.kernels.apex import load_fused_adam
@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.recipes.param_rates import ParamRates
 from megatron.core.optimizer.update_rule import examine_rule
+from megatron.core.parallel_state import all_gather_from_world
 from megatron.core.sharding import spec_of
 from megatron.planning.activation_memory import activation_bytes
 from megatron.planning.optimizer_memory import host_state_bytes, state_bytes
@@ -122,7 +123,7 @@ def _with_policy(config: RunConfig, runtime: Runtime, num_elements: int) -> tupl
             f"GiB of state, {activations / _GIB:.2f} GiB of activations and a margin of "
             f"{margin / _GIB:.2f} GiB"
         )
-    fraction = max(all_gather_objects(fraction, runtime.state.world))
+    fraction = max(of_rank[0] for of_rank in all_gather_from_world([fraction], runtime.state))
     # The policy has been followed: what the optimizer is given is a fraction.
     optimizer = dataclasses.replace(optimizer, optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
     return optimizer, why
@@ -130,5 +131,5 @@ def _with_policy(config: RunConfig, runtime: Runtime, num_elements: int) -> tupl
 
 def _check_host_memory(config: RunConfig, runtime: Runtime) -> None:
     """Refuse an offload that any rank's machine has no memory for; collective."""
-    for room in all_gather_objects(runtime.device.host_room(), runtime.state.world):
+    for (room,) in all_gather_from_world([runtime.device.host_room()], runtime.state):
         check_host_memory(config, room)

@@ -247,7 +247,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
     runtime.flight.iteration = train_state.iteration
     if runtime.is_reporter and config.checkpoint.save is not None:
         kept_open.callback(RunRecord(config, application.launch, train_state.iteration, log).close)
-    log(timers.report(runtime.state.world, ["load-checkpoint"]))
+    log(timers.report(runtime.state, ["load-checkpoint"]))
     log(format_datetime("after model, optimizer, and learning rate scheduler are built"))
     log("> building train, validation, and test datasets ...")
     with timers("train/valid/test-data-iterators-setup"):
@@ -258,7 +258,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         datasets = build_datasets(builder, targets, runtime)
     log(describe_datasets(datasets, config.logging.log_megatron_lines))
     log(format_datetime("after dataloaders are built"))
-    log(f"done with setup ...\n{timers.report(runtime.state.world)}")
+    log(f"done with setup ...\n{timers.report(runtime.state)}")
 
     run = TrainingRun(
         config=config,

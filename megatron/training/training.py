@@ -214,7 +214,7 @@ def _evaluation_counter(run: TrainingRun, num_microbatches: int) -> Callable[[in
 
 def _report_time(run: TrainingRun, name: str) -> None:
     """Print the time of something that is no part of an iteration; every rank must call."""
-    run.log(run.timers.report(run.runtime.state.world, [name]))
+    run.log(run.timers.report(run.runtime.state, [name]))
 
 
 def _save(run: TrainingRun) -> None:
@@ -277,7 +277,7 @@ def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAvera
         _log_memory(run)
     if logging.timing_log_level == 0:
         return  # Nothing is timed for which the ranks would wait for each other.
-    times = run.timers.gather(run.runtime.state.world, normalizer=average.num_iterations)
+    times = run.timers.gather(run.runtime.state, normalizer=average.num_iterations)
     if run.metrics is not None and logging.log_timers_to_tensorboard:
         names = dict.fromkeys(name for of_rank in times for name in of_rank)
         longest = {f"{name}-time": max(of_rank.get(name, 0.0) for of_rank in times) / 1000.0 for name in names}

@@ -190,7 +190,7 @@ def _check(runtime: Runtime, parts: TrainingParts, timers: Timers) -> None:
     parameters = [parameter for chunk in parts.chunks for parameter in chunk.parameters()]
     check_replicas_equal(parameters, runtime.state)
     parts.optimizer.params_norm()
-    timers.report(runtime.state.world)
+    timers.report(runtime.state)
     any_rank(False, runtime.state.world)
 
 

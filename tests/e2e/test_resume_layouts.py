@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.index import CheckpointIndex, read_index
 from megatron.core.dist_checkpointing.load import load_tensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_of, whole_tensor
 from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX, model_tensors, optimizer_tensors
-from megatron.core.process_group import single_rank_group
+from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
 from megatron.training.config.arguments import resolve_arguments
@@ -168,7 +168,7 @@ def read_all(folder: Path, index: CheckpointIndex) -> dict[str, torch.Tensor]:
         if not name.startswith(RNG_PREFIX)
     }
     tensors = [whole_tensor(name, tensor) for name, tensor in values.items()]
-    load_tensors(folder, index, tensors, (), single_rank_group(("pp", "dp", "cp", "tp")))
+    load_tensors(folder, index, tensors, (), describe_parallel_state(0, 1))
     return values
 
 

@@ -40,4 +40,6 @@ GPUS = {
     "h100": DeviceProperties("NVIDIA H100 80GB HBM3", 9, 0, 81_559 * _MIB, 132, 50 * _MIB, 227 * _KIB, 228 * _KIB),
     "h200": DeviceProperties("NVIDIA H200", 9, 0, 143_771 * _MIB, 132, 60 * _MIB, 227 * _KIB, 228 * _KIB),
     "b200": DeviceProperties("NVIDIA B200", 10, 0, 183_359 * _MIB, 148, 126 * _MIB, 227 * _KIB, 228 * _KIB),
+    # The memory of the data sheet, 288 GB; what the driver keeps of it is not known here. All else as on the B200.
+    "b300": DeviceProperties("NVIDIA B300", 10, 3, 288 * 10**9, 148, 126 * _MIB, 227 * _KIB, 228 * _KIB),
 }

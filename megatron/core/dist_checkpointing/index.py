@@ -18,13 +18,17 @@ from megatron.core.files.plain_file import is_plain_name, parse_json, read_plain
 from megatron.core.sharding import Box
 
 INDEX_FILE = "index.json"
-FORMAT_VERSION = 1
+FLAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest version that is read. It is written only if shard files lie in subfolders, else `FLAT_VERSION`."""
 _LARGEST_COUNT = 1 << 63
 
 
 @dataclass(frozen=True)
 class StoredPiece:
     """Say where the values of one box lie: ``num_bytes`` at ``start`` in ``file``, row-major.
+
+    ``file`` is a name in the checkpoint's folder or, in large worlds, ``SUBFOLDER/NAME``.
 
     ``key`` is the entry's name in that safetensors file, ``checksum`` the CRC-32 of its bytes in eight hex digits.
     """
@@ -89,8 +93,9 @@ def index_text(index: CheckpointIndex) -> str:
     # Read back first: what JSON makes of the keys must be what the checksum is of.
     common = json.loads(encode_common(index.common))
     content = {"common": common, "files": files, "tensors": tensors}
+    version = FORMAT_VERSION if any("/" in name for name in files) else FLAT_VERSION
     return (
-        f'{{"format_version": {FORMAT_VERSION},\n"checksum": "{_content_checksum(content)}",\n'
+        f'{{"format_version": {version},\n"checksum": "{_content_checksum(content)}",\n'
         f'"common": {json.dumps(common, sort_keys=True, indent=1)},\n'
         f'"files": {_object_by_line(files)},\n"tensors": {_object_by_line(tensors)}}}\n'
     )
@@ -203,6 +208,7 @@ def _count(value: Any) -> int:
 
 
 def _name(value: Any) -> str:
-    if not is_plain_name(value):
-        raise ValueError(f"{value!r} is not the name of a file in this folder")
+    parts = value.split("/") if isinstance(value, str) else [value]
+    if len(parts) > 2 or not all(is_plain_name(part) for part in parts):
+        raise ValueError(f"{value!r} is not the name of a file in this folder or in a subfolder")
     return str(value)

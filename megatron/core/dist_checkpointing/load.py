@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.shard_file import check_file
 from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces, read_remote_pieces
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.parallel_state import ParallelState, all_gather_from_world, gather_from_world
 from megatron.core.process_group import Group
 
 
@@ -67,7 +68,7 @@ def load_tensors(
     index: CheckpointIndex,
     tensors: Sequence[ShardedTensor],
     namespaces: Sequence[str],
-    world: Group,
+    state: ParallelState,
     verify: bool = True,
     allow_cast: bool = False,
     strictness: Strictness = STRICT,
@@ -83,7 +84,8 @@ def load_tensors(
         CheckpointError: names, shapes or dtypes do not fit; the first of each are named. On every rank alike.
         DamagedCheckpointError: a file is missing or changed. On every rank alike.
     """
-    descriptions = all_gather_objects([tensor.describe() for tensor in tensors], world)
+    world = state.world
+    descriptions = all_gather_from_world([tensor.describe() for tensor in tensors], state)
     misfits = find_misfits(descriptions, index.tensors, namespaces, allow_cast)
     if verify and not index.is_intact:
         raise DamagedCheckpointError(
@@ -111,7 +113,8 @@ def load_tensors(
         remote = run_on_all_ranks(read_here, world)
         error = read_remote_pieces(reader, folder, remote, targets, world)
     raise_on_all_ranks(error, world)
-    check_pieces(folder, index.tensors, all_gather_objects(reader.cell_checksums, world))
+    found = gather_from_world(reader.cell_checksums, state)
+    run_on_all_ranks(lambda: check_pieces(folder, index.tensors, found), world)
     return LoadedTensors(reader.bytes_read, misfits.missing, misfits.unexpected)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from megatron.core.collectives import all_gather_objects, any_rank, gather_objects, run_on_all_ranks
+from megatron.core.collectives import all_gather_objects, any_rank, run_on_all_ranks
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of
 from megatron.core.errors import CheckpointError
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ParallelState, gather_from_world
 from megatron.core.sharding import Box, describe_box, split_box, uncovered
 
 MAX_PIECE_BYTES = 64 * 1024 * 1024
@@ -69,23 +68,6 @@ class SavePlanner:
         ranks = tuple(gather_from_world(own, state))
         run_on_all_ranks(lambda: check_writes(ranks), state.world)
         return SavePlan(held, own, ranks)
-
-
-def gather_from_world(value: Any, state: ParallelState) -> list[Any]:
-    """Return every rank's picklable value in the order of the ranks on the first rank, and nothing on the others.
-
-    Each model-parallel place gathers first, so that no group is as large as the world.
-    """
-    by_place = gather_objects(value, state.dp_cp)
-    if not state.dp_cp.is_first:
-        return []
-    rows = gather_objects(by_place, state.model_parallel)
-    places = [
-        (first + replica, value)
-        for first, row in zip(state.model_parallel.ranks, rows)
-        for replica, value in zip(state.dp_cp.ranks, row, strict=True)
-    ]
-    return [value for _, value in sorted(places, key=lambda place: place[0])]
 
 
 def plan_writes(

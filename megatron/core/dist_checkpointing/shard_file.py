@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron.core.dist_checkpointing.background import StagingArea
 from megatron.core.dist_checkpointing.checksum import checksum
-from megatron.core.dist_checkpointing.disk import SequentialFile, read_error, write_error
+from megatron.core.dist_checkpointing.disk import SequentialFile, read_error, sync_folder, write_error
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, StoredPiece, StoredTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of, piece_key
 from megatron.core.dist_checkpointing.save_plan import SavePlan
@@ -40,6 +40,8 @@ _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _LENGTH_BYTES = 8
+MAX_FILES_PER_FOLDER = 1024
+"""The shards of larger worlds lie in subfolders: a parallel file system makes the files of one folder one by one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,14 +84,19 @@ class RankShare:
         try:
             if isinstance(path, ObjectPath):
                 return path.retry(lambda: write_shard(path, self.entries))
-            return write_shard(path, self.entries)
+            if path.parent == folder:
+                return write_shard(path, self.entries)
+            path.parent.mkdir(exist_ok=True)
+            written = write_shard(path, self.entries)
+            sync_folder(path.parent)
+            return written
         except OSError as failure:
             path.unlink(missing_ok=True)
             raise write_error(path, failure, shard_bytes(self.entries)) from failure
 
 
-def take_share(plan: SavePlan, tensors: Sequence[ShardedTensor], rank: int, tag: str = "") -> RankShare:
-    """Return what ``rank``, this one, writes of its tensors according to the plan that was made of them.
+def take_share(plan: SavePlan, tensors: Sequence[ShardedTensor], rank: int, num_ranks: int, tag: str = "") -> RankShare:
+    """Return what ``rank`` of ``num_ranks``, this one, writes of its tensors according to the plan made of them.
 
     A ``tag`` keeps its file apart from those of other saves.
     """
@@ -103,12 +110,18 @@ def take_share(plan: SavePlan, tensors: Sequence[ShardedTensor], rank: int, tag:
             views = (tensor.view(box) for tensor in by_name[planned.name])
             values = next(view for view in views if view is not None)
             entries.append(ShardEntry(piece_key(planned.name, planned.global_shape, box), values))
-    return RankShare(shard_name(rank, tag), tuple(entries))
+    return RankShare(shard_name(rank, num_ranks, tag), tuple(entries))
 
 
-def shard_name(rank: int, tag: str = "") -> str:
-    """Return the name of the file that a rank writes."""
-    return ".".join((f"shard_{rank:05d}", *filter(None, (tag,)), "safetensors"))
+def shard_name(rank: int, num_ranks: int, tag: str = "") -> str:
+    """Return the name of the file that one of ``num_ranks`` ranks writes, with its subfolder in large worlds.
+
+    A name with a ``tag`` is that of an object in a store, which has no folders.
+    """
+    name = ".".join((f"shard_{rank:05d}", *filter(None, (tag,)), "safetensors"))
+    if tag or num_ranks <= MAX_FILES_PER_FOLDER:
+        return name
+    return f"shards_{rank // MAX_FILES_PER_FOLDER:05d}/{name}"
 
 
 def build_index(
@@ -119,6 +132,7 @@ def build_index(
     pieces: dict[str, list[StoredPiece]] = {}
     for rank, (own, share) in enumerate(zip(plan.ranks, shares, strict=True)):
         start = 0 if share.file is None else share.file.header_bytes
+        file = shard_name(rank, len(shares), tag)
         checksums = iter(share.checksums)
         for tensor in own:
             name, shape = tensor.name, tensor.global_shape
@@ -127,7 +141,7 @@ def build_index(
             for box in tensor.boxes:
                 num_bytes = box.num_elements * dtype_of(tensor.dtype).itemsize
                 key = piece_key(name, shape, box)
-                stored.append(StoredPiece(box, shard_name(rank, tag), key, start, num_bytes, next(checksums)))
+                stored.append(StoredPiece(box, file, key, start, num_bytes, next(checksums)))
                 start += num_bytes
     tensors = {
         name: StoredTensor(
@@ -135,7 +149,9 @@ def build_index(
         )
         for name, tensor in planned.items()
     }
-    files = {shard_name(rank, tag): share.file for rank, share in enumerate(shares) if share.file is not None}
+    files = {
+        shard_name(rank, len(shares), tag): share.file for rank, share in enumerate(shares) if share.file is not None
+    }
     return CheckpointIndex(tensors, files, common)
 
 

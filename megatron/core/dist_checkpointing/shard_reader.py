@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-from megatron.core.collectives import all_gather_objects, broadcast_object, run_on_all_ranks
+from megatron.core.collectives import all_gather_objects, any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.checksum import join_checksums, partial_checksum
 from megatron.core.dist_checkpointing.disk import read_error
 from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
@@ -189,9 +189,9 @@ def read_remote_pieces(
         StorageError: what holds a file does not answer. On every rank alike.
     """
     own = {_place(read): read for read in reads}
-    places = sorted({place for found in all_gather_objects(list(own), world) for place in found})
-    if not places:
+    if not any_rank(bool(own), world):
         return None
+    places = sorted({place for found in all_gather_objects(list(own), world) for place in found})
     senders = _find_senders(folder, sorted({file for file, _, _ in places}), world)
     error: CheckpointError | None = None
     for place in places:

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from megatron.core.device import compute_capability
 from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.precision import arithmetic_dtype
 
 _FIRST_WITH_FLASH = (8, 0)
-_WITH_WIDE_FLASH = ((8, 0), (9, 0), (10, 0))
+_WITH_WIDE_FLASH = ((8, 0), (9, 0), (10, 0), (10, 3))
 MAX_SCORES = 2**24
 """Scores that are in memory at once where no kernel computes a block: 64 MiB of float32."""
 
@@ -46,7 +47,10 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class AttentionBlocks:
-    """Compute blocks: by torch's flash kernels where they can, unless ``plain`` asks for every step written out.
+    """Compute blocks: by torch's fused kernels where they can, unless ``plain`` asks for every step written out.
+
+    On CUDA it is cuDNN's kernel where `scaled_dot_product_attention` would take it, else FlashAttention-2: both return
+    the log-sum-exp of every row, and their backward passes take that of all blocks together.
 
     With ``softcap`` every step is, and scores are kept within that number of 0, by a tanh. Written out, so many queries
     at a time are computed that about ``max_scores`` scores are in memory.
@@ -70,6 +74,11 @@ class AttentionBlocks:
                 for rows, part in self._parts(query, key, mask)
             ]
             return torch.cat([part[0] for part in parts], dim=2), torch.cat([part[1] for part in parts], dim=2)
+        if takes_cudnn(query, key, value, mask):
+            output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                query, key, value, None, True, 0.0, mask.is_causal
+            )
+            return output, logsumexp.squeeze(-1)
         if query.device.type == "cuda":
             output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
                 query, key, value, 0.0, mask.is_causal
@@ -102,7 +111,13 @@ class AttentionBlocks:
         """
         if not self._has_kernel(query, mask):
             return self._plain_backward(grad, query, key, value, output, logsumexp, mask)
-        if query.device.type == "cuda":
+        if takes_cudnn(query, key, value, mask):
+            unused = torch.empty((), dtype=torch.int64, device=query.device)
+            grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                *(grad, query, key, value, output, logsumexp.contiguous().unsqueeze(-1), unused, unused, None),
+                *(None, None, query.shape[2], key.shape[2], 0.0, mask.is_causal),
+            )
+        elif query.device.type == "cuda":
             unused = torch.empty((), dtype=torch.uint64, device=query.device)
             grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 *(grad, query, key, value, output, logsumexp.contiguous()),
@@ -169,6 +184,15 @@ class AttentionBlocks:
         for start in range(0, length, at_once):
             end = min(start + at_once, length)
             yield slice(start, end), mask.rows(start, end, num_keys, query.device)
+
+
+def takes_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask) -> bool:
+    """Return whether `scaled_dot_product_attention` takes cuDNN's kernel for a block, by torch's own choice."""
+    if query.device.type != "cuda" or mask.visible is not None:
+        return False
+    has_groups = query.shape[1] != key.shape[1]
+    choice = torch._fused_sdp_choice(query, key, value, None, 0.0, mask.is_causal, enable_gqa=has_groups)
+    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def widest_flash_head(capability: tuple[int, int] | None) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import attach_spec, held_of, spec_of
-from megatron.core.tensor_parallel.initialization import initialize_parameter
+from megatron.core.tensor_parallel.divided_initialization import initialize_divided
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -26,6 +27,8 @@ class Model(nn.Module):
     post_process: bool
     seed: int | None = None
     """What the first values are drawn from, zeros without it, of parameters that were made without memory."""
+    parallel_state: ParallelState | None = None
+    """The groups of ranks that divide the drawing of initial values; without it each rank draws its own."""
     auxiliary_loss_names: tuple[str, ...] = ()
     """Names of the whole model's auxiliary losses that are reported, the same on every chunk."""
 
@@ -49,7 +52,7 @@ class Model(nn.Module):
         """Give the named parameters, or ``some`` of them, their first values.
 
         They are drawn from ``seed``, or zeros without one; on ``meta`` there are none. Of a parameter that this rank
-        holds in parts the parts are filled.
+        holds in parts the parts are filled. With ``parallel_state`` a drawing is collective, see `initialize_divided`.
         """
         parameters = list(self.parameters()) if some is None else some
         if seed is None:
@@ -57,5 +60,4 @@ class Model(nn.Module):
                 for _, held in (each for parameter in parameters for each in held_of(parameter)):
                     held.zero_()
         elif not any(parameter.is_meta for parameter in parameters):
-            for parameter in parameters:
-                initialize_parameter(parameter, seed)
+            initialize_divided(parameters, seed, self.parallel_state)

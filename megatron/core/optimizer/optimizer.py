@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.collectives import all_gather_objects, all_reduce
+from megatron.core.collectives import all_gather_objects, all_reduce, any_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import ConfigurationError, TrainingError
@@ -298,9 +298,9 @@ class MegatronOptimizer:
     def _check_whole(self, rule: UpdateRule, buckets: Sequence[UpdateBucket]) -> None:
         """Reject shards for an update rule that is not elementwise; collective."""
         shards = sorted(part.part.spec.name for bucket in buckets for part in bucket.parts if not part.is_whole)
-        of_ranks = all_gather_objects(shards[0] if shards else None, self._state.world)
-        name = next((name for name in of_ranks if name is not None), None)
-        if name is not None:
+        if any_rank(bool(shards), self._state.world):
+            of_ranks = all_gather_objects(shards[0] if shards else None, self._state.world)
+            name = next(name for name in of_ranks if name is not None)
             raise ConfigurationError(
                 f"--optimizer {self.config.elementwise}: {rule.name} is not elementwise (its update of a shard differs "
                 f"from its update of the whole parameter), and here some rank holds a shard of {name}; train with "

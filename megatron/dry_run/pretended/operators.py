@@ -1,7 +1,7 @@
 """Operations that are kernels of their own on CUDA and that a CPU build of torch takes apart, all in this one place.
 
-They are ``rms_norm``, ``silu`` (for its gradient) and ``scaled_dot_product_attention``. Each becomes what a CUDA build
-runs: the same memory, the same kernels, no values.
+They are ``rms_norm``, ``silu`` (for its gradient), ``scaled_dot_product_attention`` and its choice of a kernel. Each
+becomes what a CUDA build runs: the same memory, the same kernels, no values.
 """
 
 from __future__ import annotations
@@ -11,12 +11,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from megatron.dry_run.pretended.attention_kernel import AttentionCall, choose_attention_kernel
 from megatron.dry_run.recorder import Recorder
 
 _aten = torch.ops.aten
+
+
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 class CudaOperators(TorchFunctionMode):
@@ -26,11 +35,12 @@ class CudaOperators(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
         self._capability = capability
-        self._replaced: Mapping[Any, Callable[..., torch.Tensor]] = {
+        self._replaced: Mapping[Any, Callable[..., Any]] = {
             F.rms_norm: self._rms_norm,
             torch.rms_norm: self._rms_norm,
             F.silu: self._silu,
             F.scaled_dot_product_attention: self._attention,
+            torch._fused_sdp_choice: self._choose_attention,
         }
 
     def __torch_function__(
@@ -65,18 +75,7 @@ class CudaOperators(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         has_groups = query.shape[1] != key.shape[1]
-        call = AttentionCall(
-            dtype=str(query.dtype).removeprefix("torch."),
-            head_size=query.shape[-1],
-            num_queries=query.shape[-2],
-            num_keys=key.shape[-2],
-            is_causal=is_causal,
-            has_mask=attn_mask is not None,
-            has_groups=has_groups,
-            dropout=dropout_p,
-            is_deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        kernel = choose_attention_kernel(call, self._capability)
+        kernel = self._kernel_of(query, key, attn_mask, dropout_p, is_causal)
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         context: torch.Tensor
         if kernel == "flash":
@@ -94,6 +93,41 @@ class CudaOperators(TorchFunctionMode):
             key, value = (tensor.repeat_interleave(repeats, 1) if has_groups else tensor for tensor in (key, value))
             context = _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal)[0]
         return context
+
+    def _choose_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> int:
+        kernel = self._kernel_of(query, key, attn_mask, dropout_p, is_causal)
+        return int(_BACKENDS[kernel].value)
+
+    def _kernel_of(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+    ) -> str:
+        call = AttentionCall(
+            dtype=str(query.dtype).removeprefix("torch."),
+            head_size=query.shape[-1],
+            num_queries=query.shape[-2],
+            num_keys=key.shape[-2],
+            is_causal=is_causal,
+            has_mask=attn_mask is not None,
+            has_groups=query.shape[1] != key.shape[1],
+            dropout=dropout_p,
+            is_deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return choose_attention_kernel(call, self._capability)
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

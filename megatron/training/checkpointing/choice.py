@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.core.collectives import all_gather_objects, broadcast_object, run_on_all_ranks
+from megatron.core.collectives import all_gather_objects, any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.files.object_path import as_path
 from megatron.core.parallel_state import ParallelState
@@ -48,10 +48,9 @@ def agree_on_candidates(directory: Path, ckpt_step: int | None, state: ParallelS
 
 
 def _refuse_where_others_have_some(directory: Path, state: ParallelState) -> None:
-    trackers = all_gather_objects(
-        (directory / TRACKER_FILE).exists() or bool(complete_iterations(directory)), state.world
-    )
-    if any(trackers):
+    here = (directory / TRACKER_FILE).exists() or bool(complete_iterations(directory))
+    if any_rank(here, state.world):
+        trackers = all_gather_objects(here, state.world)
         raise CheckpointError(
             f"rank {trackers.index(True)} finds checkpoints in {directory} and rank 0, on another machine, none: bring "
             "back the folder of rank 0, or remove the others to begin anew"

@@ -83,7 +83,7 @@ class NativeCheckpoint:
         progress: Progress = untold,
     ) -> LoadedTensors:
         """Fill every rank's tensors in place."""
-        wanted = (tensors, namespaces, self.state.world, self.verify, allow_cast, strictness)
+        wanted = (tensors, namespaces, self.state, self.verify, allow_cast, strictness)
         return load_tensors(self.folder, self.index, *wanted, progress)
 
 

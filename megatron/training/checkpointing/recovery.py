@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.core.collectives import all_gather_objects, broadcast_object, raise_on_all_ranks, run_on_all_ranks
+from megatron.core.collectives import (
+    all_gather_objects,
+    any_rank,
+    broadcast_object,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+)
 from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.dist_checkpointing.index import INDEX_FILE
@@ -105,7 +111,8 @@ def prepare_save_directory(directory: str | Path, state: ParallelState, log: Log
 
     _complete_what_others_published(directory, folders, state, lines)
     _on_all_ranks(directory, state, bring_in_order)
-    for rank, found in enumerate(all_gather_objects(lines, state.world)):
+    everywhere = all_gather_objects(lines, state.world) if any_rank(bool(lines), state.world) else []
+    for rank, found in enumerate(everywhere):
         for line in found:
             log(line if rank == 0 else f"rank {rank}: {line}")
     return folders
@@ -182,9 +189,9 @@ def _find_folders(directory: Path, state: ParallelState) -> SaveFolders:
         return min(int(path.name.split(".")[2]) for path in directory.glob(f".{token}.*{_MARK_SUFFIX}"))
 
     _on_all_ranks(directory, state, enter_first)
-    sees_first = all_gather_objects(_on_all_ranks(directory, state, mark(0).exists), state.world)
+    sees_first = _on_all_ranks(directory, state, mark(0).exists)
     leaders = [0] * state.world_size
-    if not all(sees_first):
+    if any_rank(not sees_first, state.world):
         _on_all_ranks(directory, state, enter)
         leaders = all_gather_objects(_on_all_ranks(directory, state, first_rank_seen), state.world)
     mark(state.rank).unlink(missing_ok=True)

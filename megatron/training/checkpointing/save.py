@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.background import BackgroundTask, StagingA
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.dist_checkpointing.index import INDEX_FILE, encode_common
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.save_plan import SavePlan, SavePlanner, gather_from_world
+from megatron.core.dist_checkpointing.save_plan import SavePlan, SavePlanner
 from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
 from megatron.core.dist_checkpointing.state_dict import (
     RunTensors,
@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.state_dict import (
     rng_tensors,
 )
 from megatron.core.errors import MegatronError
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ParallelState, gather_from_world
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.huggingface.model_record import MODEL_RECORD
 from megatron.interop.megatron_torch.rank_tree import FLOAT8_SCALING
@@ -137,7 +137,7 @@ def _native_steps(
     folder = target.saving_folder(iteration)
     described = _described(tensors, target)
     plan = target.planner.plan(described)
-    share = take_share(plan, described, state.rank, target.place.tag)
+    share = take_share(plan, described, state.rank, state.world_size, target.place.tag)
     if target.area is not None:
         share = share.staged(target.area)
     write_tokenizer = common.write_tokenizer if target.is_leader else None

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name
 from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, MODEL_PREFIX, rng_name
 from megatron.core.dist_checkpointing.strictness import STRICT, Strictness, find_misfits
 from megatron.core.errors import CheckpointError
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ParallelState, all_gather_from_world
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.sharding import Box
 from megatron.core.tensor_parallel.random import DEFAULT
@@ -78,7 +78,7 @@ class SourceCheckpoint:
             CheckpointError: names, shapes or dtypes do not fit; all of them are listed. On every rank alike.
         """
         world = self.state.world
-        descriptions = all_gather_objects([tensor.describe() for tensor in tensors], world)
+        descriptions = all_gather_from_world([tensor.describe() for tensor in tensors], self.state)
         misfits = find_misfits(descriptions, self.index.tensors, namespaces, allow_cast)
         problems = misfits.problems(strictness)
         if problems:

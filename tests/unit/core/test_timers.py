@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.errors import MegatronError
-from megatron.core.process_group import single_rank_group
+from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.timers import Timers, format_report
 
 
@@ -28,7 +28,7 @@ class Clock:
         return Timers(log_level, log_option, synchronize=self.synchronize, barrier=self.barrier, clock=self)
 
 
-GROUP = single_rank_group(("world",))
+STATE = describe_parallel_state(0, 1)
 
 
 def test_stretches_add_up_until_reset() -> None:
@@ -90,10 +90,10 @@ def test_report_has_megatrons_form() -> None:
     timers = clock.timers()
     with timers("load-checkpoint"):
         clock.now_s += 0.25
-    assert timers.report(GROUP, normalizer=10) == (
+    assert timers.report(STATE, normalizer=10) == (
         "(min, max) time across ranks (ms):\n    load-checkpoint ................................: (25.00, 25.00)"
     )
-    assert timers.report(GROUP) == ""
+    assert timers.report(STATE) == ""
 
 
 def test_report_of_chosen_names_leaves_the_others_running() -> None:
@@ -102,7 +102,7 @@ def test_report_of_chosen_names_leaves_the_others_running() -> None:
     for name in ("first", "second"):
         with timers(name):
             clock.now_s += 1.0
-    assert "second" not in timers.report(GROUP, names=["first", "absent"])
+    assert "second" not in timers.report(STATE, names=["first", "absent"])
     assert timers.elapsed_s() == {"second": 1.0}
 
 

@@ -253,6 +253,12 @@ def test_sinks_and_windows_go_to_torchs_flash_kernel(results: Results) -> None:
     assert kernels == {"_flash_attention_forward": 4, "_flash_attention_backward": 4}
 
 
+def test_blocks_of_a_ring_go_to_the_kernel_that_whole_sequences_go_to(results: Results) -> None:
+    for name in ("8B p2p", "8B all_gather", "all is kept"):
+        assert set(kernels_of(results[name], "attention")) <= CAUSAL | {"_flex_attention", "_flex_attention_backward"}
+    assert set(kernels_of(results["8B p2p"], "attention")) == CAUSAL
+
+
 def test_flex_attention_computes_the_blocks_of_two_documents(results: Results) -> None:
     packed, whole = (results[name].report["by_kind"]["attention"]["flops"] for name in ("8B packed", "all is kept"))
     # Of 64 blocks of 128 each way: two triangles of 32 with their diagonals; cuDNN's half of the square beside it.

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
 from megatron.core.models.gpt.logit_z_loss import LOGIT_Z_LOSS, logit_z_loss
 from megatron.core.models.model import Model
+from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import attach_spec, spec_of, tie_over_pipeline
@@ -56,7 +57,8 @@ class GPTModel(Model):
     (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes. With ``fills_later`` they have
     no memory: `wrap_model` fills what a rank keeps of them, and no more than a layer is ever whole. Sequences are whole
     unless ``cp`` names the ranks over which `context_parallel.partition` has split them, and all experts are on every
-    rank unless ``experts`` says how they are spread.
+    rank unless ``experts`` says how they are spread. With ``parallel_state`` the ranks that hold the same parameters
+    divide the drawing of initial values, and making the model is collective over them.
     """
 
     config: GPTConfig
@@ -75,10 +77,12 @@ class GPTModel(Model):
         cp: Group | None = None,
         experts: ExpertGroups | None = None,
         fills_later: bool = False,
+        parallel_state: ParallelState | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.seed = seed
+        self.parallel_state = parallel_state
         self.tp = tp
         self.rng = rng
         self.cp = single_rank_group(("cp",)) if cp is None else cp

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.collectives import all_gather_objects
+from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer.inner_optimizer import is_decayed, is_decoupled
 from megatron.core.optimizer.muon import is_orthogonalized
@@ -78,15 +78,16 @@ class ParamRates:
         if not self._overrides:
             return
         names = {spec_of(parameter).name for parameter in parameters}
+        unmatched = [o for o in self._overrides if not any_rank(any(o.matches(name) for name in names), world)]
+        if not unmatched:
+            return
         all_names = sorted(set[str]().union(*all_gather_objects(names, world)))
         problems = [
             f"--param-group-overrides {o.pattern}: no trained parameter's name matches; there are "
             f"{', '.join(all_names[:_NUM_NAMED])} and {max(0, len(all_names) - _NUM_NAMED)} more"
-            for o in self._overrides
-            if not any(o.matches(name) for name in all_names)
+            for o in unmatched
         ]
-        if problems:
-            raise ConfigurationError(problems)
+        raise ConfigurationError(problems)
 
     def by_rate(self, parameters: Sequence[torch.nn.Parameter]) -> list[tuple[Rate, list[torch.nn.Parameter]]]:
         """Return the parameters that share a learning rate together, each in the given order."""

@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from megatron.core.collectives import all_gather_objects, any_rank, broadcast_object, exchange_bytes, raise_on_all_ranks
+from megatron.core.collectives import (
+    all_gather_first_dim,
+    all_gather_objects,
+    any_rank,
+    broadcast_object,
+    exchange_bytes,
+    raise_on_all_ranks,
+)
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
 from megatron.training.checkpointing.local_copies.copy_file import CopyFile
@@ -152,7 +159,8 @@ class LocalCopies:
         """Send the copy on, and keep the one that comes."""
         state, jump = self._state, self._jump or 0
         target, source = (state.rank + jump) % state.world_size, (state.rank - jump) % state.world_size
-        slot, num_bytes = all_gather_objects((self._slot, memory.numel()), state.world)[source]
+        own = torch.tensor([[self._slot, memory.numel()]], device=self._device)
+        slot, num_bytes = all_gather_first_dim(own, state.world)[source].tolist()
         kept = CopyFile(self._folder / f"{source}.{slot}.held")
         error, room = None, None
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.collectives import all_gather_objects
+from megatron.core.collectives import any_rank
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
@@ -58,7 +58,7 @@ class Membership:
 
         Before there is one a run begins as its command line says. Collective.
         """
-        if all(saved is None for saved in all_gather_objects(self.kept.counts.saved, runtime.state.world)):
+        if not any_rank(self.kept.counts.saved is not None, runtime.state.world):
             return config
         return dataclasses.replace(config, checkpoint=config.checkpoint.resumed())
 

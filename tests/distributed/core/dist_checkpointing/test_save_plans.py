@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import save_plan
+from megatron.core.dist_checkpointing import save_plan, shard_file
+from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.mapping import whole_tensor
-from megatron.core.dist_checkpointing.save_plan import SavePlanner, gather_from_world
+from megatron.core.dist_checkpointing.save_plan import SavePlanner
+from megatron.core.dist_checkpointing.shard_file import shard_name
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_sizes import ParallelSizes
-from megatron.core.parallel_state import create_parallel_state
+from megatron.core.parallel_state import create_parallel_state, describe_parallel_state, gather_from_world
 from tests.harness.distributed import run_distributed
-from tests.unit.core.dist_checkpointing.toy import toy_tensors
+from tests.unit.core.dist_checkpointing.toy import assert_equal_tensors, save_tensors, toy_tensors
 
 
 def gather(sizes: ParallelSizes) -> list[Any]:
@@ -76,3 +79,32 @@ def test_a_gap_is_every_ranks_error() -> None:
     assert set(run_distributed(4, plan_with_a_gap)) == {
         "no rank holds model.embedding.weight[8:11,0:5]; nothing was saved"
     }
+
+
+def save_in_subfolders(folder: str) -> None:
+    """Save with at most two files per folder."""
+    shard_file.MAX_FILES_PER_FOLDER = 2
+    state = create_parallel_state(ParallelSizes(tp=2))
+    save_tensors(Path(folder), toy_tensors(state.tp.rank, 2), {"iteration": 3}, state, 40)
+
+
+def test_the_files_of_large_worlds_lie_in_subfolders(tmp_path: Path) -> None:
+    run_distributed(4, save_in_subfolders, str(tmp_path))
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors"))
+    names = [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert found == [f"shards_0000{folder}/shard_0000{rank}.safetensors" for folder, rank in names]
+    state = describe_parallel_state(0, 1)
+    for rank in range(2):
+        tensors = toy_tensors(rank, 2, filled=False)
+        load_tensors(tmp_path, load_index(tmp_path, state.world), tensors, ["model."], state)
+        assert_equal_tensors(tensors, toy_tensors(rank, 2))
+
+
+def test_names_of_shards() -> None:
+    assert shard_name(1023, 1024) == "shard_01023.safetensors"
+    assert [shard_name(rank, 16_384) for rank in (0, 1024, 16_383)] == [
+        "shards_00000/shard_00000.safetensors",
+        "shards_00001/shard_01024.safetensors",
+        "shards_00015/shard_16383.safetensors",
+    ]
+    assert shard_name(1024, 16_384, "a1-5") == "shard_01024.a1-5.safetensors"

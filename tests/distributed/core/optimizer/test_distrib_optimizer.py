@@ -193,7 +193,7 @@ def load_and_train(
     run = build(options, dtype=dtype, optimizer=optimizer)
     run.step(7)  # whatever is there is replaced
     index = load_index(Path(folder), run.state.world)
-    load_tensors(Path(folder), index, described(run), (MODEL_PREFIX, OPTIMIZER_PREFIX), run.state.world)
+    load_tensors(Path(folder), index, described(run), (MODEL_PREFIX, OPTIMIZER_PREFIX), run.state)
     run.optimizer.load_scalar_state(index.common["scalars"])
     outcome = run.step(2)
     return run.parameters(), outcome

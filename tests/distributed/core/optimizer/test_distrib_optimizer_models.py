@@ -166,7 +166,7 @@ def step_of_stages(folder: str, options: Options, pp: int) -> dict[str, Any]:
     index = load_index(Path(folder), state.world)
     for tensor in tensors:
         tensor.data.fill_(-1.0)
-    load_tensors(Path(folder), index, tensors, (MODEL_PREFIX, OPTIMIZER_PREFIX), state.world)
+    load_tensors(Path(folder), index, tensors, (MODEL_PREFIX, OPTIMIZER_PREFIX), state)
     return {
         "norms": (params_norm, outcome.grad_norm),
         "parameters": {p.spec.name: p.detach() for chunk in chunks for p in chunk.parameters()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,9 +75,22 @@ def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     path = tmp_path / "index.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"format_version": 9}))
-    with pytest.raises(CheckpointError, match="version 9 is newer than 1") as caught:
+    with pytest.raises(CheckpointError, match="version 9 is newer than 2") as caught:
         read_index(tmp_path)
     assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_only_files_in_subfolders_have_the_newer_version(tmp_path: Path) -> None:
+    index = make_index()
+    write_index(tmp_path, index)
+    flat = (tmp_path / "index.json").read_text()
+    assert json.loads(flat)["format_version"] == 1
+    (tmp_path / "index.json").write_text(flat.replace('"shard_00000', '"shards_00000/shard_00000'))
+    nested = read_index(tmp_path)
+    assert set(nested.files) == {f"shards_00000/{name}" if "00000" in name else name for name in index.files}
+    write_index(tmp_path, nested)
+    assert json.loads((tmp_path / "index.json").read_text())["format_version"] == 2
+    assert read_index(tmp_path) == replace(nested, is_intact=True)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -101,6 +115,9 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ('"file": "shard_00000.safetensors"', '"file": "/dev/zero"'),
         ('"file": "shard_00000.safetensors"', '"file": "../../etc/passwd"'),
         ('"file": "shard_00000.safetensors"', '"file": ".."'),
+        ('"file": "shard_00000.safetensors"', '"file": "shards_00000/../shard_00000.safetensors"'),
+        ('"file": "shard_00000.safetensors"', '"file": "shards_00000//shard_00000.safetensors"'),
+        ('"file": "shard_00000.safetensors"', '"file": "../shard_00000.safetensors"'),
         ('"file": "shard_00000.safetensors"', '"file": 3'),
         ('"shard_00000.safetensors": {', '"../shard_00000.safetensors": {'),
     ],

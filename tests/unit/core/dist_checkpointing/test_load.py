@@ -35,7 +35,7 @@ def save(folder: Path, tensors: list[ShardedTensor], max_piece_bytes: int = 2**2
 
 def load(folder: Path, tensors: list[ShardedTensor], verify: bool = True, allow_cast: bool = False) -> int:
     index = load_index(folder, WORLD, verify)
-    return load_tensors(folder, index, tensors, ["model."], WORLD, verify, allow_cast).bytes_read
+    return load_tensors(folder, index, tensors, ["model."], STATE, verify, allow_cast).bytes_read
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -13,10 +13,10 @@ import torch
 from megatron.core.collectives import barrier
 from megatron.core.dist_checkpointing.index import write_index
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec
-from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES, SavePlanner, gather_from_world
+from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES, SavePlanner
 from megatron.core.dist_checkpointing.shard_file import build_index, take_share
 from megatron.core.dist_checkpointing.state_dict import RunTensors
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ParallelState, gather_from_world
 from megatron.core.sharding import (
     Box,
     ParamSpec,
@@ -111,7 +111,7 @@ def save_tensors(
 ) -> None:
     """Take the steps of a save that make the files, without a run around them; collective."""
     plan = SavePlanner(state, max_piece_bytes).plan(tensors)
-    shares = gather_from_world(take_share(plan, tensors, state.rank).write(folder), state)
+    shares = gather_from_world(take_share(plan, tensors, state.rank, state.world_size).write(folder), state)
     if state.world.is_first:
         write_index(folder, build_index(plan, shares, common))
     barrier(state.world)

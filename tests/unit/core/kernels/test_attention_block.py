@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +19,7 @@ from megatron.core.kernels.attention_block import (
     merge_block,
     plain_block,
     plain_block_backward,
+    takes_cudnn,
 )
 from megatron.core.kernels.attention_pattern import CAUSAL
 from megatron.core.kernels.dot_product_attention import plain_attention
@@ -189,6 +192,91 @@ def test_float16_scores_do_not_overflow() -> None:
         assert logsumexp.isfinite().all()
 
 
+class CudnnTwin(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Compute what cuDNN's kernels compute, step by step, as their operators are called on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if "_cudnn_attention" not in name:
+            return func(*args, **(kwargs or {}))
+        self.calls.append(name)
+        if name == "_scaled_dot_product_cudnn_attention":
+            # Trailing defaults are not handed on.
+            query, key, value, bias, keeps_logsumexp, dropout, is_causal = (*args, *(0.0, False)[len(args) - 5 :])
+            assert (bias, keeps_logsumexp, dropout) == (None, True, 0.0)
+            output, logsumexp = plain_block(query, key, value, BlockMask(is_causal=is_causal))
+            seed = torch.zeros((), dtype=torch.int64)
+            lengths = (query.shape[2], key.shape[2])
+            # cuDNN keeps a dimension that the flash kernels do not have.
+            return output, logsumexp[..., None], None, None, *lengths, seed, seed, None
+        grad, query, key, value, output, logsumexp, *_, num_queries, num_keys, dropout, is_causal = args
+        assert (num_queries, num_keys, dropout) == (query.shape[2], key.shape[2], 0.0)
+        assert logsumexp.shape == (*query.shape[:3], 1)
+        assert logsumexp.is_contiguous()
+        mask = BlockMask(is_causal=is_causal)
+        return plain_block_backward(grad, query, key, value, output, logsumexp[..., 0], mask)
+
+
+@pytest.mark.parametrize("groups", [4, 1])
+def test_blocks_of_cudnn_merge_to_the_whole_attention(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks of keys, the last of them causal; the gradients of each need the log-sum-exp of all."""
+    monkeypatch.setattr(attention_block, "takes_cudnn", lambda *call: True)
+    query, key, value, grad = make_tensors(groups, 3 * LENGTH)
+    whole = torch.ones(LENGTH, 3 * LENGTH, dtype=torch.bool).tril(2 * LENGTH)[None, None]
+    expected, total = plain_block(query, key, value, BlockMask(whole))
+    wanted = plain_block_backward(grad, query, key, value, expected, total, BlockMask(whole))
+    parts = [(slice(n * LENGTH, (n + 1) * LENGTH), BlockMask(is_causal=n == 2)) for n in range(3)]
+    blocks = AttentionBlocks()
+    with CudnnTwin() as twin:
+        found = [blocks.forward(query, key[:, :, keys], value[:, :, keys], mask) for keys, mask in parts]
+        output, logsumexp = (each.clone() for each in found[0])
+        for block in found[1:]:
+            merge_block(output, logsumexp, *block)
+        # Rows of a larger tensor, as the ring has them for half of the queries.
+        wide = torch.stack((logsumexp, logsumexp), dim=-1)[..., 0]
+        grads = [
+            blocks.backward(grad, query, key[:, :, keys], value[:, :, keys], output, wide, mask) for keys, mask in parts
+        ]
+    assert [call.endswith("backward") for call in twin.calls] == [False] * 3 + [True] * 3
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(logsumexp, total, rtol=1e-12, atol=1e-13)
+    together = sum(each[0] for each in grads), *(torch.cat([each[i] for each in grads], dim=2) for i in (1, 2))
+    for ours, theirs in zip(together, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("choice", "mask", "expected"),
+    [
+        (SDPBackend.CUDNN_ATTENTION, BlockMask(is_causal=True), True),
+        (SDPBackend.CUDNN_ATTENTION, BlockMask(), True),
+        (SDPBackend.FLASH_ATTENTION, BlockMask(), False),
+        (SDPBackend.CUDNN_ATTENTION, BlockMask(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)), False),
+    ],
+)
+def test_a_block_takes_cudnn_where_torch_would(
+    choice: SDPBackend, mask: BlockMask, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def choose(*call: Any, **options: Any) -> int:
+        asked.append((call[3:], options))
+        return int(choice.value)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    query, key, value, _ = make_tensors(2, LENGTH)
+    assert not takes_cudnn(query, key, value, mask)
+    assert not asked
+    with FakeTensorMode():
+        query, key, value = (torch.empty(each.shape, device="cuda") for each in (query, key, value))
+        assert takes_cudnn(query, key, value, mask) is expected
+    assert asked == ([] if mask.visible is not None else [((None, 0.0, mask.is_causal), {"enable_gqa": True})])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("groups", [4, 2])
@@ -211,7 +299,14 @@ def test_cuda_kernels_are_close_to_the_plain_form(is_causal: bool, groups: int) 
 
 @pytest.mark.parametrize(
     ("capability", "head_dim", "expected"),
-    [(None, 256, True), ((9, 0), 256, True), ((8, 6), 192, True), ((8, 6), 256, False), ((7, 5), 64, False)],
+    [
+        (None, 256, True),
+        ((9, 0), 256, True),
+        ((10, 3), 256, True),
+        ((8, 6), 192, True),
+        ((8, 6), 256, False),
+        ((7, 5), 64, False),
+    ],
 )
 def test_older_devices_have_no_flash_kernel_for_blocks(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, head_dim: int, expected: bool
