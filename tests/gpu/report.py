@@ -60,11 +60,17 @@ def _kernels(rows: Sequence[Row]) -> Iterator[str]:
                     f"{row['gradient_difference']:.1e}",
                     f"{row['allowed']:.0e}",
                 ),
-                *(f"{row['kernel_ms']:.3f}", f"{row['twin_ms']:.3f}", f"{row['twin_ms'] / row['kernel_ms']:.2f}"),
+                *_times(row["kernel_ms"], row["twin_ms"]),
             )
             for row in rows
         ),
     )
+
+
+def _times(kernel_ms: float | None, twin_ms: float | None) -> tuple[str, str, str]:
+    if kernel_ms is None or twin_ms is None:
+        return "", "", ""
+    return f"{kernel_ms:.3f}", f"{twin_ms:.3f}", f"{twin_ms / kernel_ms:.2f}"
 
 
 def _errors(rows: Sequence[Row]) -> Iterator[str]:

@@ -6,15 +6,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 TOTAL_SECONDS = 600.0
+_PLANNED_SHARE = 0.85
+"""Share of a window that the parts plan with. The rest is for the starts of processes, and goes to the last part."""
 _MOST = 2.0
-"""A part may use what earlier parts have left over, up to this multiple of its own time …"""
 _START_SECONDS = 30.0
-"""… and the time that a process needs to import torch and to start CUDA on a cold disk."""
+"""A part is stopped after this multiple of its own time and these seconds, in which a process imports torch from a cold
+disk, as long as the later parts keep their own times."""
+_LAST_MARGIN = 0.08
+"""Share of its limit before which the last part should begin nothing more."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Describe a part: its number, its share of a window of `TOTAL_SECONDS`, and what it shows.
+    """Describe a part: its number, its seconds in a window of `TOTAL_SECONDS`, and what it shows.
 
     On the emulator Triton programs are interpreted if ``interprets``, else the package is hidden.
     """
@@ -37,9 +41,8 @@ PARTS = (
     Part(6, 60, "features", "Features on a tiny model", "whether each feature runs and has the losses of the CPU"),
     Part(7, 80, "headline", "8B and Qwen3 shapes", "time per step of large models"),
     Part(8, 30, "profiled", "Profile", "which kernels take the time, and how long the GPU is idle"),
-    Part(9, 220, "layouts", "One-GPU layouts in bf16", "whether each layout computes what the plain one computes"),
+    Part(9, 130, "layouts", "One-GPU layouts in bf16", "whether each layout computes what the plain one computes"),
 )
-"""The last part takes what is left of the window."""
 
 
 def choose_parts(only: Sequence[int] = (), skip: Sequence[int] = ()) -> tuple[Part, ...]:
@@ -57,15 +60,25 @@ def choose_parts(only: Sequence[int] = (), skip: Sequence[int] = ()) -> tuple[Pa
 def planned_seconds(parts: Iterable[Part], total: float) -> dict[int, float]:
     """Return the time of each part by its number, in proportion to the plan."""
     chosen = tuple(parts)
-    scale = total / sum(part.seconds for part in chosen)
+    scale = total * _PLANNED_SHARE / sum(part.seconds for part in chosen)
     return {part.number: part.seconds * scale for part in chosen}
 
 
-def time_limit(part: Part, later: Iterable[Part], planned: dict[int, float], left: float) -> float:
-    """Return the most time that a part may take so that each later part still has its planned time.
+@dataclass(frozen=True)
+class PartTime:
+    """Say when a part should begin nothing more, counted from when it has started, and when it is stopped."""
+
+    planned: float
+    limit: float
+
+
+def part_time(part: Part, later: Sequence[Part], planned: dict[int, float], left: float) -> PartTime:
+    """Return the time of a part, so that each later part still has its planned time; the last part has what is left.
 
     ``left`` is what is left of the window.
     """
+    if not later:
+        return PartTime(left * (1.0 - _LAST_MARGIN), max(0.0, left))
     own = planned[part.number]
     spare = left - own - sum(planned[each.number] for each in later)
-    return max(0.0, min(own + max(spare, 0.0), _MOST * own + _START_SECONDS, left))
+    return PartTime(own, max(0.0, min(own + max(spare, 0.0), _MOST * own + _START_SECONDS, left)))

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.emulated_cuda.environment import emulated_environment
 from tests.gpu.window import findings
 from tests.gpu.window.findings import append_line
-from tests.gpu.window.plan import Part, planned_seconds, time_limit
+from tests.gpu.window.plan import Part, part_time, planned_seconds
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FINDINGS, REPORT, LOG = "findings.jsonl", "report.md", "failed_parts.log"
@@ -76,12 +76,13 @@ def run_window(
     ended = []
     for index, part in enumerate(parts):
         left = settings.seconds - (time.monotonic() - begun)
-        limit = time_limit(part, parts[index + 1 :], planned, left)
+        allowed = part_time(part, parts[index + 1 :], planned, left)
+        limit = allowed.limit
         if limit <= 0.0:
             outcome = Ended(findings.NOT_RUN, "the time of the window was up", 0.0)
         else:
             say(f"part {part.number}, {part.title}: up to {limit:.0f} s")
-            words = (command or _part_command(settings))(part, min(planned[part.number], limit))
+            words = (command or _part_command(settings))(part, allowed.planned)
             outcome = _run(part, words, limit, settings)
         ended.append(outcome)
         append_line(
@@ -93,7 +94,7 @@ def run_window(
                 "reason": outcome.reason,
                 "seconds": round(outcome.seconds, 1),
                 "limit_s": round(limit, 1),
-                "planned_s": round(planned[part.number], 1),
+                "planned_s": round(allowed.planned, 1),
             },
         )
         because = f": {outcome.reason}" if outcome.reason else ""

@@ -38,8 +38,7 @@ def run(window: Window) -> None:
 
 def time_run(window: Window, name: str, timed: TimedRun) -> list[float]:
     """Train a configuration, write its time per step, memory and last loss, and return its losses."""
-    if not window.is_emulated:
-        torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_memory_stats()
     with training(timed.flags, window.device, draws_on_device=not window.small) as run:
         # A step and a half are kept for what comes behind this run.
         run.run(timed.steps, lambda: window.time_left() > 0.0 or len(run.losses) <= NUM_WARMUP + 1)
