@@ -223,7 +223,16 @@ def libraries() -> Path:
 
 @pytest.mark.full
 def test_a_machine_without_a_gpu_gets_a_report(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/gpu_window.py", "--output", tmp_path, "--only", "0,6", "--seconds", "300"]
+    command: list[str | Path] = [
+        sys.executable,
+        "tools/gpu_window.py",
+        "--output",
+        tmp_path,
+        "--only",
+        "0,6",
+        "--seconds",
+        "300",
+    ]
     run_command(command, timeout_s=300.0, cwd=REPOSITORY, env={"CUDA_VISIBLE_DEVICES": ""}).check()
     lines, _ = read_lines(tmp_path / FINDINGS)
     assert {line["status"] for line in of_kind(lines, "part")} == {findings.UNAVAILABLE}
@@ -234,7 +243,8 @@ def test_a_machine_without_a_gpu_gets_a_report(tmp_path: Path) -> None:
 def test_a_window_on_emulated_devices(libraries: Path, tmp_path: Path) -> None:
     """Parts that take little there; one of them is made to crash, which disturbs no other."""
     parts = (0, 1, 2, 4, 5, 8)
-    command = [sys.executable, "tools/gpu_window.py", "--emulate-cuda", "--output", tmp_path, "--seconds", "1200"]
+    command: list[str | Path] = [sys.executable, "tools/gpu_window.py", "--emulate-cuda", "--output", tmp_path]
+    command += ["--seconds", "1200"]
     command += ["--only", ",".join(map(str, parts)), "--crash-part", "4"]
     environment = {name: value for name, value in os.environ.items() if name != "MEGATRON_DEVICE"}
     run_command(command, timeout_s=1300.0, cwd=REPOSITORY, env=environment).check()

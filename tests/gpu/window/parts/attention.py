@@ -65,7 +65,9 @@ def _kinds(window: Window, shape: AttentionShape) -> Iterator[tuple[str, Attend,
 def _by_backend(backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     with sdpa_kernel(backend):
         context = F.scaled_dot_product_attention(
-            *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
             is_causal=True,
             enable_gqa=key.shape[2] != query.shape[2],
         )

@@ -88,7 +88,7 @@ def _versions(window: Window) -> None:
         multiprocessors=properties.multi_processor_count,
         torch=torch.__version__,
         cuda=str(torch.version.cuda),
-        cudnn=str(torch.backends.cudnn.version()),
+        cudnn=str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         triton=triton_version,
         figures_of=window.gpu or "none: no published figures of this GPU are known, so nothing is predicted for it",
     )
@@ -168,7 +168,7 @@ def _attention_kernels(window: Window) -> None:
                     output = F.scaled_dot_product_attention(
                         query, key, key, dropout_p=dropout, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
                     )
-                    output.sum().backward()
+                    torch.autograd.backward(output.sum())
 
                 window.add(name, findings.RECORDED, kernels=_kernels_of(attend))
 

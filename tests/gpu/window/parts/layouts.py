@@ -49,8 +49,9 @@ def run(window: Window) -> None:
     cells = one_gpu_cells(small=window.small)
     references = {cell.reference_flags for cell in cells}
 
-    def job(flags: Sequence[str], *rest: Any) -> CellResult:
-        return run_cell(flags, *rest, device=Device("cpu") if tuple(flags) in references else window.device)
+    def job(flags: Sequence[str], world_size: int, data: str, dtype: str, *providers: Any) -> CellResult:
+        device = Device("cpu") if tuple(flags) in references else window.device
+        return run_cell(flags, world_size, data, dtype, providers[0], providers[1], device)
 
     pool = cast(WorkerPool, ThisProcess())
     verifier = Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, DTYPE, job=job)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from tests.gpu.window import findings
@@ -45,7 +45,7 @@ def run(window: Window) -> None:
 def _write(window: Window, name: str, key: str, events: Iterable[Any]) -> None:
     spans, by_name, by_kind = [], defaultdict[str, float](float), defaultdict[str, float](float)
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CUDA:
+        if event.device_type != DeviceType.CUDA:
             continue
         milliseconds = event.time_range.elapsed_us() / 1e3
         spans.append((event.time_range.start, event.time_range.end))
