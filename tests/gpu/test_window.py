@@ -179,7 +179,8 @@ def test_what_failed_is_told_first_with_its_reason(tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_are_written(tmp_path: Path) -> None:
     path = tmp_path / FINDINGS
     append_line(path, {"kind": "finding", "value": findings.finite(float("nan")), "other": findings.finite(1.5)})
-    assert read_lines(path) == ([{"kind": "finding", "value": "nan", "other": 1.5}], 0)
+    append_line(path, findings.finite({"losses": [1.0, float("inf")]}))
+    assert read_lines(path) == ([{"kind": "finding", "value": "nan", "other": 1.5}, {"losses": [1.0, "inf"]}], 0)
 
 
 def test_kernels_are_told_apart_by_name() -> None:

@@ -36,9 +36,13 @@ def append_line(path: Path, line: Line) -> None:
         os.close(descriptor)
 
 
-def finite(value: float) -> float | str:
-    """Return a number as JSON can hold it: text if it is NaN or infinite."""
-    return value if value - value == 0.0 else str(value)
+def finite(value: Any) -> Any:
+    """Return a value as JSON can hold it: numbers that are NaN or infinite, also within lists and dicts, as text."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return str(value) if isinstance(value, float) and value - value != 0.0 else value
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:

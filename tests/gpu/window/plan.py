@@ -80,5 +80,6 @@ def part_time(part: Part, later: Sequence[Part], planned: dict[int, float], left
     if not later:
         return PartTime(left * (1.0 - _LAST_MARGIN), max(0.0, left))
     own = planned[part.number]
-    spare = left - own - sum(planned[each.number] for each in later)
-    return PartTime(own, max(0.0, min(own + max(spare, 0.0), _MOST * own + _START_SECONDS, left)))
+    spare = max(0.0, left - own - sum(planned[each.number] for each in later))
+    limit = max(0.0, min(own + spare, _MOST * own + _START_SECONDS, left))
+    return PartTime(min(own + spare / 2, limit), limit)

@@ -42,6 +42,9 @@ class Window:
         self.gpu = gpu_type(self.gpu_name)
         self.capability = torch.cuda.get_device_capability(0)
         self.memory_bytes = torch.cuda.get_device_properties(0).total_memory
+        # What torch and the project brought is not looked through after each finding.
+        gc.collect()
+        gc.freeze()
         self._path = path
         self._end = time.monotonic() + seconds
         append_line(path, self._describe())
@@ -71,7 +74,7 @@ class Window:
     def add(self, name: str, status: str, **known: Any) -> None:
         """Write a finding."""
         line = {"kind": "finding", "part": self.part.number, "name": name, "status": status, "source": self.source}
-        line |= {key: finite(value) if isinstance(value, float) else value for key, value in known.items()}
+        line |= finite(known)
         append_line(self._path, line)
 
     def value(self, name: str, value: float, unit: str, *, key: str | None = None, **known: Any) -> None:
@@ -108,7 +111,21 @@ class Window:
             error.__traceback__ = None
         finally:
             gc.collect()
+            self._check_context(name)
+
+    def _check_context(self, name: str) -> None:
+        """Give back memory; a kernel that wrote anywhere leaves a process without a usable device.
+
+        Raises:
+            RuntimeError: the device cannot be used any more, so that the rest of the part would fail for no reason.
+        """
+        try:
+            self.device.synchronize()
             self.device.empty_cache()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the CUDA context is lost after {name!r}, and the rest of the part did not run: {error}"
+            ) from error
 
     def is_time_for(self, name: str, seconds: float = 0.0) -> bool:
         """Return whether there is time for another finding, and write that it is skipped if there is none."""

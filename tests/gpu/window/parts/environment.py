@@ -65,7 +65,10 @@ def gpu_settings() -> dict[str, str]:
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", "--id=0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"nvidia-smi": str(error)[:200]}
     values = done.stdout.strip().split(", ")
     names = _QUERY.split(",")
     return dict(zip(names, values)) if len(values) == len(names) else {"nvidia-smi": (done.stdout + done.stderr)[:200]}

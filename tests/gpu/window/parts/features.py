@@ -71,7 +71,7 @@ def tiny_flags(*, small: bool) -> Flags:
 
 
 def features(*, small: bool) -> tuple[Feature, ...]:
-    """Return every feature of this part but those that need a checkpoint."""
+    """Return every feature of this part but checkpoints and compilation."""
     window = "8,0" if small else "64,0"
     fp8 = ("--fp8-format", "hybrid", "--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max")
     experts = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32" if small else "128")
@@ -101,7 +101,6 @@ def features(*, small: bool) -> tuple[Feature, ...]:
             ("--use-precision-aware-optimizer", "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8"),
         ),
         Feature("Muon", ("--optimizer", "muon")),
-        Feature("--compile", ("--compile",), on_cpu=()),
         Feature("CUDA graphs", ("--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "2"), on_cpu=()),
     )
 
@@ -116,19 +115,25 @@ def run(window: Window) -> None:
     steps = NUM_SMALL_STEPS if window.small else NUM_STEPS
     plain: Results | None = None
     for feature in features(small=window.small):
-        name = f"{feature.name}, {steps} steps"
-        if not window.is_time_for(name, 1.0):
-            continue
+        results = _try(window, steps, tiny, feature)
+        plain = plain if feature.flags else results
+        if feature.is_exact and results is not None and plain is not None:
+            name = f"{feature.name}, against the model without it"
+            _compare(window, name, results, plain, TWIN, "the same device without the feature")
+    name = "async save and bitwise resume"
+    if window.is_time_for(name, 5.0):
         with window.attempt(name):
-            results = _check(window, name, steps, tiny, feature)
-            plain = plain or results
-            if feature.is_exact:
-                twin = f"{feature.name}, against the model without it"
-                _compare(window, twin, results, plain, TWIN, "the same device without the feature")
-    for name, flags in (("async save and resume", ("--async-save",)), ("save and resume", ())):
-        if window.is_time_for(name, 5.0):
-            with window.attempt(name):
-                check_resume(window, name, (*tiny, *flags))
+            check_resume(window, name, (*tiny, "--async-save"))
+    # Compilation takes long: it comes last.
+    _try(window, steps, tiny, Feature("--compile", ("--compile",), on_cpu=()))
+
+
+def _try(window: Window, steps: int, tiny: Flags, feature: Feature) -> Results | None:
+    name = f"{feature.name}, {steps} steps"
+    if window.is_time_for(name, 1.0):
+        with window.attempt(name):
+            return _check(window, name, steps, tiny, feature)
+    return None
 
 
 def _check(window: Window, name: str, steps: int, tiny: Flags, feature: Feature) -> Results:
