@@ -20,16 +20,16 @@ def fitting_cells(num_devices: int) -> list[Cell]:
     return [cell for cell in matrix() if cell.world_size <= num_devices]
 
 
-def run_on_cpu(*args: Any) -> CellResult:
+def run_on_cpu(flags: Sequence[str], world_size: int, data: str, dtype: str, *providers: Any) -> CellResult:
     """Run a cell's rank on the CPU."""
-    return run_cell(*args, device=Device("cpu"))
+    return run_cell(flags, world_size, data, dtype, providers[0], providers[1], Device("cpu"))
 
 
-def run_on_cuda(*args: Any) -> CellResult:
+def run_on_cuda(flags: Sequence[str], world_size: int, data: str, dtype: str, *providers: Any) -> CellResult:
     """Run a cell's rank on the CUDA device of its number."""
     device = Device("cuda", dist.get_rank() if dist.is_initialized() else 0)
     device.make_current()
-    return run_cell(*args, device=device)
+    return run_cell(flags, world_size, data, dtype, providers[0], providers[1], device)
 
 
 def check_cells(

@@ -25,7 +25,9 @@ def run(window: Window) -> None:
     clock = KernelClock(window.place, small=window.small)
     shapes = attention_shapes(small=window.small)
     calls = [
-        (f"attention, {kind}, {shape.name}", shape, *rest) for shape in shapes for kind, *rest in _kinds(window, shape)
+        (f"attention, {kind}, {shape.name}", shape, attend, has_sinks)
+        for shape in shapes
+        for kind, attend, has_sinks in _kinds(window, shape)
     ]
     for shape in shapes:
         name = f"attention block of a context-parallel ring, {shape.name}"
