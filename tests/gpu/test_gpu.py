@@ -106,7 +106,7 @@ def test_offloaded_state_trains_as_state_on_the_device(
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_layouts_compute_what_one_gpu_computes(dtype: str, num_gpus: int, report: Report, is_emulated: bool) -> None:
-    cells = fitting_cells(num_gpus)
+    cells = fitting_cells(num_gpus, dtype)
     if is_emulated:
         cells = cells[:: len(cells) // NUM_EMULATED_CELLS[dtype]]
     bad = check_cells(cells, "cuda", dtype, lambda row: report.add("cells", row))

@@ -88,6 +88,7 @@ def features(*, small: bool) -> tuple[Feature, ...]:
         Feature("documents", ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")),
         Feature("attention window", ("--window-size", window)),
         Feature("capped attention scores", ("--attn-logit-softcapping", "20")),
+        Feature("FSDP (ZeRO-3) of one rank", ("--use-torch-fsdp2",), is_exact=True),
         Feature("selective recompute", ("--recompute-granularity", "selective"), is_exact=True),
         Feature(
             "full recompute",

@@ -40,7 +40,7 @@ class ThisProcess:
 
 def one_gpu_cells(*, small: bool) -> list[Cell]:
     """Return the cells of one rank: of dense models, of masks and windows, and of multi-head latent attention."""
-    cells = fitting_cells(1) + [cell for cell in (*attention_matrix(), *latent_matrix()) if cell.world_size == 1]
+    cells = fitting_cells(1, DTYPE) + [cell for cell in (*attention_matrix(), *latent_matrix()) if cell.world_size == 1]
     return cells[:: max(1, len(cells) // _SMALL_COUNT)][:_SMALL_COUNT] if small else cells
 
 
