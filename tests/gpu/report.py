@@ -33,7 +33,7 @@ class Report:
         (self.folder / "report.md").write_text("\n".join(self._lines()) + "\n")
 
     def _lines(self) -> Iterator[str]:
-        yield from ("# What was measured", "", *(f"- {name}: {value}" for name, value in self.machine.items()))
+        yield from ("# GPU tests", "", *(f"- {name}: {value}" for name, value in self.machine.items()))
         for name, rows in self.sections.items():
             yield from ("", f"## {name}", "", *_FORMATS[name](rows))
 
