@@ -16,10 +16,12 @@ from tests.gpu.window import findings
 from tests.gpu.window.command import PREDICTIONS, main
 from tests.gpu.window.findings import append_line, of_kind, read_lines
 from tests.gpu.window.markdown import write_report
+from tests.gpu.window.parts.environment import why_no_float8
 from tests.gpu.window.parts.profiled import busy_time, kind_of_kernel
 from tests.gpu.window.plan import PARTS, Part, choose_parts, part_time, planned_seconds
 from tests.gpu.window.runner import FINDINGS, LOG, REPORT, UNAVAILABLE_STATUS, Settings, run_window
 from tests.gpu.window.shapes import attention_shapes, gpt2_runs, headline_runs, linear_layers, shapes_of
+from tests.gpu.window.train import largest_difference
 from tests.harness.training_run import REPOSITORY, run_command
 
 A, B, C = (Part(number, 10, "features", f"Part {number}", "something") for number in range(3))
@@ -192,6 +194,28 @@ def test_kernels_are_told_apart_by_name() -> None:
 
 def test_busy_time_counts_overlapping_kernels_once() -> None:
     assert busy_time([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.4)]) == (4.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "missing"),
+    [
+        ((8, 0), {"delayed", "rowwise", "blockwise", "mxfp8"}),
+        ((9, 0), {"mxfp8"}),
+        ((10, 0), {"blockwise"}),
+    ],
+)
+def test_what_a_gpu_type_cannot_do_is_unsupported(capability: tuple[int, int], missing: set[str]) -> None:
+    from megatron.core.kernels.float8.quantised import ROWS, SEGMENTS_OF_32, SEGMENTS_OF_128, WHOLE
+
+    recipes = {"delayed": WHOLE, "rowwise": ROWS, "blockwise": SEGMENTS_OF_128, "mxfp8": SEGMENTS_OF_32}
+    assert {name for name, blocks in recipes.items() if why_no_float8(capability, blocks)} == missing
+
+
+def test_losses_that_are_missing_or_not_finite_are_far_apart() -> None:
+    assert largest_difference([2.0, 3.03], [2.0, 3.0]) == pytest.approx(0.01)
+    assert largest_difference([2.0], [2.0, 3.0]) == float("inf")
+    assert largest_difference([2.0, float("nan")], [2.0, 3.0]) == float("inf")
+    assert largest_difference([], []) == float("inf")
 
 
 @pytest.mark.parametrize("gpu", ["h100-80gb", "h200", "a100-80gb", "b200"])

@@ -123,23 +123,23 @@ def _triton(window: Window) -> None:
         window.add("Triton casts to FP8", findings.PASSED if works else findings.FAILED)
 
 
-def why_no_float8(window: Window, blocks: Blocks) -> str | None:
+def why_no_float8(capability: tuple[int, int], blocks: Blocks) -> str | None:
     """Return why this GPU type has no FP8 matmuls with scales of such blocks, None if it should have them."""
-    capability = f"compute capability {window.capability[0]}.{window.capability[1]}"
-    if window.capability < _FIRST_WITH_FLOAT8:
-        return f"{capability} has no FP8 tensor cores; they exist from 8.9 on"
-    if blocks == SEGMENTS_OF_32 and window.capability < _FIRST_WITH_MX:
-        return f"{capability} has no MXFP8 tensor cores; they exist from 10.0 (Blackwell) on"
-    if blocks == SEGMENTS_OF_128 and window.capability[0] != _HOPPER[0]:
-        return f"cuBLAS has matmuls with scales per 128 values on compute capability 9.0 only, and this is {capability}"
-    if blocks == ROWS and window.capability < _HOPPER:
-        return f"torch has matmuls with a scale per row from compute capability 9.0 on, and this is {capability}"
+    gpu = f"compute capability {capability[0]}.{capability[1]}"
+    if capability < _FIRST_WITH_FLOAT8:
+        return f"{gpu} has no FP8 tensor cores; they exist from 8.9 on"
+    if blocks == SEGMENTS_OF_32 and capability < _FIRST_WITH_MX:
+        return f"{gpu} has no MXFP8 tensor cores; they exist from 10.0 (Blackwell) on"
+    if blocks == SEGMENTS_OF_128 and capability[0] != _HOPPER[0]:
+        return f"cuBLAS has matmuls with scales per 128 values on compute capability 9.0 only, and this is {gpu}"
+    if blocks == ROWS and capability < _HOPPER:
+        return f"torch has matmuls with a scale per row from compute capability 9.0 on, and this is {gpu}"
     return None
 
 
 def check_scaled_product(window: Window, name: str, left: Blocks, right: Blocks, size: int = 256) -> None:
     """Compare an FP8 matmul of the device with the float32 matmul of the same quantized operands on the CPU."""
-    if (reason := why_no_float8(window, left)) is not None:
+    if (reason := why_no_float8(window.capability, left)) is not None:
         raise Unsupported(reason)
     generator = torch.Generator().manual_seed(3)
     operands = [torch.randn(size, size, generator=generator) for _ in range(2)]

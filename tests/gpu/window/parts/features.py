@@ -138,7 +138,7 @@ def _try(window: Window, steps: int, tiny: Flags, feature: Feature) -> Results |
 
 
 def _check(window: Window, name: str, steps: int, tiny: Flags, feature: Feature) -> Results:
-    if feature.blocks is not None and (reason := why_no_float8(window, feature.blocks)) is not None:
+    if feature.blocks is not None and (reason := why_no_float8(window.capability, feature.blocks)) is not None:
         raise Unsupported(f"{reason}; a run multiplies the quantized operands in float32 instead")
     if window.is_emulated and feature.name == "--compile":
         raise Unsupported("the emulator does not compile")

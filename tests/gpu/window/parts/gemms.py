@@ -59,7 +59,7 @@ def _dense(window: Window, shape: GemmShape) -> Iterator[tuple[str, Callable[[],
         yield f"{shape.name}, weight gradient, bf16", lambda: torch.mm(grad.t(), x)
     name = f"{shape.name}, forward, FP8"
     with window.attempt(name):
-        if (reason := why_no_float8(window, WHOLE)) is not None:
+        if (reason := why_no_float8(window.capability, WHOLE)) is not None:
             raise Unsupported(reason)
         left, right = quantise(x, E4M3, WHOLE), quantise(weight, E4M3, WHOLE)
         yield name, lambda: device_product(left, right, torch.bfloat16)

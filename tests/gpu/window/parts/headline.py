@@ -15,6 +15,6 @@ def run(window: Window) -> None:
         if not window.is_time_for(timed.name, 2.0):
             continue
         with window.attempt(timed.name):
-            if timed.needs_float8 and (reason := why_no_float8(window, WHOLE)) is not None:
+            if timed.needs_float8 and (reason := why_no_float8(window.capability, WHOLE)) is not None:
                 raise Unsupported(reason)
             time_run(window, timed.name, timed)
