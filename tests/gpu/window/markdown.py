@@ -14,7 +14,7 @@ from tests.gpu.window.findings import Line, of_kind, read_lines
 from tests.gpu.window.plan import PARTS, Part
 
 _SHOWN = ("kind", "part", "name", "status", "source", "reason", "frames", "key")
-_MAX_REASON = 300
+_MAX_REASON = 220
 
 WORDS = """\
 - **measured**: on a GPU, in this window.
@@ -119,10 +119,7 @@ def _part(part: Part, found: Sequence[Line], end: Line | None, predicted: Mappin
         yield from ("", *(f"- {sentence}" for sentence in sentences))
     values = [line for line in found if "value" in line]
     if values:
-        source = values[0]["source"]
-        yield from ("", _row(["", source, "predicted", f"{source} / predicted", "unit", "further"]), "|" + "---|" * 6)
-        for line in values:
-            yield _row(_value_cells(line, predicted))
+        yield from ("", *_table_of_values(values, predicted))
     compared = [line for line in found if "tolerance" in line]
     if compared:
         yield from ("", _row(["", "result", "difference", "allowed", "compared with"]), "|" + "---|" * 5)
@@ -165,23 +162,20 @@ def _listed(names: Sequence[str], count: int = 6) -> str:
     return ", ".join(names[:count]) + (f" and {more} more" if more > 0 else "")
 
 
-def _value_cells(line: Line, predicted: Mapping[str, float]) -> list[str]:
-    value, expected = line["value"], predicted.get(line.get("key", ""))
-    ratio = ""
-    # The emulator's times are no measurements: a ratio would look like one.
-    if expected and line["source"] == "measured" and isinstance(value, (int, float)):
-        ratio = f"{value / expected:.2f}"
-    further = ", ".join(
-        f"{key} {_number(known)}" for key, known in line.items() if key not in (*_SHOWN, "value", "unit")
-    )
-    return [
-        line["name"],
-        _number(value),
-        "" if expected is None else _number(expected),
-        ratio,
-        line["unit"],
-        further,
-    ]
+def _table_of_values(values: Sequence[Line], predicted: Mapping[str, float]) -> Iterator[str]:
+    """Yield the table of a part's figures; emulated ones have no ratio, which would look like a measurement."""
+    is_measured = values[0]["source"] == "measured"
+    head = ["", values[0]["source"], "predicted" if is_measured else "predicted for a GPU", "unit"]
+    yield _row([*head, "measured / predicted", "further"] if is_measured else head)
+    yield "|" + "---|" * (6 if is_measured else 4)
+    for line in values:
+        value, expected = line["value"], predicted.get(line.get("key", ""))
+        cells = [line["name"], _number(value), "" if expected is None else _number(expected), line["unit"]]
+        if is_measured:
+            cells.append(f"{value / expected:.2f}" if expected and isinstance(value, (int, float)) else "")
+            known = {key: each for key, each in line.items() if key not in (*_SHOWN, "value", "unit")}
+            cells.append(", ".join(f"{key} {_number(each)}" for key, each in known.items()))
+        yield _row(cells)
 
 
 def _fact(line: Line) -> str:
