@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -23,8 +24,38 @@ FULL_BY_DEFAULT = tuple(TESTS / name for name in ("e2e", "golden", "recipes", "u
 DEFAULT_SET = "not full and not long and not gpu"
 
 
+GPU_SET = "gpu"
+EMULATED_DEVICES = 2
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the option of the tests that need a GPU."""
+    parser.addoption(
+        "--emulate-cuda",
+        action="store_true",
+        help="run on emulated CUDA devices (tests/emulated_cuda): with -m gpu, the GPU tests without a GPU, at small "
+        "sizes; tests of speeds are skipped",
+    )
+
+
+def _restart_emulated(config: pytest.Config) -> None:
+    """Replace this process by the same command in the emulator's environment, which torch must find when it starts."""
+    from tests.emulated_cuda.environment import GPU_VARIABLE, emulated_environment
+
+    if os.environ.get(GPU_VARIABLE):
+        return
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        # The new process would write into this one's temporary files.
+        capture.stop_global_capturing()
+    command = [sys.executable, "-m", "pytest", *config.invocation_params.args]
+    os.execve(sys.executable, command, emulated_environment(EMULATED_DEVICES))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Select the default set, or all tests of the named files but the long ones, if no ``-m`` is given."""
+    if config.option.emulate_cuda:
+        _restart_emulated(config)
     if not config.option.markexpr:
         names_files = config.args_source is pytest.Config.ArgsSource.ARGS
         config.option.markexpr = "not long and not gpu" if names_files else DEFAULT_SET
@@ -36,7 +67,12 @@ def _is_full_by_default(path: Path) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files without a default test in the default run: importing them takes a third of the collection."""
-    if config.option.markexpr != DEFAULT_SET or collection_path.suffix != ".py":
+    if collection_path.suffix != ".py":
+        return None
+    if config.option.markexpr == GPU_SET:
+        # A GPU is waiting: other files are not imported.
+        return "mark.gpu" not in collection_path.read_text() or None
+    if config.option.markexpr != DEFAULT_SET:
         return None
     is_left_out = _is_full_by_default(collection_path) and "mark.default" not in collection_path.read_text()
     return is_left_out or None

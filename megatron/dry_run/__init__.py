@@ -1,1 +1,1 @@
-"""A training step on a GPU that is not there: kernels, memory, waits, communication, and an estimate of its time."""
+"""A training step on a simulated GPU: kernels, memory, waits, communication, and an estimate of its time."""

@@ -1,4 +1,4 @@
-"""Run a training step of any rank of any layout on a GPU that is not there."""
+"""Run a training step of any rank of any layout on a simulated GPU."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def stages_to_verify(config: RunConfig) -> list[int]:
 def verify_stage(
     config: RunConfig, stage: int, gpu: Gpu, model_provider: ModelProvider, forward_step: ForwardStep
 ) -> VerifiedStage:
-    """Run a step of a stage's first rank on a GPU that is not there, beside what is planned of it.
+    """Run a step of a stage's first rank on a simulated GPU, beside what is planned of it.
 
     Of many micro-batches the first are run, after which the schedule only repeats itself.
     """

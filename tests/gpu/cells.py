@@ -10,26 +10,32 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron.core.device import Device
 from megatron.verification.cells import Cell, matrix
+from megatron.verification.expert_cells import expert_matrix
 from megatron.verification.run_cell import CellResult, run_cell
+from megatron.verification.sharding_cells import sharding_matrix
 from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool
 
 
-def fitting_cells(num_devices: int) -> list[Cell]:
-    """Return the cells of the matrix that need no more ranks than there are devices."""
-    return [cell for cell in matrix() if cell.world_size <= num_devices]
+def fitting_cells(num_devices: int, dtype: str) -> list[Cell]:
+    """Return the cells that need no more ranks than there are devices: dense models, also with FSDP, and experts.
+
+    Experts are left out below float64: two of them whose scores are close are chosen by rounding.
+    """
+    experts = expert_matrix() if dtype == "float64" else []
+    return [cell for cell in (*matrix(), *sharding_matrix(), *experts) if cell.world_size <= num_devices]
 
 
-def run_on_cpu(*args: Any) -> CellResult:
+def run_on_cpu(flags: Sequence[str], world_size: int, data: str, dtype: str, *providers: Any) -> CellResult:
     """Run a cell's rank on the CPU."""
-    return run_cell(*args, device=Device("cpu"))
+    return run_cell(flags, world_size, data, dtype, providers[0], providers[1], Device("cpu"))
 
 
-def run_on_cuda(*args: Any) -> CellResult:
+def run_on_cuda(flags: Sequence[str], world_size: int, data: str, dtype: str, *providers: Any) -> CellResult:
     """Run a cell's rank on the CUDA device of its number."""
     device = Device("cuda", dist.get_rank() if dist.is_initialized() else 0)
     device.make_current()
-    return run_cell(*args, device=device)
+    return run_cell(flags, world_size, data, dtype, providers[0], providers[1], device)
 
 
 def check_cells(

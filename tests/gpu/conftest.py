@@ -12,6 +12,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.training.process.initialize import LaunchEnvironment
+from tests.emulated_cuda.activation import is_active
 from tests.gpu.report import Report
 from tests.gpu.timing import gpu_type
 from tests.harness.training_run import REPOSITORY, run_command
@@ -28,6 +29,19 @@ def num_gpus() -> int:
 
 
 @pytest.fixture(scope="session")
+def is_emulated() -> bool:
+    """Return whether the devices are emulated (``--emulate-cuda``): sizes are small then, and times mean nothing."""
+    return is_active()
+
+
+@pytest.fixture
+def _measures_speed(is_emulated: bool) -> None:
+    """Skip a test of speeds on emulated devices."""
+    if is_emulated:
+        pytest.skip("a speed is measured on a GPU only, and these devices are emulated (--emulate-cuda)")
+
+
+@pytest.fixture(scope="session")
 def device(num_gpus: int) -> Device:
     return Device("cuda", 0)
 
@@ -39,14 +53,17 @@ def gpu() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def report(num_gpus: int) -> Report:
+def report(num_gpus: int, is_emulated: bool, tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Return the report of this session, in a folder that ``GPU_REPORT`` names."""
     from megatron.doctor.examination import Request, examine
 
-    report = Report(Path(os.environ.get(FOLDER_VARIABLE, REPOSITORY / "gpu_report")).resolve())
+    # A report of a GPU stays where it is.
+    usual = tmp_path_factory.mktemp("emulated_report") if is_emulated else REPOSITORY / "gpu_report"
+    report = Report(Path(os.environ.get(FOLDER_VARIABLE, usual)).resolve())
     commit = run_command(["git", "rev-parse", "HEAD"]).stdout.strip() or "not a git checkout"
     major, minor = torch.cuda.get_device_capability(0)
     report.machine = {
+        "figures": "emulated: no GPU was used, and no time is a measurement" if is_emulated else "measured",
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "commit": commit,
         "GPUs": f"{num_gpus} x {torch.cuda.get_device_name(0)}, capability {major}.{minor}",

@@ -195,8 +195,11 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
     )
 
 
-def compare(pair: KernelPair, device: Device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return how far the results and the gradients of a pair are apart, and the milliseconds of both, as a row."""
+def compare(pair: KernelPair, device: Device, dtype: torch.dtype, *, is_timed: bool = True) -> dict[str, Any]:
+    """Return how far the results and the gradients of a pair are apart, and the milliseconds of both, as a row.
+
+    Without ``is_timed`` there are no times: those of an interpreter or an emulator say nothing.
+    """
     generator = torch.Generator().manual_seed(8)
     inputs = [torch.randn(shape, generator=generator).to(device.torch_device, dtype) for shape in pair.shapes]
     result, gradients = run_with_gradients(pair.kernel, inputs, pair.has_gradient)
@@ -207,13 +210,18 @@ def compare(pair: KernelPair, device: Device, dtype: torch.dtype) -> dict[str, A
         "difference": _relative(result, expected),
         "gradient_difference": max((_relative(*both) for both in zip(gradients, wanted)), default=0.0),
         "allowed": ALLOWED[dtype],
-        "kernel_ms": 1e3 * time_work(lambda: pair.kernel(*inputs), device),
-        "twin_ms": 1e3 * time_work(lambda: pair.twin(*inputs), device),
+        "kernel_ms": 1e3 * time_work(lambda: pair.kernel(*inputs), device) if is_timed else None,
+        "twin_ms": 1e3 * time_work(lambda: pair.twin(*inputs), device) if is_timed else None,
     }
 
 
 def compare_all(
-    pairs: Iterable[KernelPair], device: Device, dtype: torch.dtype, add: Callable[[str, dict[str, Any]], None]
+    pairs: Iterable[KernelPair],
+    device: Device,
+    dtype: torch.dtype,
+    add: Callable[[str, dict[str, Any]], None],
+    *,
+    is_timed: bool = True,
 ) -> dict[str, str]:
     """Compare pairs one by one, add a row of ``kernels`` or of ``errors`` for each, and return what is wrong by name.
 
@@ -223,7 +231,7 @@ def compare_all(
     for pair in pairs:
         name = f"{pair.name}, {str(dtype).removeprefix('torch.')}"
         try:
-            row = compare(pair, device, dtype)
+            row = compare(pair, device, dtype, is_timed=is_timed)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises belongs into the report
             wrong[name] = f"{type(error).__name__}: {error}"
             add("errors", {"name": name, "reason": wrong[name]})
@@ -242,12 +250,11 @@ def run_with_gradients(
     result = kernel(*leaves)
     if has_gradient:
         # A gradient that is the same everywhere would hide what only differs from place to place.
-        result.backward(
-            torch.linspace(-1.0, 1.0, result.numel(), device=result.device).view_as(result).to(result.dtype)
-        )
+        grad = torch.linspace(-1.0, 1.0, result.numel(), device=result.device).view_as(result).to(result.dtype)
+        torch.autograd.backward(result, grad)
     return result.detach(), [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
 def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     actual, expected = actual.double(), expected.double()
-    return ((actual - expected).norm() / expected.norm()).item()
+    return float(((actual - expected).norm() / expected.norm()).item())

@@ -33,7 +33,7 @@ class Report:
         (self.folder / "report.md").write_text("\n".join(self._lines()) + "\n")
 
     def _lines(self) -> Iterator[str]:
-        yield from ("# What was measured", "", *(f"- {name}: {value}" for name, value in self.machine.items()))
+        yield from ("# GPU tests", "", *(f"- {name}: {value}" for name, value in self.machine.items()))
         for name, rows in self.sections.items():
             yield from ("", f"## {name}", "", *_FORMATS[name](rows))
 
@@ -60,11 +60,17 @@ def _kernels(rows: Sequence[Row]) -> Iterator[str]:
                     f"{row['gradient_difference']:.1e}",
                     f"{row['allowed']:.0e}",
                 ),
-                *(f"{row['kernel_ms']:.3f}", f"{row['twin_ms']:.3f}", f"{row['twin_ms'] / row['kernel_ms']:.2f}"),
+                *_times(row["kernel_ms"], row["twin_ms"]),
             )
             for row in rows
         ),
     )
+
+
+def _times(kernel_ms: float | None, twin_ms: float | None) -> tuple[str, str, str]:
+    if kernel_ms is None or twin_ms is None:
+        return "", "", ""
+    return f"{kernel_ms:.3f}", f"{twin_ms:.3f}", f"{twin_ms / kernel_ms:.2f}"
 
 
 def _errors(rows: Sequence[Row]) -> Iterator[str]:

@@ -27,17 +27,24 @@ from tests.gpu.timing import (
 
 pytestmark = pytest.mark.gpu
 
+measures_speed = pytest.mark.usefixtures("_measures_speed")
+SMALL_SIZES = KernelSizes(length=16, batch=1, heads=4, groups=2, head_size=16)
+"""For emulated devices, whose Triton programs are interpreted."""
+NUM_EMULATED_CELLS = {"float64": 12, "bfloat16": 2}
+"""In float64 no Triton program runs; in bf16 each is interpreted."""
 MESSAGE_BYTES = tuple(2**power for power in (12, 16, 20, 24, 26, 28, 30))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_agree_with_their_twins(dtype: torch.dtype, device: Device, report: Report) -> None:
-    wrong = compare_all(kernel_pairs(device, dtype, KernelSizes()), device, dtype, report.add)
+def test_kernels_agree_with_their_twins(dtype: torch.dtype, device: Device, report: Report, is_emulated: bool) -> None:
+    sizes = SMALL_SIZES if is_emulated else KernelSizes()
+    wrong = compare_all(kernel_pairs(device, dtype, sizes), device, dtype, report.add, is_timed=not is_emulated)
     # The processes of the other tests need the memory.
     device.empty_cache()
     assert wrong == {}
 
 
+@measures_speed
 def test_bandwidth_of_nccl(num_gpus: int, report: Report) -> None:
     if num_gpus == 1:
         pytest.skip("one GPU communicates with no other")
@@ -50,6 +57,7 @@ def test_bandwidth_of_nccl(num_gpus: int, report: Report) -> None:
     assert all(row["gb_s"] > 0 for row in rows)
 
 
+@measures_speed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpt2_345m_is_timed(layout: str, num_gpus: int, gpu: str | None, report: Report) -> None:
     flags = layout_flags(layout, num_gpus)
@@ -60,6 +68,7 @@ def test_gpt2_345m_is_timed(layout: str, num_gpus: int, gpu: str | None, report:
     assert math.isfinite(row["last_loss"])
 
 
+@measures_speed
 def test_an_8b_shape_is_timed(num_gpus: int, gpu: str | None, report: Report) -> None:
     flags = (*SHAPE_8B, "--global-batch-size", "4", "--tensor-model-parallel-size", str(num_gpus))
     flags = (*flags, "--sequence-parallel") if num_gpus > 1 else flags
@@ -71,6 +80,7 @@ def test_an_8b_shape_is_timed(num_gpus: int, gpu: str | None, report: Report) ->
     assert math.isfinite(row["last_loss"])
 
 
+@measures_speed
 def test_lines_take_what_is_predicted_of_them(gpu: str | None, report: Report) -> None:
     """Held to nothing but being there: the report says how far off the prediction is."""
     flags = (*GPT2_345M, "--global-batch-size", "8")
@@ -83,17 +93,21 @@ def test_lines_take_what_is_predicted_of_them(gpu: str | None, report: Report) -
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_offloaded_state_trains_as_state_on_the_device(
-    fraction: float, overlap: bool, pinned: bool, device: Device, report: Report
+    fraction: float, overlap: bool, pinned: bool, device: Device, report: Report, is_emulated: bool
 ) -> None:
     """Some 100 million parameters are four buckets; a step of 0.01 is two units of a bf16 number just below one."""
+    rows = 300 if is_emulated else 100_000
     options = {"optimizer_offload_fraction": fraction, "overlap_cpu_optimizer_d2h_h2d": overlap}
     options |= {"pin_cpu_grads": pinned, "pin_cpu_params": pinned}
-    distance = offload_distance(device, 100_000, **options)
+    distance = offload_distance(device, rows, **options)
     report.add("offload", {**options, "distance": distance})
     assert distance <= 2.0**-7
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_layouts_compute_what_one_gpu_computes(dtype: str, num_gpus: int, report: Report) -> None:
-    bad = check_cells(fitting_cells(num_gpus), "cuda", dtype, lambda row: report.add("cells", row))
+def test_layouts_compute_what_one_gpu_computes(dtype: str, num_gpus: int, report: Report, is_emulated: bool) -> None:
+    cells = fitting_cells(num_gpus, dtype)
+    if is_emulated:
+        cells = cells[:: len(cells) // NUM_EMULATED_CELLS[dtype]]
+    bad = check_cells(cells, "cuda", dtype, lambda row: report.add("cells", row))
     assert bad == []

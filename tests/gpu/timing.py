@@ -81,7 +81,7 @@ def time_training(timing: Timing, folder: Path, timeout_s: float = 1800.0) -> di
     """
     place = folder / re.sub(r"\W+", "-", timing.name)
     first_profiled = timing.num_steps - _NUM_PROFILED
-    flags = (
+    flags: tuple[str | Path, ...] = (
         *(*timing.flags, "--train-iters", str(timing.num_steps), "--log-interval", str(first_profiled)),
         *(
             "--profile",
@@ -137,7 +137,7 @@ def dry_run(flags: Sequence[str], num_ranks: int, gpu: str, path: Path) -> dict[
         AssertionError: it failed; the message has its reason.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, REPOSITORY / "tools" / "gpu_dry_run.py", *flags, "--train-iters", "1"]
+    command: list[str | Path] = [sys.executable, REPOSITORY / "tools" / "gpu_dry_run.py", *flags, "--train-iters", "1"]
     command += ["--world-size", str(num_ranks), "--gpu", gpu, "--json", path]
     run_command(command, timeout_s=600.0).check()
     found: dict[str, Any] = json.loads(path.read_text())

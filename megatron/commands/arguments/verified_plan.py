@@ -1,4 +1,4 @@
-"""The dry run that --verify asks for: what is planned of a configuration's stages, tried on a GPU that is not there."""
+"""The dry run that --verify asks for: what is planned of a configuration's stages, tried on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.training.process.progress_bar import waiting
 if TYPE_CHECKING:
     from megatron.dry_run.verified_stage import VerifiedStage
 
-HELP = "try the plan's stages on a GPU that is not there, and compare (5 to 60 s each)"
+HELP = "try the plan's stages on a simulated GPU, and compare (5 to 60 s each)"
 _MIB = 2**20
 
 # Torch is imported by the function that needs it: the library that stands in for CUDA must be loaded before.
@@ -73,7 +73,7 @@ def verify_fitting_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
 
 def describe_verified(verified: Sequence[VerifiedStage]) -> Iterator[str]:
     """Yield what was compared of each stage."""
-    yield "verified by a dry run on a GPU that is not there:"
+    yield "verified by a dry run on a simulated GPU:"
     for each in verified:
         yield from each.lines()
 

@@ -1,4 +1,4 @@
-"""Run one training step of one rank on a GPU that is not there.
+"""Run one training step of one rank on a simulated GPU.
 
 python tools/gpu_dry_run.py TRAINING-FLAGS --world-size 8 --rank 0 --gpu h100-80gb
 

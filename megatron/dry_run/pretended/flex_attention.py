@@ -1,4 +1,4 @@
-"""FlexAttention on a GPU that is not there: the kernels that torch compiles it to, with the work of its visible blocks.
+"""FlexAttention on a simulated GPU: the kernels that torch compiles it to, with the work of its visible blocks.
 
 Forward is one kernel, backward two: the row sums of output times gradient, and the three gradients. How many blocks are
 visible is in the mask's values, which no tensor has here. So each mask is made a second time on the host, of documents

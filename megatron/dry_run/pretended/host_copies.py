@@ -1,4 +1,4 @@
-"""Copies between a GPU that is not there and the machine's memory: when each begins, and who waits for it."""
+"""Copies between a simulated GPU and the machine's memory: when each begins, and who waits for it."""
 
 from __future__ import annotations
 

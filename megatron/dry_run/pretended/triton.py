@@ -1,4 +1,4 @@
-"""Triton's programs on a GPU that is not there: a launch is a kernel, and its source says what it reads and writes."""
+"""Triton's programs on a simulated GPU: a launch is a kernel, and its source says what it reads and writes."""
 
 from __future__ import annotations
 

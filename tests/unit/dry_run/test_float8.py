@@ -1,4 +1,4 @@
-"""fp8 on a GPU that is not there: its kernels, its bytes, and what it is predicted to gain."""
+"""fp8 on a simulated GPU: its kernels, its bytes, and what it is predicted to gain."""
 
 from __future__ import annotations
 

@@ -1,0 +1,13 @@
+"""Measure one GPU in ten minutes, and report what works, what is right, and how fast it is against the predictions."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.gpu.window.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())
