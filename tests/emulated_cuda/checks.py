@@ -34,6 +34,11 @@ def test_values_are_those_of_the_cpu() -> None:
     assert torch.equal(y.grad.cpu(), x.grad)
 
 
+def test_bfloat16_products_take_memory_without_a_tensor() -> None:
+    x = torch.randn(32, 96, dtype=torch.bfloat16)
+    assert torch.equal(torch.nn.functional.linear(x.cuda(), x.cuda()).cpu(), torch.nn.functional.linear(x, x))
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_missing_wait_is_a_race(waits: bool) -> None:
     side = torch.cuda.Stream()

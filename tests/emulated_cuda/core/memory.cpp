@@ -254,9 +254,14 @@ std::optional<Fault> unsafe_reuse(Stream& stream, PoolId pool, bool is_small, si
   return std::nullopt;
 }
 
+// torch takes the address of memory for the context with which it is released (Allocator::raw_allocate).
+Block* allocated_block(const void* address) {
+  return memory().blocks.at(reinterpret_cast<uintptr_t>(address));
+}
+
 void free_block(void* context) {
   StateGuard guard(state_lock());
-  auto* block = static_cast<Block*>(context);
+  Block* block = allocated_block(context);
   Stream& owner = *block->segment->stream;
   block->is_allocated = false;
   count_bytes(*block, "allocation", "allocated_bytes", -1);
@@ -330,7 +335,7 @@ struct DeviceAllocator final : c10::Allocator {
     return emulated_cuda::allocate(size, current_stream(device), c10::Device(c10::DeviceType::CUDA, device));
   }
   c10::DeleterFnPtr raw_deleter() const override {
-    return nullptr;
+    return &free_block;
   }
   void copy_data(void* target, const void* source, size_t size) const override {
     std::memcpy(target, source, size);
@@ -338,6 +343,18 @@ struct DeviceAllocator final : c10::Allocator {
 };
 
 thread_local const Launch* kernel_launch = nullptr;
+
+// Kernels ask for memory as such (oneDNN's scratchpads), and it may be of either allocator.
+void free_of_kernel(void* address) {
+  {
+    StateGuard guard(state_lock());
+    if (memory().blocks.count(reinterpret_cast<uintptr_t>(address)) > 0) {
+      free_block(address);
+      return;
+    }
+  }
+  c10::GetDefaultCPUAllocator()->raw_deallocate(address);
+}
 
 // torch's CPU allocator, except that kernels of the device get memory of the device.
 struct KernelAllocator final : c10::Allocator {
@@ -348,7 +365,7 @@ struct KernelAllocator final : c10::Allocator {
     return emulated_cuda::allocate(size, *kernel_launch->stream, c10::Device(c10::DeviceType::CPU), kernel_launch->site);
   }
   c10::DeleterFnPtr raw_deleter() const override {
-    return nullptr;
+    return &free_of_kernel;
   }
   void copy_data(void* target, const void* source, size_t size) const override {
     std::memcpy(target, source, size);
@@ -498,7 +515,7 @@ c10::DataPtr allocate(size_t size, Stream& stream, c10::Device device, SitePtr s
   }
   forbid_foreign_allocation(stream);
   Block* block = allocate_block(size, stream, site ? std::move(site) : make_site("an allocation"));
-  return {reinterpret_cast<void*>(block->address), block, &free_block, device};
+  return {reinterpret_cast<void*>(block->address), reinterpret_cast<void*>(block->address), &free_block, device};
 }
 
 bool is_device_memory(const c10::DataPtr& data) {
@@ -510,7 +527,7 @@ void record_stream(const c10::DataPtr& data, Stream& stream) {
     return;
   }
   StateGuard guard(state_lock());
-  auto* block = static_cast<Block*>(data.get_context());
+  Block* block = allocated_block(data.get_context());
   if (block->segment->stream != &stream) {
     block->users.insert(&stream);
   }
