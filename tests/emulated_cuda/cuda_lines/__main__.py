@@ -27,12 +27,18 @@ from tests.emulated_cuda.scenarios.running import Scenario, Servers
 RESULTS = Path(__file__).with_name("results.json")
 
 
-def measure(scenarios: Sequence[Scenario] = SCENARIOS) -> dict[str, Any]:
-    """Run the scenarios on emulated devices and on the CPU, and return the figures and what does not run."""
+def measure(
+    recorded: Path | None = None, recorded_on_cpu: Path | None = None, scenarios: Sequence[Scenario] = SCENARIOS
+) -> dict[str, Any]:
+    """Run the scenarios on emulated devices and on the CPU, and return the figures and what does not run.
+
+    The files are those of `record`.
+    """
     with Servers() as servers:
-        emulated = record(servers, scenarios)
+        emulated = record(servers, scenarios, file=recorded)
     with Servers(emulated=False) as servers:
-        on_cpu = record(servers, [each for each in scenarios if not each.triton], may_fail=True)
+        without_triton = [each for each in scenarios if not each.triton]
+        on_cpu = record(servers, without_triton, may_fail=True, file=recorded_on_cpu)
     cpu_hits = on_cpu.hits()
     compared = {name for name, result in on_cpu.results.items() if not result.fault}
     seen_on_cuda_alone = emulated.hits(compared) - cpu_hits
@@ -105,9 +111,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("run", "report"))
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of the results")
+    for name, device in (("--recorded", "emulated devices"), ("--recorded-on-cpu", "the CPU")):
+        parser.add_argument(name, type=Path, help=f"file that keeps what runs on {device}, for unchanged source")
     given = parser.parse_args()
     if given.action == "run":
-        given.results.write_text(json.dumps(measure(), indent=1) + "\n")
+        results = measure(given.recorded, given.recorded_on_cpu)
+        given.results.write_text(json.dumps(results, indent=1) + "\n")
     results = json.loads(given.results.read_text())
     print("\n".join(report(results)))
     faults = unexplained(results)

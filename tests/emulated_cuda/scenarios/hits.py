@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import json
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tests.emulated_cuda.scenarios.changed_source import REPOSITORY, project_files, statements_of
 from tests.emulated_cuda.scenarios.running import Result, Scenario, Servers
@@ -67,17 +70,38 @@ class Recording:
         return {number for name in chosen for number in self.results[name].hits}
 
 
-def record(servers: Servers, scenarios: Sequence[Scenario], *, may_fail: bool = False) -> Recording:
+def record(
+    servers: Servers, scenarios: Sequence[Scenario], *, may_fail: bool = False, file: Path | None = None
+) -> Recording:
     """Run the unchanged program in each scenario.
+
+    ``file`` has the results of scenarios that were run before, and receives the others. It is for source that has not
+    changed since.
 
     Raises:
         AssertionError: a scenario fails that may not.
     """
-    recording = Recording()
+    recording = Recording(_read(file))
     for number, scenario in enumerate(scenarios, 1):
+        if scenario.name in recording.results:
+            continue
         result = servers.of(scenario).run(scenario, probes=True)
         if result.fault and not may_fail:
             raise AssertionError(f"scenario {scenario.name!r} fails without a change: {result.fault}")
         print(f"recorded {number}/{len(scenarios)}: {scenario.name} ({result.seconds} s)", file=sys.stderr, flush=True)
         recording.results[scenario.name] = result
+        if file is not None:
+            with file.open("a") as lines:
+                values = {**dataclasses.asdict(result), "hits": sorted(result.hits)}
+                lines.write(json.dumps([scenario.name, values]) + "\n")
     return recording
+
+
+def _read(file: Path | None) -> dict[str, Result]:
+    if file is None or not file.exists():
+        return {}
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {
+        name: Result(values["fault"], tuple(values["metrics"]), values["seconds"], frozenset(values["hits"]))
+        for name, values in rows
+    }

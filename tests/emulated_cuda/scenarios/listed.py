@@ -23,6 +23,7 @@ _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --num-l
 _OFFLOADS = "--optimizer-cpu-offload --optimizer-offload-fraction 1.0 --ddp-bucket-size 8000"
 _TENSOR = "--tensor-model-parallel-size 2"
 _STAGES = "--pipeline-model-parallel-size 2"
+_SHORT = "--train-iters 1 --global-batch-size 1 --num-layers 1 --seq-length 16 --max-position-embeddings 16"
 _CONTEXT = f"--context-parallel-size 2 {_ROPE}"
 
 
@@ -221,7 +222,41 @@ SCENARIOS: tuple[Scenario, ...] = (
     faulty("a loss is not a number on two ranks", "nan_loss_at=6", _OVERLAPS, 2, 1, 1),
     faulty("a weight is not a number", "bad_weight_at=3", "--use-distributed-optimizer", 2, 1, 1),
     faulty("a loss is not a number", "nan_loss_at=3", "--rerun-mode validate_results", 1, 1),
+    training("profile for nsys", "--profile --profile-step-start 1 --profile-step-end 2"),
+    training("profile by torch", "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2"),
+    training("memory history", "--record-memory-history --memory-snapshot-path {folder}/memory.pickle"),
+    training("schedule recorded", f"{_STAGES} --record-schedule {{folder}}/schedule.json", 2),
+    training("same bits", f"--deterministic-mode --bf16 {_ROPE}"),
+    training("attention sinks", f"--softmax-type learnable {_ROPE} --bf16"),
+    training("attention in a window", f"--window-size 8,0 {_ROPE} --bf16"),
+    training("scores capped", f"--attn-logit-softcapping 20 {_ROPE}"),
+    training("grouped keys, documents", f"--group-query-attention --num-query-groups 2 {_ROPE} --reset-attention-mask"),
+    training("flash attention asked for", "--attention-backend flash --bf16"),
+    training("attention recomputed, dropout", "--recompute-activations --attention-dropout 0.1 --hidden-dropout 0.1"),
+    training(
+        "tensor parallel, overlap chosen", f"{_TENSOR} --sequence-parallel --tp-comm-overlap --inprocess-restart", 2
+    ),
+    training("gradients in float32, bf16", "--bf16 --overlap-grad-reduce --use-distributed-optimizer --num-layers 3"),
+    training("experts in fp8", f"{_EXPERTS} --bf16 --fp8-format hybrid --fp8-recipe tensorwise"),
+    Scenario("doctor", (Launch((), 1, "tools/doctor.py"),)),
+    Scenario("doctor, two ranks", (Launch((), 2, "tools/doctor.py"),)),
+    Scenario(
+        "questions, parameters gathered late",
+        (
+            Launch(
+                (
+                    *(*TRAINING, "--metrics-jsonl", "{folder}/metrics.jsonl", *_OVERLAPS.split()),
+                    *("--eval-tasks", "rows", "--eval-tasks-interval", "1"),
+                ),
+                2,
+                f"{PROGRAMS}/questions.py",
+            ),
+        ),
+    ),
     program("inference", "inference.py", 1, "{folder}/inference.jsonl", "1", "1"),
     program("inference, stages", "inference.py", 2, "{folder}/inference.jsonl", "2", "1"),
     program("inference, tensor parallel", "inference.py", 2, "{folder}/inference.jsonl", "1", "2"),
+    training("Triton: GELU and dropout", f"{_SHORT} --bf16 --hidden-dropout 0.1", triton=True),
+    training("Triton: rotary positions and SwiGLU", f"{_SHORT} --bf16 {_ROPE}", triton=True),
+    training("Triton: fp8", f"{_SHORT} --bf16 --fp8-format hybrid --fp8-recipe tensorwise {_ROPE}", triton=True),
 )

@@ -47,21 +47,27 @@ def examine(
     return {"call": call.key, "scenarios": len(scenarios), "scenario": None, "report": None}
 
 
-def run(path: Path, only: str, scenarios: Sequence[Scenario] = SCENARIOS) -> list[dict[str, object]]:
-    """Examine the calls whose names match, and write the results of all calls to a file."""
+def run(
+    path: Path, only: str = "", recorded: Path | None = None, scenarios: Sequence[Scenario] = SCENARIOS
+) -> list[dict[str, object]]:
+    """Examine the calls whose names match, and write the results of all calls to a file.
+
+    ``recorded`` is the file of `record`.
+    """
     calls = removable_calls()
     chosen = [call for call in calls if re.search(only, call.key)]
+    rows: list[dict[str, object]] = []
     known = {row["call"]: row for row in read(path)} if only else {}
     named = {scenario.name: scenario for scenario in scenarios}
     with Servers() as servers:
-        recording = record(servers, scenarios)
+        recording = record(servers, scenarios, file=recorded)
         for call in chosen:
             executing = [named[name] for name in recording.executing(call.path, call.line)]
             row = examine(call, servers, executing, recording.results)
             known[call.key] = row
             print(f"{row['scenario'] or 'NOT REPORTED'} | {call.key} | {row['report']}", flush=True)
-    rows = [known[call.key] for call in calls if call.key in known]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            rows = [known[call.key] for call in calls if call.key in known]
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
 
 
@@ -106,11 +112,12 @@ def main() -> int:
     parser.add_argument("action", choices=("list", "run", "report"))
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of the results")
     parser.add_argument("--only", default="", help="regular expression of the names of the calls to examine")
+    parser.add_argument("--recorded", type=Path, help="file that keeps what scenarios execute, for unchanged source")
     given = parser.parse_args()
     if given.action == "list":
         print("\n".join(listed()))
         return 0
-    rows = run(given.results, given.only) if given.action == "run" else read(given.results)
+    rows = run(given.results, given.only, given.recorded) if given.action == "run" else read(given.results)
     print("\n".join(table(rows)))
     faults = unexplained(rows)
     print("\n".join(faults), file=sys.stderr)

@@ -134,7 +134,7 @@ def test_metrics_that_differ_are_shown() -> None:
 
 @pytest.mark.long
 def test_every_removal_is_reported_or_known(tmp_path: Path) -> None:
-    assert synchronizations.unexplained(synchronizations.run(tmp_path / "results.jsonl", "")) == []
+    assert synchronizations.unexplained(synchronizations.run(tmp_path / "results.jsonl")) == []
 
 
 @pytest.mark.long
