@@ -196,6 +196,9 @@ class MegatronOptimizer:
     @torch.no_grad()
     def params_norm(self) -> float:
         """Return the norm of the whole model's main parameters; every rank that holds a part of it must call."""
+        for chunk in self._chunks:
+            # Main parameters in the model's own precision lie in the buffers that are gathered.
+            chunk.finish_param_gather()
         total = torch.zeros((), dtype=torch.float64, device=self._chunks[0].grad_buffers[0].grad_data.device)
         counting = Counting(self._chunks, self._state)
         for bucket in self._buckets:

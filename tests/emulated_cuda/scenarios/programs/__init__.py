@@ -1,0 +1,1 @@
+"""Programs that scenarios run in place of a training."""

@@ -1,0 +1,111 @@
+"""Generate texts and score them, as stages of a pipeline or in one process, and write the results to a metrics file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.device import select_device
+from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
+from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
+from megatron.core.inference.engine import InferenceEngine
+from megatron.core.inference.request import GenerationCancelled, GenerationRequest
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.inference.scored_batch import ScoredRow
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
+from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
+from megatron.core.tensor_parallel.random import RngStreams
+
+GREEDY = SamplingConfig(greedy=True)
+PROMPTS = ((3, 1, 4), (15, 42, 6, 53, 58), (9,))
+ROWS = (ScoredRow((3, 1, 4, 15), 2), ScoredRow((42, 6, 53, 58, 9, 59, 32), 6))
+
+
+def build_engine(sizes: ParallelSizes) -> InferenceEngine:
+    """Return the engine of this rank, which is a stage of the pipeline or alone."""
+    device = select_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device.make_current()
+    state = describe_parallel_state(0, 1)
+    if sizes.world_size > 1:
+        dist.init_process_group(device.default_backend, timeout=timedelta(seconds=60))
+        state = create_parallel_state(sizes)
+    config = GPTConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        vocab_size=63,
+        max_position_embeddings=32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.3,
+        **sizes.model_fields(),
+    )
+    (contents,) = plan_stage_layout(config, config.num_layers).chunks(state.pp.rank)
+    model = GPTModel(
+        config,
+        state.tp,
+        RngStreams(device, 1, state.place),
+        seed=11,
+        device=device.torch_device,
+        layer_numbers=contents.layer_numbers,
+        pre_process=contents.has_embedding,
+        post_process=contents.has_loss,
+    )
+    links = create_pipeline_links(state.pp, device=device.torch_device) if state.pp.size > 1 else None
+    return InferenceEngine(model.eval(), state, links)
+
+
+def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
+    """Yield what each kind of request gives."""
+    for name, request in (
+        ("greedy", GenerationRequest(prompts=PROMPTS, max_new_tokens=5, sampling=GREEDY, log_probabilities=True)),
+        (
+            "sampled",
+            GenerationRequest(prompts=PROMPTS[:2], max_new_tokens=5, sampling=SamplingConfig(top_k=20, seed=7)),
+        ),
+        ("beams", GenerationRequest(prompts=PROMPTS[:1], max_new_tokens=4, beams=BeamConfig(num_beams=3))),
+    ):
+        yield name, [[list(text.tokens), text.log_probabilities] for text in engine.generate(request)]
+    yield "scores", [[score.log_probability, score.is_greedy] for score in engine.score(ROWS)]
+    request = GenerationRequest(prompts=PROMPTS, max_new_tokens=5, sampling=GREEDY)
+    continuous, answer = ContinuousEngine(engine, 4, 200), GatheredAnswer(request)
+    continuous.add(0, request)
+    while not answer.is_whole:
+        for _, happened in continuous.step():
+            answer.add(happened)
+    yield "continuous", [list(text.tokens) for text in answer.continuations()]
+    questions = iter((False, False, True))
+    try:
+        engine.generate(request, is_cancelled=lambda: next(questions))
+    except GenerationCancelled:
+        yield "cancelled", True
+
+
+def main(path: str, pp: str, tp: str) -> None:
+    """Write the results of rank 0 to a file."""
+    torch.manual_seed(1)
+    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)))
+    with torch.no_grad():
+        found = list(results(engine))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with open(path, "w") as file:
+            for name, value in found:
+                file.write(json.dumps({"name": name, "value": value}) + "\n")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,207 @@
+"""Fork the ranks of runs from a process that has imported torch, on emulated devices or on the CPU.
+
+Run as ``python -m tests.emulated_cuda.scenarios.rank_server``: it reads one request per line from its standard input
+and writes one result per line. The package ``megatron`` is not imported here, so that each run may have other source.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import faulthandler
+import importlib
+import json
+import mmap
+import os
+import resource
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+from tests.emulated_cuda.activation import is_active, load_bindings
+from tests.emulated_cuda.environment import REPORTS_VARIABLE
+from tests.emulated_cuda.scenarios.changed_source import (
+    PROBE,
+    REPOSITORY,
+    compiled,
+    install,
+    project_files,
+    with_probes,
+)
+from tests.emulated_cuda.scenarios.removed_call import BUILT_IN_NAME, removed_call
+from tests.harness.free_port import free_port
+
+_POLL_S = 0.01
+_GRACE_S = 0.5
+_STATUS_OF_REPORTS = 86
+# What a run imports besides the project: imported once here. No backward pass may run here, whose threads a fork loses.
+_MODULES = (
+    *("torch.distributed.checkpoint", "torch.distributed.elastic.multiprocessing", "torch.nn.attention"),
+    *("torch.utils.tensorboard", "torch.utils._triton", "torch.utils.checkpoint", "torch.optim.adamw", "torch._dynamo"),
+    *("numpy.random", "numpy.ma", "safetensors"),
+)
+
+
+class Probes:
+    """The code of all modules with probes, and the shared memory in which ranks note what they execute."""
+
+    def __init__(self) -> None:
+        self.codes: dict[str, CodeType] = {}
+        number = 0
+        for path in project_files():
+            tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"))
+            number = with_probes(tree, number)
+            self.codes[path] = compile(tree, str(REPOSITORY / path), "exec", dont_inherit=True)
+        self.memory = mmap.mmap(-1, max(number, 1))
+        self.count = number
+
+    def hits(self) -> list[int]:
+        """Return the numbers of the executed statements, and forget them."""
+        found = [number for number, is_hit in enumerate(self.memory[: self.count]) if is_hit]
+        self.memory[: self.count] = bytes(self.count)
+        return found
+
+
+def _rank_main(request: Mapping[str, Any], rank: int, port: int, codes: Mapping[str, CodeType]) -> int:
+    """Run the program as one rank in this forked process and return the process's exit status."""
+    folder = Path(request["folder"])
+    log = os.open(folder / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    size = request["ranks"]
+    os.environ.update(request["variables"])
+    if size > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.chdir(folder)
+    setattr(builtins, BUILT_IN_NAME, removed_call)
+    install(codes)
+    sys.argv = [request["program"], *request["arguments"]]
+    status = 1
+    try:
+        runpy.run_path(request["program"], run_name="__main__")
+        status = 0
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException:  # noqa: BLE001 the log has it, and the status says so
+        traceback.print_exc()
+    reports = load_bindings().reports() if is_active() else []
+    if reports:
+        print(f"emulated CUDA: {len(reports)} reports, of which the first: {reports[0]}", file=sys.stderr)
+        return _STATUS_OF_REPORTS
+    return status
+
+
+class _Ranks:
+    """The forked ranks of a run, each the leader of a process group of its own."""
+
+    def __init__(self, request: Mapping[str, Any], codes: Mapping[str, CodeType]) -> None:
+        self.statuses: dict[int, int] = {}
+        self._pids: list[int] = []
+        port = free_port()
+        sys.stdout.flush()
+        for rank in range(request["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    os.setsid()
+                    status = _rank_main(request, rank, port, codes)
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                finally:
+                    os._exit(status)
+            self._pids.append(pid)
+
+    def reap(self) -> None:
+        """Note the exit statuses of ranks that have ended."""
+        for rank, pid in enumerate(self._pids):
+            if rank not in self.statuses:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.statuses[rank] = os.waitstatus_to_exitcode(status)
+
+    @property
+    def running(self) -> list[int]:
+        """Return the process ids of the ranks that have not ended."""
+        return [pid for rank, pid in enumerate(self._pids) if rank not in self.statuses]
+
+    def kill(self) -> None:
+        """End all ranks that run, and what they have started."""
+        for pid in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for rank, pid in enumerate(self._pids):
+            if rank not in self.statuses:
+                _, status = os.waitpid(pid, 0)
+                self.statuses[rank] = os.waitstatus_to_exitcode(status)
+
+
+def run(request: Mapping[str, Any], codes: Mapping[str, CodeType]) -> dict[str, Any]:
+    """Run a program to its end, to its first report or failure, or to its time limit.
+
+    Where it ``may_fail`` a failure of one rank does not end the others.
+    ``seconds`` are those that the ranks had a processor.
+    """
+    reports = Path(request["folder"]) / "reports"
+    begin, used = time.monotonic(), _processor_seconds()
+    ranks = _Ranks({**request, "variables": {**request["variables"], REPORTS_VARIABLE: str(reports)}}, codes)
+    deadline, timed_out, failed = begin + request["limit_s"], False, False
+    while ranks.running:
+        ranks.reap()
+        if not failed and (reports.exists() or (any(ranks.statuses.values()) and not request["may_fail"])):
+            failed = True
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if time.monotonic() > deadline:
+            timed_out = not failed
+            ranks.kill()
+        time.sleep(_POLL_S)
+    return {
+        "statuses": [ranks.statuses[rank] for rank in range(request["ranks"])],
+        "timed_out": timed_out,
+        "seconds": round(_processor_seconds() - used, 2),
+    }
+
+
+def _processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def serve() -> None:
+    """Run requests until the standard input ends."""
+    results = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    for name in _MODULES:
+        importlib.import_module(name)
+    probes: Probes | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        codes: dict[str, CodeType] = {}
+        if request["probes"]:
+            probes = probes or Probes()
+            codes |= probes.codes
+            setattr(builtins, PROBE, probes.memory)
+        codes |= {path: compiled(path, source) for path, source in request["sources"].items()}
+        result = run(request, codes)
+        if request["probes"] and probes is not None:
+            result["hits"] = probes.hits()
+        results.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    serve()

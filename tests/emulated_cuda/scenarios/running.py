@@ -1,0 +1,224 @@
+"""Run scenarios by a server of ranks, and compare their results with those of the unchanged program."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.emulated_cuda.environment import REPOSITORY, emulated_environment
+
+NUM_DEVICES = 4
+_NOT_COMPARED = ("time", "_ms", "seconds", "per_second", "tflop", "throughput", "memory", "tokens_per", "eta", "mfu")
+"""Parts of the names of metrics that differ from run to run."""
+_ERROR_CHARACTERS = 400
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a program on some ranks. ``{folder}`` in an argument is the folder of the run.
+
+    A program is a path relative to the repository. ``statuses`` are the exit statuses of its ranks.
+    """
+
+    arguments: tuple[str, ...]
+    ranks: int = 1
+    program: str = "pretrain_gpt.py"
+    statuses: tuple[int, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> list[int]:
+        """Return the exit statuses of the unchanged program."""
+        return list(self.statuses or (0,) * self.ranks)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Launches one after the other in one folder; ``triton`` says whether Triton programs are interpreted."""
+
+    name: str
+    launches: tuple[Launch, ...]
+    triton: bool = False
+    limit_s: float = 180.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run of a scenario left: ``fault`` is empty, or what went wrong in one line.
+
+    ``metrics`` are the lines of its metrics files, ``hits`` the numbers of the statements that it executed.
+    """
+
+    fault: str
+    metrics: tuple[Mapping[str, Any], ...]
+    seconds: float
+    hits: frozenset[int] = frozenset()
+
+
+class RankServer:
+    """A process that forks the ranks of runs, on emulated devices or on the CPU."""
+
+    def __init__(self, *, emulated: bool = True, triton: bool = False) -> None:
+        if emulated:
+            variables = emulated_environment(NUM_DEVICES, triton=triton)
+        else:
+            variables = {**os.environ, "MEGATRON_DEVICE": "cpu"}
+            variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), variables.get("PYTHONPATH", "")])
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            variables.pop(name, None)
+        variables |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.emulated_cuda.scenarios.rank_server"],
+            cwd=REPOSITORY,
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60.0)
+
+    def __enter__(self) -> RankServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._process.kill()
+        self.close()
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the result of one request.
+
+        Raises:
+            RuntimeError: the process has ended.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server of ranks ended with status {self._process.wait()}")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+    def run(
+        self, scenario: Scenario, *, sources: Mapping[str, str] | None = None, probes: bool = False, keep: bool = False
+    ) -> Result:
+        """Run a scenario; ``sources`` are changed files by their paths, and ``probes`` note what is executed.
+
+        With ``keep`` the folder stays, and its name is printed.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="scenario-"))
+        seconds, hits, fault = 0.0, set[int](), ""
+        try:
+            for launch in scenario.launches:
+                for log in folder.glob("rank_*.log"):
+                    log.unlink()
+                request = {
+                    "program": str(REPOSITORY / launch.program),
+                    "arguments": [word.format(folder=folder) for word in launch.arguments],
+                    "ranks": launch.ranks,
+                    "folder": str(folder),
+                    "sources": dict(sources or {}),
+                    "probes": probes,
+                    "limit_s": scenario.limit_s,
+                    "may_fail": any(launch.expected),
+                    "variables": dict(launch.variables),
+                }
+                found = self.ask(request)
+                seconds += found["seconds"]
+                hits |= set(found.get("hits", ()))
+                fault = _fault(folder, found, launch)
+                if fault:
+                    break
+            return Result(fault, tuple(_metrics(folder)), round(seconds, 2), frozenset(hits))
+        finally:
+            if keep:
+                print(f"{scenario.name}: {folder}", file=sys.stderr)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class Servers:
+    """Servers of ranks, with and without Triton, which are started when they are needed."""
+
+    def __init__(self, *, emulated: bool = True) -> None:
+        self._emulated = emulated
+        self._started: dict[bool, RankServer] = {}
+
+    def of(self, scenario: Scenario) -> RankServer:
+        """Return the server that runs a scenario."""
+        if scenario.triton not in self._started:
+            self._started[scenario.triton] = RankServer(emulated=self._emulated, triton=scenario.triton)
+        return self._started[scenario.triton]
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for server in self._started.values():
+            server.__exit__(kind, error, trace)
+
+
+def _fault(folder: Path, found: Mapping[str, Any], launch: Launch) -> str:
+    """Return in one line what went wrong: the first report, the first exception, or a rank that does not end."""
+    reports = folder / "reports"
+    if reports.exists():
+        return " ".join(reports.read_text().splitlines()[0].partition(": ")[2].split())
+    if found["timed_out"]:
+        return "the run did not end"
+    if found["statuses"] != launch.expected:
+        return f"exit statuses {found['statuses']}: {_last_error(folder)}"
+    return ""
+
+
+def _last_error(folder: Path) -> str:
+    lines = [
+        line.strip()
+        for log in sorted(folder.glob("rank_*.log"))
+        for line in log.read_text(errors="replace").splitlines()
+        if "Error" in line or "error:" in line
+    ]
+    return lines[-1][:_ERROR_CHARACTERS] if lines else "no message"
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return what does not depend on time in the metrics files of a run, in the order of their names."""
+    rows = []
+    for path in sorted(folder.rglob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            rows.append({key: value for key, value in row.items() if not any(part in key for part in _NOT_COMPARED)})
+    return rows
+
+
+def difference(result: Result, expected: Result) -> str:
+    """Return what a result shows that the unchanged program's does not: a fault, or other metrics; "" for none."""
+    if result.fault:
+        return result.fault
+    if len(result.metrics) != len(expected.metrics):
+        return f"{len(result.metrics)} lines of metrics in place of {len(expected.metrics)}"
+    for found, known in zip(result.metrics, expected.metrics):
+        changed = [key for key in sorted({*found, *known}) if found.get(key) != known.get(key)]
+        if changed:
+            key = changed[0]
+            return f"{key} is {found.get(key)} in place of {known.get(key)}"
+    return ""

@@ -1,0 +1,142 @@
+"""Every synchronization is necessary or known, and so is every line for CUDA that no scenario executes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.emulated_cuda.build import BuildError, built_libraries
+from tests.emulated_cuda.cuda_lines import __main__ as cuda_lines
+from tests.emulated_cuda.cuda_lines.finding import truth_on_cuda
+from tests.emulated_cuda.scenarios.changed_source import statements_of, with_probes
+from tests.emulated_cuda.scenarios.listed import SCENARIOS
+from tests.emulated_cuda.scenarios.removed_call import without_call
+from tests.emulated_cuda.scenarios.running import Result, Scenario, Servers, difference
+from tests.emulated_cuda.synchronizations import __main__ as synchronizations
+from tests.emulated_cuda.synchronizations.calls import all_calls, calls_in
+from tests.emulated_cuda.synchronizations.known import APART
+
+# The checks that need no emulator are cheap; the others carry marks.
+SEED = 20261126
+HANDFUL = 4
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    """Start servers of ranks when they are needed, or skip where the emulator cannot be built."""
+    try:
+        built_libraries()
+    except BuildError as error:
+        if "does not compile" in str(error):
+            raise
+        pytest.skip(str(error))
+    with Servers() as started:
+        yield started
+
+
+def scenario_of(name: str) -> Scenario:
+    return next(scenario for scenario in SCENARIOS if scenario.name == name)
+
+
+def test_calls_are_found_and_removed() -> None:
+    source = "def f(work, stream):\n    a = work.wait()\n    stream.wait_stream(other(1))\n    names.sort()\n"
+    calls = calls_in("megatron/x.py", source)
+    assert [(call.line, call.key) for call in calls] == [
+        (2, "megatron/x.py:f: work.wait()"),
+        (3, "megatron/x.py:f: stream.wait_stream(other(1))"),
+    ]
+    removed = [without_call(source, call.start, call.name_end, call.end).splitlines() for call in calls]
+    assert removed[0][1] == "    a = emulated_cuda_removed_call(work, 'wait')"
+    assert removed[1][2] == "    emulated_cuda_removed_call(stream, 'wait_stream', other(1))"
+
+
+def test_equal_calls_of_a_function_have_names_of_their_own() -> None:
+    source = "class A:\n    def f(self):\n        work.wait()\n        work.wait()\n"
+    assert [call.key for call in calls_in("m.py", source)] == ["m.py:A.f: work.wait()", "m.py:A.f: work.wait() #2"]
+
+
+def test_probes_are_in_front_of_the_statements() -> None:
+    source = (
+        'def f(x):\n    """Text."""\n    if x:\n        return 1\n    try:\n        y()\n    except E:\n        z()\n'
+    )
+    tree = ast.parse(source)
+    lines = [statement.lineno for statement in statements_of(tree)]
+    assert lines == [3, 5, 4, 6, 8]
+    assert with_probes(tree, 10) == 15
+    assert ast.unparse(tree).splitlines()[2:5] == [
+        "    emulated_cuda_hits[10] = 1",
+        "    if x:",
+        "        emulated_cuda_hits[12] = 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("x.is_cuda", True),
+        ("not x.is_cuda", False),
+        ("device.type != 'cuda'", False),
+        ("device.type != 'cpu' and fits", True),
+        ("device.type != 'cuda' or not fits", False),
+        ("x.is_cuda or fits", None),
+        ("fits", None),
+        ("all(p.is_cuda for p in parameters)", True),
+    ],
+)
+def test_conditions_on_the_device_are_understood(condition: str, expected: bool | None) -> None:
+    assert truth_on_cuda(ast.parse(condition, mode="eval").body) is expected
+
+
+@pytest.mark.full
+def test_every_call_has_a_result_or_a_reason() -> None:
+    assert synchronizations.unexplained(synchronizations.read()) == []
+    keys = [call.key for call in all_calls()]
+    assert [start for start in APART if not any(key.startswith(start) for key in keys)] == []
+
+
+@pytest.mark.full
+def test_every_line_for_cuda_that_does_not_run_has_a_reason() -> None:
+    assert cuda_lines.unexplained(json.loads(cuda_lines.RESULTS.read_text())) == []
+
+
+@pytest.mark.full
+def test_a_handful_of_calls_is_reported_without_them(servers: Servers) -> None:
+    rows = [row for row in synchronizations.read() if row["scenario"]]
+    calls = {call.key: call for call in synchronizations.removable_calls()}
+    expected: dict[str, Result] = {}
+    for row in random.Random(SEED).sample(rows, HANDFUL):
+        scenario = scenario_of(str(row["scenario"]))
+        if scenario.name not in expected:
+            expected[scenario.name] = servers.of(scenario).run(scenario)
+            assert expected[scenario.name].fault == ""
+        found = synchronizations.examine(calls[str(row["call"])], servers, [scenario], expected)
+        assert found["scenario"] == scenario.name, row
+
+
+@pytest.mark.full
+def test_the_norm_of_parameters_waits_for_their_gather(servers: Servers) -> None:
+    scenario = scenario_of("evaluation")
+    assert "--log-params-norm" in scenario.launches[0].arguments
+    assert servers.of(scenario).run(scenario).fault == ""
+
+
+def test_metrics_that_differ_are_shown() -> None:
+    known = Result("", ({"lm_loss": 1.0, "iteration": 1},), 1.0)
+    assert difference(known, known) == ""
+    assert difference(Result("", ({"lm_loss": 2.0, "iteration": 1},), 1.0), known) == "lm_loss is 2.0 in place of 1.0"
+    assert difference(Result("race", (), 1.0), known) == "race"
+
+
+@pytest.mark.long
+def test_every_removal_is_reported_or_known(tmp_path: Path) -> None:
+    assert synchronizations.unexplained(synchronizations.run(tmp_path / "results.jsonl")) == []
+
+
+@pytest.mark.long
+def test_every_line_for_cuda_runs_or_is_known() -> None:
+    assert cuda_lines.unexplained(cuda_lines.measure()) == []
