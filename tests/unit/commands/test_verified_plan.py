@@ -51,9 +51,7 @@ def test_the_best_layout_is_run_dry_and_is_as_planned(tmp_path: Path) -> None:
     command = [sys.executable, "tools/plan.py", *MODEL, *where, "--json", str(tmp_path / "plan.json")]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "verified by a dry run on a simulated GPU:\nstage 0 (rank 0, 1 micro-batches): as planned" in (
-        done.stdout
-    )
+    assert "verified by a dry run on a simulated GPU:\nstage 0 (rank 0, 1 micro-batches): as planned" in (done.stdout)
     (verified,) = json.loads((tmp_path / "plan.json").read_text())["verified"]
     assert verified["agrees"] is True
     assert verified["num_communications"] > 0
