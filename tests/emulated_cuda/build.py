@@ -6,12 +6,13 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +22,7 @@ BINDINGS = "emulated_cuda_bindings.so"
 BINDINGS_MODULE = "emulated_cuda_bindings"
 _FLAGS = ("-O1", "-std=c++20", "-fPIC")
 _MAX_JOBS = 2
+_OWN_HEADER = re.compile(rb'^#include "([a-z0-9_]+\.h)"$', re.MULTILINE)
 
 
 class BuildError(Exception):
@@ -44,6 +46,7 @@ def built_libraries() -> Path:
     """Return the folder with the libraries for this source, compiler, Python and torch, and build them if need be.
 
     Ranks that come at the same time build once: the first one holds a lock. A folder appears complete, by a rename.
+    Objects are cached on their own: a change of one source compiles that source only.
 
     Raises:
         BuildError: there is no C++ compiler, this torch is a CUDA build, or the source does not compile.
@@ -53,7 +56,11 @@ def built_libraries() -> Path:
         raise BuildError("this torch is a CUDA build; the emulator needs the CPU build (torch==2.13.0+cpu)")
     compiler = _find_compiler()
     cache = cache_folder()
-    folder = cache / _key(torch, compiler)
+    base = _base_key(torch, compiler)
+    objects = {
+        source: cache / f"{source.stem}-{_object_key(base, source)}.o" for source in sorted(SOURCES.glob("*.cpp"))
+    }
+    folder = cache / _digest(path.name.encode() for path in objects.values())
     if folder.is_dir():
         return folder
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,7 +70,8 @@ def built_libraries() -> Path:
             with tempfile.TemporaryDirectory(dir=cache) as place:
                 built = Path(place) / "built"
                 built.mkdir()
-                _build(torch, compiler, built, Path(place))
+                _compile(torch, compiler, objects, Path(place))
+                _link(torch, compiler, objects, built)
                 built.rename(folder)
     return folder
 
@@ -75,39 +83,55 @@ def _find_compiler() -> str:
     return found
 
 
-def _key(torch: Path, compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    parts = [
-        version,
-        (torch / "version.py").read_bytes(),
-        os.fsencode(torch),
-        sys.version.encode(),
-        Path(__file__).read_bytes(),
-    ]
-    parts += [path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir())]
+def _digest(parts: Iterable[bytes]) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
 
-def _build(torch: Path, compiler: str, target: Path, work: Path) -> None:
+def _base_key(torch: Path, compiler: str) -> bytes:
+    """Identify all on which every object depends besides its source: compiler, torch, Python and flags."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    parts = (version, (torch / "version.py").read_bytes(), os.fsencode(torch), sys.version.encode())
+    return _digest((*parts, " ".join(_FLAGS).encode())).encode()
+
+
+def _object_key(base: bytes, source: Path) -> str:
+    """Return the key of a source's object: its text and the text of the headers that it includes, at any depth."""
+    found = {source.name: source.read_bytes()}
+    unread = [source.name]
+    while unread:
+        for name in _OWN_HEADER.findall(found[unread.pop()]):
+            header = name.decode()
+            if header not in found:
+                found[header] = (SOURCES / header).read_bytes()
+                unread.append(header)
+    return _digest((base, *(name.encode() + b"\0" + text for name, text in sorted(found.items()))))
+
+
+def _compile(torch: Path, compiler: str, objects: Mapping[Path, Path], work: Path) -> None:
+    """Compile the sources whose objects are absent."""
     include = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     include.append(f"-I{sysconfig.get_path('include')}")
     define = f"-DTORCH_EXTENSION_NAME={BINDINGS_MODULE}"
-    sources = sorted(SOURCES.glob("*.cpp"))
-    objects = {source.stem: work / f"{source.stem}.o" for source in sources}
 
     def compile_source(source: Path) -> None:
-        _run([compiler, "-c", *_FLAGS, define, *include, str(source), "-o", str(objects[source.stem])])
+        unfinished = work / objects[source].name
+        _run([compiler, "-c", *_FLAGS, define, *include, str(source), "-o", str(unfinished)])
+        unfinished.rename(objects[source])
 
     with ThreadPoolExecutor(_MAX_JOBS) as pool:
-        list(pool.map(compile_source, sources))
+        list(pool.map(compile_source, [source for source, path in objects.items() if not path.exists()]))
+
+
+def _link(torch: Path, compiler: str, objects: Mapping[Path, Path], target: Path) -> None:
     libraries = torch / "lib"
     link = [compiler, "-shared", f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-Wl,-rpath,$ORIGIN"]
-    bindings = str(objects.pop("bindings"))
+    bindings = [str(path) for source, path in objects.items() if source.stem == "bindings"]
+    others = [str(path) for source, path in objects.items() if source.stem != "bindings"]
     core = target / CORE
     # Without a name of its own the bindings would look for it where it was built.
     own_name = f"-Wl,-soname,{CORE}"
-    _run([*link, own_name, *map(str, objects.values()), "-lc10", "-ltorch_cpu", "-lpthread", "-o", str(core)])
-    _run([*link, bindings, str(core), "-lc10", "-ltorch_cpu", "-ltorch_python", "-o", str(target / BINDINGS)])
+    _run([*link, own_name, *others, "-lc10", "-ltorch_cpu", "-lpthread", "-o", str(core)])
+    _run([*link, *bindings, str(core), "-lc10", "-ltorch_cpu", "-ltorch_python", "-o", str(target / BINDINGS)])
 
 
 def _run(command: Sequence[str]) -> None:
