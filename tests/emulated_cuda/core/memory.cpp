@@ -347,8 +347,9 @@ struct KernelAllocator final : c10::Allocator {
     }
     return emulated_cuda::allocate(size, *kernel_launch->stream, c10::Device(c10::DeviceType::CPU), kernel_launch->site);
   }
+  // Of workspace that a kernel allocates without a tensor.
   c10::DeleterFnPtr raw_deleter() const override {
-    return nullptr;
+    return kernel_launch == nullptr ? c10::GetDefaultCPUAllocator()->raw_deleter() : nullptr;
   }
   void copy_data(void* target, const void* source, size_t size) const override {
     std::memcpy(target, source, size);

@@ -1,5 +1,7 @@
 #include "shared_mailboxes.h"
 
+#include "peers.h"
+
 #include <c10/util/Exception.h>
 
 #include <fcntl.h>
@@ -40,10 +42,11 @@ struct SharedMailboxes::Header {
   std::atomic<int> num_attached;
 };
 
-// What a rank said at its last two meetings.
+// What a rank said at its last two meetings, and the clock of its stream.
 struct SharedMailboxes::Slot {
   std::atomic<uint64_t> num_meetings;
   char text[2][kTextBytes];
+  SharedClock clock[2];
 };
 
 struct SharedMailboxes::Mailbox {
@@ -151,6 +154,10 @@ void SharedMailboxes::meet(const std::string& signature) {
   const uint64_t number = ++num_meetings_;
   // A rank overwrites what it said two meetings ago: every rank has read it, or the last meeting would not be over.
   copy_text(slot(rank_).text[number % 2], signature);
+  Stream* stream = running_stream();
+  if (stream != nullptr) {
+    write_clock(slot(rank_).clock[number % 2], *stream);
+  }
   slot(rank_).num_meetings.store(number);
   announce_change();
   for (int rank = 0; rank < size_; ++rank) {
@@ -167,6 +174,10 @@ void SharedMailboxes::meet(const std::string& signature) {
     const std::string mine = slot(rank_).text[number % 2];
     TORCH_CHECK_WITH(DistBackendError, theirs == mine, "calls that belong together differ: rank ", rank_, " of the group: ",
                      mine, "; rank ", rank, ": ", theirs);
+    // All ranks' work on symmetric memory so far comes before what follows.
+    if (stream != nullptr) {
+      join_clock(*stream, slot(rank).clock[number % 2]);
+    }
   }
 }
 
