@@ -29,6 +29,10 @@ def activate() -> None:
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already: activate the emulator in a new process")
+    # Inductor has no compiler for these devices: a function that torch.compile is given stays as it is.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # torch.distributed._symmetric_memory.empty would use a memory pool, which is not emulated.
+    os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
     if os.environ.get("EMULATED_CUDA_TRITON") == "absent":
         # Python's way to say that there is no such package.
         sys.modules["triton"] = None  # type: ignore[assignment]
@@ -65,6 +69,7 @@ def _before_torch_distributed() -> None:
 
     bindings = load_bindings()
     bindings.bind_nccl(bindings)
+    bindings.install_symmetric_memory()
     c10d.ProcessGroupNCCL = bindings.ProcessGroupNCCL
 
 
@@ -80,6 +85,12 @@ def _after_triton_interpreter() -> None:
     run_on_emulated_devices()
 
 
+def _after_flex_attention() -> None:
+    from tests.emulated_cuda.flex_attention_rules import run_flex_attention_eagerly
+
+    run_flex_attention_eagerly()
+
+
 _BEFORE: dict[str, Callable[[], None]] = {
     "torch": _before_torch,
     "torch.cuda": _before_torch_cuda,
@@ -87,6 +98,7 @@ _BEFORE: dict[str, Callable[[], None]] = {
 }
 _AFTER: dict[str, Callable[[], None]] = {
     "torch": _after_torch,
+    "torch.nn.attention.flex_attention": _after_flex_attention,
     "triton.runtime.interpreter": _after_triton_interpreter,
 }
 

@@ -117,10 +117,13 @@ def _compile(torch: Path, compiler: str, objects: Mapping[Path, Path], work: Pat
     include = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     include.append(f"-I{sysconfig.get_path('include')}")
     define = f"-DTORCH_EXTENSION_NAME={BINDINGS_MODULE}"
+    base = _base_key(torch, compiler)
 
     def compile_source(source: Path) -> None:
         unfinished = work / objects[source].name
         _run([compiler, "-c", *_FLAGS, define, *include, str(source), "-o", str(unfinished)])
+        if objects[source].stem != f"{source.stem}-{_object_key(base, source)}":
+            raise BuildError(f"{source.name} or a header of it has changed while it was compiled: build again")
         unfinished.rename(objects[source])
 
     with ThreadPoolExecutor(_MAX_JOBS) as pool:

@@ -259,6 +259,7 @@ def add_cuda_functions() -> None:
     }
     for name, value in functions.items():
         setattr(torch._C, name, value)
+    core.set_capability(properties().major, properties().minor)
 
 
 def finish_import() -> None:

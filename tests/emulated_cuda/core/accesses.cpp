@@ -1,5 +1,8 @@
 #include "accesses.h"
 
+#include "operation_counts.h"
+#include "peers.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -9,6 +12,7 @@
 #include <numeric>
 #include <sstream>
 #include <unistd.h>
+#include <unordered_map>
 
 namespace emulated_cuda {
 namespace {
@@ -38,6 +42,11 @@ std::map<uintptr_t, Cell>& cells() {
 
 std::vector<std::string>& kept_reports() {
   static auto* instance = new std::vector<std::string>;
+  return *instance;
+}
+
+std::unordered_map<std::string, uint64_t>& counts() {
+  static auto* instance = new std::unordered_map<std::string, uint64_t>;
   return *instance;
 }
 
@@ -229,6 +238,11 @@ void check(const Region& region, bool is_write, const Launch& launch, const std:
     }
   }
   if (!is_found) {
+    if (has_symmetric_memory()) {
+      for (const Run& run : count_runs(merged) <= kMaxRuns ? list_runs(merged) : std::vector<Run>{bounds(merged)}) {
+        check_peers(run.first, run.second, is_write, launch, what);
+      }
+    }
     return;
   }
   std::ostringstream text;
@@ -273,7 +287,15 @@ Launch begin_launch(Stream& stream, SitePtr site) {
 }
 
 Launch begin_launch(Stream& stream, const std::string& operation) {
-  return begin_launch(stream, make_site(operation));
+  SitePtr site = make_site(operation);
+  StateGuard guard(state_lock());
+  ++counts()[operation];
+  return begin_launch(stream, std::move(site));
+}
+
+std::map<std::string, uint64_t> operation_counts() {
+  StateGuard guard(state_lock());
+  return {counts().begin(), counts().end()};
 }
 
 Region region_of(const at::Tensor& tensor) {

@@ -1,9 +1,12 @@
 // What Python sees of the emulator. torch/cuda in Python runs on it unchanged.
 #include "generator.h"
 #include "graphs.h"
+#include "kernel_rules.h"
 #include "memory.h"
 #include "nccl.h"
+#include "operation_counts.h"
 #include "operators.h"
+#include "peers.h"
 
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/distributed/c10d/PyProcessGroup.hpp>
@@ -150,6 +153,7 @@ void bind_nccl(py::module& module) {
              options->is_high_priority_stream = is_high_priority_stream;
              return options;
            }), py::arg("is_high_priority_stream") = false)
+      .def("__deepcopy__", [](const Nccl::Options& self, const py::dict&) { return c10::make_intrusive<Nccl::Options>(self); })
       .def_readwrite("is_high_priority_stream", &Nccl::Options::is_high_priority_stream)
       .def_property("split_from", [](const Nccl::Options& self) { return self.split_from; },
                     [](Nccl::Options& self, const c10::intrusive_ptr<c10d::Backend>& parent) {
@@ -164,7 +168,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   python_hooks() = {&python_frames, &format_frames};
 
   module.def("bind_nccl", &bind_nccl);
+  module.def("install_symmetric_memory", &install_symmetric_memory);
 
+  module.def("set_capability", &set_capability);
   module.def("device_count", &device_count);
   module.def("current_device", &current_device);
   module.def("exchange_device", &exchange_device);
@@ -233,6 +239,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     resize_storage(*tensor.storage().unsafeGetStorageImpl(), num_bytes);
   }, Unlocked());
   module.def("run_python_work", &run_python_work, Unlocked());
+  module.def("operation_counts", &operation_counts, Unlocked());
   module.def("reports", &reports, Unlocked());
   module.def("clear_reports", &clear_reports, Unlocked());
 }

@@ -1,6 +1,7 @@
 #include "graphs.h"
 
 #include "generator.h"
+#include "peers.h"
 
 #include <c10/util/Exception.h>
 
@@ -181,6 +182,7 @@ void Graph::replay() {
     for (const auto& region : work.writes) {
       check_write(region, launch, "in a replayed graph");
     }
+    const RunningStream running(stream);
     work.run();
   }
 }

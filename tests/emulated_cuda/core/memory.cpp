@@ -364,6 +364,7 @@ struct KernelAllocator final : c10::Allocator {
     }
     return emulated_cuda::allocate(size, *kernel_launch->stream, c10::Device(c10::DeviceType::CPU), kernel_launch->site);
   }
+  // Of workspace that a kernel allocates without a tensor.
   c10::DeleterFnPtr raw_deleter() const override {
     return &free_of_kernel;
   }

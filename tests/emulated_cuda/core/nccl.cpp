@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <set>
 #include <sstream>
@@ -139,6 +140,22 @@ void Nccl::eagerConnectSingleDevice(at::Device) {
 void Nccl::take_part_in_split() {
   std::lock_guard<std::mutex> guard(*order_);
   mailboxes_->meet("ncclCommSplit");
+}
+
+c10::intrusive_ptr<c10d::Backend> Nccl::split(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<c10d::Backend::Options>& given) {
+  const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+  if (mine == ranks.end()) {
+    take_part_in_split();
+    return nullptr;
+  }
+  const auto known = c10::dynamic_intrusive_pointer_cast<Options>(given);
+  TORCH_CHECK(known, "opts not a ProcessGroupNCCL::Options.");
+  auto options = c10::make_intrusive<Options>(*known);
+  options->split_from = c10::intrusive_ptr<Nccl>::unsafe_reclaim_from_nonowning(this);
+  const auto own_store = c10::make_intrusive<c10d::PrefixStore>("split " + options->group_name, store);
+  return c10::make_intrusive<Nccl>(own_store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options);
 }
 
 void Nccl::abort() {

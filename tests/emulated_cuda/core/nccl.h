@@ -45,6 +45,10 @@ class Nccl final : public c10d::Backend {
   void shutdown() override {}
   // A rank that is in no group of a split takes part in it all the same.
   void take_part_in_split();
+  // torch.distributed.split_group: a group of some of this group's ranks, or null for a rank that is in none.
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& given) override;
 
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;

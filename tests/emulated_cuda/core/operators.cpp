@@ -2,6 +2,7 @@
 
 #include "generator.h"
 #include "memory.h"
+#include "peers.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -611,6 +612,7 @@ void run_work(
     }
   }
   at::AutoDispatchBelowADInplaceOrView guard;
+  const RunningStream running(stream);
   run();
   if (capture != nullptr) {
     add_work(*capture, std::move(work));

@@ -1,5 +1,7 @@
 #include "shared_mailboxes.h"
 
+#include "peers.h"
+
 #include <c10/util/Exception.h>
 
 #include <fcntl.h>
@@ -41,10 +43,11 @@ struct SharedMailboxes::Header {
   std::atomic<uint64_t> num_arrivals;
 };
 
-// What a rank said at its last two meetings.
+// What a rank said at its last two meetings, and the clock of its stream.
 struct SharedMailboxes::Slot {
   std::atomic<uint64_t> num_meetings;
   char text[2][kTextBytes];
+  SharedClock clock[2];
 };
 
 struct SharedMailboxes::Mailbox {
@@ -152,6 +155,10 @@ void SharedMailboxes::wait_for_all(const std::string& signature) {
   const uint64_t number = ++num_meetings_;
   // A rank overwrites what it said two meetings ago: every rank has read it, or the last meeting would not be over.
   copy_text(slot(rank_).text[number % 2], signature);
+  Stream* stream = running_stream();
+  if (stream != nullptr) {
+    write_clock(slot(rank_).clock[number % 2], *stream);
+  }
   slot(rank_).num_meetings.store(number);
   // No rank comes to a meeting before the last one is over, so the count says when all are there. Only the last rank
   // wakes the others.
@@ -178,6 +185,10 @@ void SharedMailboxes::wait_for_all(const std::string& signature) {
     const std::string mine = slot(rank_).text[number % 2];
     TORCH_CHECK_WITH(DistBackendError, theirs == mine, "calls that belong together differ: rank ", rank_, " of the group: ",
                      mine, "; rank ", rank, ": ", theirs);
+    // All ranks' work on symmetric memory so far comes before what follows.
+    if (stream != nullptr) {
+      join_clock(*stream, slot(rank).clock[number % 2]);
+    }
   }
 }
 

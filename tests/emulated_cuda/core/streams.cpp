@@ -26,6 +26,8 @@ struct Registry {
   std::array<Stream*, kMaxDevices> defaults{};
   // Dedicated streams that nobody uses: every lane makes all clocks longer.
   std::vector<Stream*> unused;
+  std::map<std::pair<uint64_t, Lane>, Lane> foreign_lanes;
+  std::map<Lane, std::pair<uint64_t, Lane>> origins;
   Clock host;
   int64_t next_id = 1;
 };
@@ -162,6 +164,26 @@ Stream& find_stream(const c10::Stream& handle) {
 
 Stream& stream_of_lane(Lane lane) {
   return registry().streams.at(lane);
+}
+
+Lane foreign_lane(uint64_t process, Lane lane) {
+  StateGuard guard(state_lock());
+  auto& known = registry();
+  const auto found = known.foreign_lanes.find({process, lane});
+  if (found != known.foreign_lanes.end()) {
+    return found->second;
+  }
+  constexpr c10::DeviceIndex nowhere = -1;
+  const Lane added = add_stream(nowhere, known.next_id++, 0, "a stream of another rank").lane;
+  known.foreign_lanes[{process, lane}] = added;
+  known.origins[added] = {process, lane};
+  return added;
+}
+
+std::optional<std::pair<uint64_t, Lane>> origin_of_lane(Lane lane) {
+  const auto& origins = registry().origins;
+  const auto found = origins.find(lane);
+  return found == origins.end() ? std::nullopt : std::optional(found->second);
 }
 
 Stream& pool_stream(c10::DeviceIndex device, int priority) {

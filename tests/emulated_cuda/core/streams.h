@@ -9,7 +9,9 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace emulated_cuda {
@@ -31,6 +33,9 @@ class Clock {
   bool covers(const Clock& other) const;
   void advance(Lane lane, uint64_t time);
   void join(const Clock& other);
+  const std::vector<uint64_t>& times() const {
+    return times_;
+  }
 
  private:
   std::vector<uint64_t> times_;
@@ -85,6 +90,9 @@ Stream& exchange_stream(Stream& stream);
 Stream& find_stream(c10::DeviceIndex device, int64_t id);
 Stream& find_stream(const c10::Stream& handle);
 Stream& stream_of_lane(Lane lane);
+// The lane that stands for a stream of another process in the clocks of this one, and the reverse.
+Lane foreign_lane(uint64_t process, Lane lane);
+std::optional<std::pair<uint64_t, Lane>> origin_of_lane(Lane lane);
 // A stream of the pool: like torch, the 33rd of a priority is the first one again.
 Stream& pool_stream(c10::DeviceIndex device, int priority);
 // A stream of its own, for a communicator, which gives it back.

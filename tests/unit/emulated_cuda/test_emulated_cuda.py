@@ -9,7 +9,7 @@ import pytest
 
 from tests.emulated_cuda.build import BuildError, built_libraries
 from tests.emulated_cuda.environment import REPOSITORY, emulated_environment
-from tests.harness.training_run import run_command, run_training
+from tests.harness.training_run import launch_prefix, run_command, run_training
 
 # The first use compiles the library, which takes about two minutes.
 pytestmark = pytest.mark.full
@@ -26,9 +26,28 @@ def libraries() -> Path:
         pytest.skip(str(error))
 
 
-def test_checks_of_the_emulator() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/emulated_cuda/checks.py"]
-    result = run_command(command, timeout_s=120.0, env=emulated_environment(triton=False), cwd=REPOSITORY)
+@pytest.mark.parametrize(
+    ("file", "gpu"),
+    [
+        ("checks.py", "h100"),
+        ("checks_attention.py", "h100"),
+        *[("checks_gemm.py", gpu) for gpu in ("a100", "h100", "b200")],
+    ],
+)
+def test_checks_of_the_emulator(file: str, gpu: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/emulated_cuda/{file}"]
+    result = run_command(command, timeout_s=300.0, env=emulated_environment(gpu=gpu, triton=False), cwd=REPOSITORY)
+    assert result.returncode == 0, result.stdout
+
+
+def test_checks_of_two_ranks() -> None:
+    command = [*launch_prefix(2), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    result = run_command(
+        [*command, "tests/emulated_cuda/checks_ranks.py"],
+        timeout_s=600.0,
+        env=emulated_environment(2, triton=False),
+        cwd=REPOSITORY,
+    )
     assert result.returncode == 0, result.stdout
 
 
