@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -49,10 +51,18 @@ class WorkerPool:
 
     ``inspect`` is called on every rank after each job, when the process group is gone. It returns what else is wrong
     with the rank, and then the job has failed.
+
+    With ``forks`` the processes are forks of this one, which must have no other thread and has imported torch for them.
     """
 
     def __init__(
-        self, size: int, timeout_s: float = 120.0, backend: str = "gloo", inspect: Inspection | None = None
+        self,
+        size: int,
+        timeout_s: float = 120.0,
+        backend: str = "gloo",
+        inspect: Inspection | None = None,
+        *,
+        forks: bool = False,
     ) -> None:
         self.size = size
         self.backend = backend
@@ -60,9 +70,14 @@ class WorkerPool:
         self.timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="verify-")
         self._num_jobs = 0
-        self._context = multiprocessing.get_context("forkserver")
+        self._context: BaseContext = multiprocessing.get_context("fork" if forks else "forkserver")
         # An optimizer of torch imports its compiler: once here rather than in every process.
-        self._context.set_forkserver_preload(["megatron.verification.run_cell", "torch._dynamo"])
+        modules = ["megatron.verification.run_cell", "torch._dynamo"]
+        if forks:
+            for name in modules:
+                importlib.import_module(name)
+        else:
+            self._context.set_forkserver_preload(modules)
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
 
@@ -116,7 +131,9 @@ class WorkerPool:
     def _start(self) -> None:
         for _ in range(self.size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, self.inspect), daemon=True)
+            process = self._context.Process(  # type: ignore[attr-defined]
+                target=_serve, args=(theirs, self.inspect), daemon=True
+            )
             process.start()
             theirs.close()
             self._connections.append(ours)

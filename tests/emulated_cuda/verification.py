@@ -66,7 +66,8 @@ def end_cell() -> list[str]:
 @contextmanager
 def emulated_verifier(size: int, dtype: str, tolerance: Tolerance | None = None) -> Iterator[Verifier]:
     """Yield a verifier of cells of up to ``size`` ranks; this process must have the emulator's environment."""
-    with WorkerPool(size, _TIMEOUT_S, "nccl", end_cell) as pool:
+    # This process imports torch, computes nothing and has one thread: a server of forks would import torch once more.
+    with WorkerPool(size, _TIMEOUT_S, "nccl", end_cell, forks=True) as pool:
         yield Verifier(
             pool,
             pretrain_gpt.provide_model,

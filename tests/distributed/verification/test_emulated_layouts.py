@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron.commands.reliability import verify_parallelism
-from megatron.verification.attention_cells import make_attention_cell
 from megatron.verification.cells import (
     BASE_FLAGS,
     DROPOUT,
     IN_PARTS,
     MODULES,
-    PP_OVERLAP,
     Cell,
     Layout,
     make_cell,
@@ -68,8 +66,6 @@ DEFAULT = tuple(
             make_cell("gpt2", SP),
             make_cell("gpt2", Layout(tp=2, recompute=IN_PARTS)),
             make_cell("gpt2", Layout(pp=2)),
-            make_cell("gpt2", Layout(pp=2, pp_overlap=PP_OVERLAP[0])),
-            make_cell("gpt2", Layout(pp=2, pp_overlap=PP_OVERLAP[1])),
             make_cell("gpt2", Layout(pp=2, schedule="zero-bubble")),
             make_cell("gpt2", Layout(pp=2, virtual_stages=2, offloaded_layers=1, offloads_weights=True)),
             make_cell("gpt2", Layout(dp=2, overlap=True)),
@@ -84,12 +80,10 @@ DEFAULT = tuple(
             make_cell("gpt2", Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2))),
             make_cell("gpt2", Layout(dp=2, recompute=MODULES, offloaded_layers=2), "packed", extra=DROPOUT),
             make_expert_cell("mixtral", ExpertLayout(dp=2, ep=2)),
-            make_expert_cell("mixtral", ExpertLayout(dp=2, ep=2, dispatcher="allgather")),
             make_prediction_cell("llama-mtp", Layout(pp=2)),
             make_cell("gpt2", Layout(tp=2), extra=MUON),
             make_cell("gpt2", Layout(dp=2), "uneven", extra=FUSED_LORA),
             make_latent_cell("latent", Layout(tp=2)),
-            make_attention_cell("sinks", Layout(cp=2)),
         ),
     )
 )
