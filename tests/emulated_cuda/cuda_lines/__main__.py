@@ -22,7 +22,7 @@ from tests.emulated_cuda.cuda_lines.argued import ARGUED, reason
 from tests.emulated_cuda.cuda_lines.finding import PRETENDED, Found, all_found
 from tests.emulated_cuda.scenarios.hits import all_statements, record
 from tests.emulated_cuda.scenarios.listed import SCENARIOS
-from tests.emulated_cuda.scenarios.running import Scenario, Servers
+from tests.emulated_cuda.scenarios.running import STATEMENTS, Scenario, Servers
 
 RESULTS = Path(__file__).with_name("results.json")
 
@@ -34,9 +34,9 @@ def measure(
 
     The files are those of `record`.
     """
-    with Servers() as servers:
+    with Servers(observes=STATEMENTS) as servers:
         emulated = record(servers, scenarios, file=recorded)
-    with Servers(emulated=False) as servers:
+    with Servers(emulated=False, observes=STATEMENTS) as servers:
         without_triton = [each for each in scenarios if not each.triton]
         on_cpu = record(servers, without_triton, may_fail=True, file=recorded_on_cpu)
     cpu_hits = on_cpu.hits()

@@ -129,8 +129,3 @@ def install(codes: Mapping[str, CodeType]) -> None:
     if imported:
         raise RuntimeError(f"imported already, from the source on the disk: {', '.join(imported)}")
     sys.meta_path.insert(0, ChangedSource(codes))
-
-
-def compiled(path: str, source: str) -> CodeType:
-    """Return the code of a changed source file; tracebacks show the file on the disk."""
-    return compile(source, str(REPOSITORY / path), "exec", dont_inherit=True)

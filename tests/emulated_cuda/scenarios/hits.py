@@ -1,4 +1,4 @@
-"""Record which statements of the project each scenario executes."""
+"""Record which statements of the project, or which calls, each scenario executes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import json
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,24 +48,14 @@ class Recording:
     """The results of the unchanged program in each scenario, by the scenario's name."""
 
     results: dict[str, Result] = field(default_factory=dict)
-    statements: list[Statement] = field(default_factory=all_statements)
 
-    def executing(self, path: str, line: int) -> Iterator[str]:
-        """Yield the scenarios that execute the innermost statement at a line, the quickest first."""
-        around = [
-            number
-            for number, each in enumerate(self.statements)
-            if each.path == path and each.line <= line <= each.end_line
-        ]
-        if not around:
-            return
-        innermost = max(around, key=lambda number: self.statements[number].line)
-        for name, result in sorted(self.results.items(), key=lambda item: item[1].seconds):
-            if innermost in result.hits:
-                yield name
+    def executing(self, number: int) -> list[str]:
+        """Return the scenarios that execute a statement or a call, the quickest first."""
+        names = [name for name, result in self.results.items() if number in result.hits]
+        return sorted(names, key=lambda name: self.results[name].seconds)
 
     def hits(self, names: Collection[str] | None = None) -> set[int]:
-        """Return the statements that some scenario, or one of these names, executes."""
+        """Return what some scenario, or one of these names, executes."""
         chosen = self.results if names is None else names
         return {number for name in chosen for number in self.results[name].hits}
 
@@ -85,7 +75,7 @@ def record(
     for number, scenario in enumerate(scenarios, 1):
         if scenario.name in recording.results:
             continue
-        result = servers.of(scenario).run(scenario, probes=True)
+        result = servers.of(scenario).run(scenario)
         if result.fault and not may_fail:
             raise AssertionError(f"scenario {scenario.name!r} fails without a change: {result.fault}")
         print(f"recorded {number}/{len(scenarios)}: {scenario.name} ({result.seconds} s)", file=sys.stderr, flush=True)

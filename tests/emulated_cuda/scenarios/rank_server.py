@@ -1,7 +1,7 @@
 """Fork the ranks of runs from a process that has imported torch, on emulated devices or on the CPU.
 
-Run as ``python -m tests.emulated_cuda.scenarios.rank_server``: it reads one request per line from its standard input
-and writes one result per line. The package ``megatron`` is not imported here, so that each run may have other source.
+Run as ``python -m tests.emulated_cuda.scenarios.rank_server KIND``: it reads one request per line from its standard
+input and writes one result per line. The modules of the project are imported with code that notes what it executes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -32,12 +32,13 @@ from tests.emulated_cuda.environment import REPORTS_VARIABLE
 from tests.emulated_cuda.scenarios.changed_source import (
     PROBE,
     REPOSITORY,
-    compiled,
     install,
     project_files,
     with_probes,
 )
-from tests.emulated_cuda.scenarios.removed_call import BUILT_IN_NAME, removed_call
+from tests.emulated_cuda.scenarios.observed_calls import BUILT_IN_NAME, NONE, ObservedCalls, with_observed_calls
+from tests.emulated_cuda.scenarios.running import CALLS, MODULES_FILE, STATEMENTS
+from tests.emulated_cuda.synchronizations.calls import removable_calls
 from tests.harness.free_port import free_port
 
 _POLL_S = 0.01
@@ -51,27 +52,51 @@ _MODULES = (
 )
 
 
-class Probes:
-    """The code of all modules with probes, and the shared memory in which ranks note what they execute."""
+class Observation:
+    """The code of all modules that note what they execute, and the shared memory in which ranks do so.
 
-    def __init__(self) -> None:
+    Numbers are those of `hits.all_statements`, or those of `calls.removable_calls`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self.codes: dict[str, CodeType] = {}
-        number = 0
-        for path in project_files():
-            tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"))
-            number = with_probes(tree, number)
-            self.codes[path] = compile(tree, str(REPOSITORY / path), "exec", dont_inherit=True)
-        self.memory = mmap.mmap(-1, max(number, 1))
-        self.count = number
+        self.count = 0
+        if kind == STATEMENTS:
+            for path in project_files():
+                tree = ast.parse(_source(path))
+                self.count = with_probes(tree, self.count)
+                self.codes[path] = compile(tree, str(REPOSITORY / path), "exec", dont_inherit=True)
+        elif kind == CALLS:
+            calls = removable_calls()
+            self.count = len(calls)
+            for path in {call.path for call in calls}:
+                own = [
+                    (number, call.start, call.name_end, call.end)
+                    for number, call in enumerate(calls)
+                    if call.path == path
+                ]
+                source = with_observed_calls(_source(path), own)
+                self.codes[path] = compile(source, str(REPOSITORY / path), "exec", dont_inherit=True)
+        self.memory = mmap.mmap(-1, max(self.count, 1))
+
+    def begin(self, removed: int) -> None:
+        """Let this process note what it executes, and leave one call out."""
+        setattr(builtins, PROBE, self.memory)
+        setattr(builtins, BUILT_IN_NAME, ObservedCalls(self.memory, removed))
 
     def hits(self) -> list[int]:
-        """Return the numbers of the executed statements, and forget them."""
+        """Return the numbers of what was executed, and forget them."""
         found = [number for number, is_hit in enumerate(self.memory[: self.count]) if is_hit]
         self.memory[: self.count] = bytes(self.count)
         return found
 
 
-def _rank_main(request: Mapping[str, Any], rank: int, port: int, codes: Mapping[str, CodeType]) -> int:
+def _source(path: str) -> str:
+    return (REPOSITORY / path).read_text(encoding="utf-8")
+
+
+def _rank_main(request: Mapping[str, Any], rank: int, port: int, observation: Observation) -> int:
     """Run the program as one rank in this forked process and return the process's exit status."""
     folder = Path(request["folder"])
     log = os.open(folder / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -85,8 +110,9 @@ def _rank_main(request: Mapping[str, Any], rank: int, port: int, codes: Mapping[
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.chdir(folder)
-    setattr(builtins, BUILT_IN_NAME, removed_call)
-    install(codes)
+    observation.begin(request["removed"])
+    if rank == 0:
+        _note_modules_at_exit(folder / MODULES_FILE)
     sys.argv = [request["program"], *request["arguments"]]
     status = 1
     try:
@@ -103,10 +129,21 @@ def _rank_main(request: Mapping[str, Any], rank: int, port: int, codes: Mapping[
     return status
 
 
+def _note_modules_at_exit(path: Path) -> None:
+    """Let this process write the modules of the project that it has imported, before it ends."""
+    leave = os._exit
+
+    def note_and_leave(status: int) -> NoReturn:
+        path.write_text("\n".join(name for name in sys.modules if name.startswith("megatron.")))
+        leave(status)
+
+    os._exit = note_and_leave
+
+
 class _Ranks:
     """The forked ranks of a run, each the leader of a process group of its own."""
 
-    def __init__(self, request: Mapping[str, Any], codes: Mapping[str, CodeType]) -> None:
+    def __init__(self, request: Mapping[str, Any], observation: Observation) -> None:
         self.statuses: dict[int, int] = {}
         self._pids: list[int] = []
         port = free_port()
@@ -117,7 +154,7 @@ class _Ranks:
                 status = 1
                 try:
                     os.setsid()
-                    status = _rank_main(request, rank, port, codes)
+                    status = _rank_main(request, rank, port, observation)
                     sys.stdout.flush()
                     sys.stderr.flush()
                 finally:
@@ -150,7 +187,7 @@ class _Ranks:
                 self.statuses[rank] = os.waitstatus_to_exitcode(status)
 
 
-def run(request: Mapping[str, Any], codes: Mapping[str, CodeType]) -> dict[str, Any]:
+def run(request: Mapping[str, Any], observation: Observation) -> dict[str, Any]:
     """Run a program to its end, to its first report or failure, or to its time limit.
 
     Where it ``may_fail`` a failure of one rank does not end the others.
@@ -158,7 +195,7 @@ def run(request: Mapping[str, Any], codes: Mapping[str, CodeType]) -> dict[str, 
     """
     reports = Path(request["folder"]) / "reports"
     begin, used = time.monotonic(), _processor_seconds()
-    ranks = _Ranks({**request, "variables": {**request["variables"], REPORTS_VARIABLE: str(reports)}}, codes)
+    ranks = _Ranks({**request, "variables": {**request["variables"], REPORTS_VARIABLE: str(reports)}}, observation)
     deadline, timed_out, failed = begin + request["limit_s"], False, False
     while ranks.running:
         ranks.reap()
@@ -173,6 +210,7 @@ def run(request: Mapping[str, Any], codes: Mapping[str, CodeType]) -> dict[str, 
         "statuses": [ranks.statuses[rank] for rank in range(request["ranks"])],
         "timed_out": timed_out,
         "seconds": round(_processor_seconds() - used, 2),
+        "hits": observation.hits(),
     }
 
 
@@ -181,27 +219,32 @@ def _processor_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def serve() -> None:
-    """Run requests until the standard input ends."""
+def serve(kind: str) -> None:
+    """Run requests until the standard input ends; ``kind`` says what is observed."""
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     torch.set_num_threads(1)
     for name in _MODULES:
         importlib.import_module(name)
-    probes: Probes | None = None
+    observation = Observation(kind)
+    install(observation.codes)
+    observation.begin(NONE)
     for line in sys.stdin:
         request = json.loads(line)
-        codes: dict[str, CodeType] = {}
-        if request["probes"]:
-            probes = probes or Probes()
-            codes |= probes.codes
-            setattr(builtins, PROBE, probes.memory)
-        codes |= {path: compiled(path, source) for path, source in request["sources"].items()}
-        result = run(request, codes)
-        if request["probes"] and probes is not None:
-            result["hits"] = probes.hits()
+        result = run(request, observation)
+        modules = _imported_by_run(Path(request["folder"]))
         results.write(json.dumps(result) + "\n")
+        # Later ranks need not import them.
+        for name in modules:
+            importlib.import_module(name)
+
+
+def _imported_by_run(folder: Path) -> list[str]:
+    """Return the modules that a run has imported and this process has not."""
+    path = folder / MODULES_FILE
+    names = path.read_text().splitlines() if path.exists() else []
+    return [name for name in names if name not in sys.modules]
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

@@ -17,6 +17,10 @@ from typing import Any
 from tests.emulated_cuda.environment import REPOSITORY, emulated_environment
 
 NUM_DEVICES = 4
+NOTHING, STATEMENTS, CALLS = "nothing", "statements", "calls"
+"""What a server observes."""
+MODULES_FILE = "imported-modules"
+"""The file in the folder of a run with the names of the modules of the project that were imported."""
 _NOT_COMPARED = ("time", "_ms", "seconds", "per_second", "tflop", "throughput", "memory", "tokens_per", "eta", "mfu")
 """Parts of the names of metrics that differ from run to run."""
 _ERROR_CHARACTERS = 400
@@ -55,7 +59,7 @@ class Scenario:
 class Result:
     """What a run of a scenario left: ``fault`` is empty, or what went wrong in one line.
 
-    ``metrics`` are the lines of its metrics files, ``hits`` the numbers of the statements that it executed.
+    ``metrics`` are the lines of its metrics files, ``hits`` the numbers of what it executed, as the server observes it.
     """
 
     fault: str
@@ -67,7 +71,7 @@ class Result:
 class RankServer:
     """A process that forks the ranks of runs, on emulated devices or on the CPU."""
 
-    def __init__(self, *, emulated: bool = True, triton: bool = False) -> None:
+    def __init__(self, *, emulated: bool = True, triton: bool = False, observes: str = NOTHING) -> None:
         if emulated:
             variables = emulated_environment(NUM_DEVICES, triton=triton)
         else:
@@ -77,7 +81,7 @@ class RankServer:
             variables.pop(name, None)
         variables |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.emulated_cuda.scenarios.rank_server"],
+            [sys.executable, "-m", "tests.emulated_cuda.scenarios.rank_server", observes],
             cwd=REPOSITORY,
             env=variables,
             stdin=subprocess.PIPE,
@@ -117,10 +121,8 @@ class RankServer:
         result: dict[str, Any] = json.loads(line)
         return result
 
-    def run(
-        self, scenario: Scenario, *, sources: Mapping[str, str] | None = None, probes: bool = False, keep: bool = False
-    ) -> Result:
-        """Run a scenario; ``sources`` are changed files by their paths, and ``probes`` note what is executed.
+    def run(self, scenario: Scenario, *, removed: int = -1, keep: bool = False) -> Result:
+        """Run a scenario; a server that observes calls may leave one out, by its number.
 
         With ``keep`` the folder stays, and its name is printed.
         """
@@ -135,15 +137,14 @@ class RankServer:
                     "arguments": [word.format(folder=folder) for word in launch.arguments],
                     "ranks": launch.ranks,
                     "folder": str(folder),
-                    "sources": dict(sources or {}),
-                    "probes": probes,
+                    "removed": removed,
                     "limit_s": scenario.limit_s,
                     "may_fail": any(launch.expected),
                     "variables": dict(launch.variables),
                 }
                 found = self.ask(request)
                 seconds += found["seconds"]
-                hits |= set(found.get("hits", ()))
+                hits |= set(found["hits"])
                 fault = _fault(folder, found, launch)
                 if fault:
                     break
@@ -158,14 +159,17 @@ class RankServer:
 class Servers:
     """Servers of ranks, with and without Triton, which are started when they are needed."""
 
-    def __init__(self, *, emulated: bool = True) -> None:
+    def __init__(self, *, emulated: bool = True, observes: str = NOTHING) -> None:
         self._emulated = emulated
+        self._observes = observes
         self._started: dict[bool, RankServer] = {}
 
     def of(self, scenario: Scenario) -> RankServer:
         """Return the server that runs a scenario."""
         if scenario.triton not in self._started:
-            self._started[scenario.triton] = RankServer(emulated=self._emulated, triton=scenario.triton)
+            self._started[scenario.triton] = RankServer(
+                emulated=self._emulated, triton=scenario.triton, observes=self._observes
+            )
         return self._started[scenario.triton]
 
     def __enter__(self) -> Servers:

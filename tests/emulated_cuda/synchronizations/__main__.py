@@ -20,16 +20,11 @@ from pathlib import Path
 
 from tests.emulated_cuda.scenarios.hits import record
 from tests.emulated_cuda.scenarios.listed import SCENARIOS
-from tests.emulated_cuda.scenarios.running import Result, Scenario, Servers, difference
-from tests.emulated_cuda.synchronizations.calls import Call, all_calls
+from tests.emulated_cuda.scenarios.running import CALLS, Result, Scenario, Servers, difference
+from tests.emulated_cuda.synchronizations.calls import Call, all_calls, removable_calls
 from tests.emulated_cuda.synchronizations.known import NOT_REPORTED, apart
 
 RESULTS = Path(__file__).with_name("results.jsonl")
-
-
-def removable_calls() -> list[Call]:
-    """Return the calls that are not listed apart."""
-    return [call for call in all_calls() if apart(call.key) is None]
 
 
 def examine(
@@ -39,9 +34,9 @@ def examine(
 
     ``expected`` are the results of the unchanged program, by the scenarios' names.
     """
-    sources = {call.path: call.removed()}
+    number = [each.key for each in removable_calls()].index(call.key)
     for scenario in scenarios:
-        shown = difference(servers.of(scenario).run(scenario, sources=sources), expected[scenario.name])
+        shown = difference(servers.of(scenario).run(scenario, removed=number), expected[scenario.name])
         if shown:
             return {"call": call.key, "scenarios": len(scenarios), "scenario": scenario.name, "report": shown}
     return {"call": call.key, "scenarios": len(scenarios), "scenario": None, "report": None}
@@ -59,10 +54,10 @@ def run(
     rows: list[dict[str, object]] = []
     known = {row["call"]: row for row in read(path)} if only else {}
     named = {scenario.name: scenario for scenario in scenarios}
-    with Servers() as servers:
+    with Servers(observes=CALLS) as servers:
         recording = record(servers, scenarios, file=recorded)
         for call in chosen:
-            executing = [named[name] for name in recording.executing(call.path, call.line)]
+            executing = [named[name] for name in recording.executing(calls.index(call))]
             row = examine(call, servers, executing, recording.results)
             known[call.key] = row
             print(f"{row['scenario'] or 'NOT REPORTED'} | {call.key} | {row['report']}", flush=True)

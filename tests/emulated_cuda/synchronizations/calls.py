@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.emulated_cuda.scenarios.changed_source import REPOSITORY, project_files
-from tests.emulated_cuda.scenarios.removed_call import without_call
+from tests.emulated_cuda.synchronizations.known import apart
 
 OF_TORCH = frozenset(
     (
@@ -64,11 +64,6 @@ class Call:
         """Return the name of the call, which does not change with its line."""
         return f"{self.path}:{self.function}: {self.text}" + (f" #{self.number + 1}" if self.number else "")
 
-    def removed(self) -> str:
-        """Return the source of the file without the call."""
-        source = (REPOSITORY / self.path).read_text(encoding="utf-8")
-        return without_call(source, self.start, self.name_end, self.end)
-
 
 class _Finder(ast.NodeVisitor):
     def __init__(self, path: str, source: str) -> None:
@@ -120,3 +115,8 @@ def all_calls(repository: Path = REPOSITORY) -> Iterator[Call]:
     """Yield the calls of all files of the package."""
     for path in project_files():
         yield from calls_in(path, (repository / path).read_text(encoding="utf-8"))
+
+
+def removable_calls() -> list[Call]:
+    """Return the calls that are not listed apart, whose places are their numbers."""
+    return [call for call in all_calls() if apart(call.key) is None]

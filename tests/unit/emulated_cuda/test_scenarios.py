@@ -15,10 +15,10 @@ from tests.emulated_cuda.cuda_lines import __main__ as cuda_lines
 from tests.emulated_cuda.cuda_lines.finding import truth_on_cuda
 from tests.emulated_cuda.scenarios.changed_source import statements_of, with_probes
 from tests.emulated_cuda.scenarios.listed import SCENARIOS
-from tests.emulated_cuda.scenarios.removed_call import without_call
-from tests.emulated_cuda.scenarios.running import Result, Scenario, Servers, difference
+from tests.emulated_cuda.scenarios.observed_calls import with_observed_calls
+from tests.emulated_cuda.scenarios.running import CALLS, Result, Scenario, Servers, difference
 from tests.emulated_cuda.synchronizations import __main__ as synchronizations
-from tests.emulated_cuda.synchronizations.calls import all_calls, calls_in
+from tests.emulated_cuda.synchronizations.calls import all_calls, calls_in, removable_calls
 from tests.emulated_cuda.synchronizations.known import APART
 
 # The checks that need no emulator are cheap; the others carry marks.
@@ -35,7 +35,7 @@ def servers() -> Iterator[Servers]:
         if "does not compile" in str(error):
             raise
         pytest.skip(str(error))
-    with Servers() as started:
+    with Servers(observes=CALLS) as started:
         yield started
 
 
@@ -50,9 +50,11 @@ def test_calls_are_found_and_removed() -> None:
         (2, "megatron/x.py:f: work.wait()"),
         (3, "megatron/x.py:f: stream.wait_stream(other(1))"),
     ]
-    removed = [without_call(source, call.start, call.name_end, call.end).splitlines() for call in calls]
-    assert removed[0][1] == "    a = emulated_cuda_removed_call(work, 'wait')"
-    assert removed[1][2] == "    emulated_cuda_removed_call(stream, 'wait_stream', other(1))"
+    observed = with_observed_calls(source, [(i, each.start, each.name_end, each.end) for i, each in enumerate(calls)])
+    assert observed.splitlines()[1:3] == [
+        "    a = emulated_cuda_call(0, work, 'wait')",
+        "    emulated_cuda_call(1, stream, 'wait_stream', other(1))",
+    ]
 
 
 def test_equal_calls_of_a_function_have_names_of_their_own() -> None:
@@ -107,7 +109,7 @@ def test_every_line_for_cuda_that_does_not_run_has_a_reason() -> None:
 @pytest.mark.full
 def test_a_handful_of_calls_is_reported_without_them(servers: Servers) -> None:
     rows = [row for row in synchronizations.read() if row["scenario"]]
-    calls = {call.key: call for call in synchronizations.removable_calls()}
+    calls = {call.key: call for call in removable_calls()}
     expected: dict[str, Result] = {}
     for row in random.Random(SEED).sample(rows, HANDFUL):
         scenario = scenario_of(str(row["scenario"]))
