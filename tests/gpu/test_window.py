@@ -131,6 +131,19 @@ def test_parts_are_listed_and_wrong_ones_rejected(capsys: pytest.CaptureFixture[
     assert "there is no part 12" in capsys.readouterr().err
 
 
+def test_a_machine_without_the_emulator_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build() -> Path:
+        raise BuildError("no C++ compiler was found: install g++, or set CXX")
+
+    monkeypatch.setattr("tests.gpu.window.command.built_libraries", build)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--emulate-cuda", "--output", str(tmp_path)])
+    assert "--emulate-cuda: no C++ compiler was found" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def a_window(path: Path, source: str, **finding: object) -> None:
     append_line(path, {"kind": "window", "date": "today", "commit": "c0ffee", "seconds": 600.0, "parts": [2]})
     device = {"source": source, "name": "NVIDIA H200", "figures_of": "h200", "capability": "9.0", "memory_gib": 139.8}
