@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
 measures_speed = pytest.mark.usefixtures("_measures_speed")
 SMALL_SIZES = KernelSizes(length=16, batch=1, heads=4, groups=2, head_size=16)
 """For emulated devices, whose Triton programs are interpreted."""
-NUM_EMULATED_CELLS = {"float64": 12, "bfloat16": 6}
+NUM_EMULATED_CELLS = {"float64": 8, "bfloat16": 4}
 EMULATED_TIMEOUT_S = 900.0
 MESSAGE_BYTES = tuple(2**power for power in (12, 16, 20, 24, 26, 28, 30))
 
