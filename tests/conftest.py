@@ -40,10 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _restart_emulated(config: pytest.Config) -> None:
     """Replace this process by the same command in the emulator's environment, which torch must find when it starts."""
+    from tests.emulated_cuda.build import BuildError, built_libraries
     from tests.emulated_cuda.environment import GPU_VARIABLE, emulated_environment
 
     if os.environ.get(GPU_VARIABLE):
         return
+    try:
+        built_libraries()
+    except BuildError as error:
+        raise pytest.UsageError(f"--emulate-cuda: {error}") from error
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is not None:
         # The new process would write into this one's temporary files.

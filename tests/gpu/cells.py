@@ -16,6 +16,8 @@ from megatron.verification.sharding_cells import sharding_matrix
 from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool
 
+CELL_TIMEOUT_S = 300.0
+
 
 def fitting_cells(num_devices: int, dtype: str) -> list[Cell]:
     """Return the cells that need no more ranks than there are devices: dense models, also with FSDP, and experts.
@@ -39,12 +41,16 @@ def run_on_cuda(flags: Sequence[str], world_size: int, data: str, dtype: str, *p
 
 
 def check_cells(
-    cells: Sequence[Cell], device_kind: str, dtype: str, add: Callable[[dict[str, Any]], None]
+    cells: Sequence[Cell],
+    device_kind: str,
+    dtype: str,
+    add: Callable[[dict[str, Any]], None],
+    timeout_s: float = CELL_TIMEOUT_S,
 ) -> list[str]:
     """Check the cells, add a row for each, and return the descriptions of those that did not pass."""
     job = run_on_cuda if device_kind == "cuda" else run_on_cpu
     bad = []
-    with WorkerPool(max(cell.world_size for cell in cells), 300.0, Device(device_kind).default_backend) as pool:
+    with WorkerPool(max(cell.world_size for cell in cells), timeout_s, Device(device_kind).default_backend) as pool:
         verifier = Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, dtype, job=job)
         for cell in cells:
             found = verifier.check(cell)

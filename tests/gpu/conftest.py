@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import time
@@ -11,13 +12,16 @@ import pytest
 import torch
 
 from megatron.core.device import Device
+from megatron.core.optimizer import optimizer, update_bucket
 from megatron.training.process.initialize import LaunchEnvironment
 from tests.emulated_cuda.activation import is_active
+from tests.emulated_cuda.environment import TRITON_VARIABLE
 from tests.gpu.report import Report
 from tests.gpu.timing import gpu_type
 from tests.harness.training_run import REPOSITORY, run_command
 
 FOLDER_VARIABLE = "GPU_REPORT"
+_SMALL_BUCKET = 2**16
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +43,25 @@ def _measures_speed(is_emulated: bool) -> None:
     """Skip a test of speeds on emulated devices."""
     if is_emulated:
         pytest.skip("a speed is measured on a GPU only, and these devices are emulated (--emulate-cuda)")
+
+
+@pytest.fixture
+def _small_buckets(is_emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the small parameters on emulated devices into several buckets, so that their copies overlap as on a GPU."""
+    if is_emulated:
+        cut = functools.partial(update_bucket.cut_into_buckets, max_elements=_SMALL_BUCKET)
+        monkeypatch.setattr(optimizer, "cut_into_buckets", cut)
+
+
+@pytest.fixture
+def _cells_without_triton(is_emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide Triton from the processes of cells on emulated devices: interpreted, one cell takes a minute or more.
+
+    The kernels' own tests interpret the programs.
+    """
+    if is_emulated:
+        monkeypatch.setenv(TRITON_VARIABLE, "absent")
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.device import Device
 from tests.gpu.bandwidths import measure_bandwidths
-from tests.gpu.cells import check_cells, fitting_cells
+from tests.gpu.cells import CELL_TIMEOUT_S, check_cells, fitting_cells
 from tests.gpu.kernels import KernelSizes, compare_all, kernel_pairs
 from tests.gpu.offload import offload_distance
 from tests.gpu.report import Report
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.gpu
 measures_speed = pytest.mark.usefixtures("_measures_speed")
 SMALL_SIZES = KernelSizes(length=16, batch=1, heads=4, groups=2, head_size=16)
 """For emulated devices, whose Triton programs are interpreted."""
-NUM_EMULATED_CELLS = {"float64": 12, "bfloat16": 2}
-"""In float64 no Triton program runs; in bf16 each is interpreted."""
+NUM_EMULATED_CELLS = {"float64": 8, "bfloat16": 4}
+EMULATED_TIMEOUT_S = 900.0
 MESSAGE_BYTES = tuple(2**power for power in (12, 16, 20, 24, 26, 28, 30))
 
 
@@ -89,6 +89,7 @@ def test_lines_take_what_is_predicted_of_them(gpu: str | None, report: Report) -
     assert row["measured_total_ms"] > 0
 
 
+@pytest.mark.usefixtures("_small_buckets")
 @pytest.mark.parametrize("fraction", [0.4, 1.0])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pinned", [False, True])
@@ -104,10 +105,12 @@ def test_offloaded_state_trains_as_state_on_the_device(
     assert distance <= 2.0**-7
 
 
+@pytest.mark.usefixtures("_cells_without_triton")
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_layouts_compute_what_one_gpu_computes(dtype: str, num_gpus: int, report: Report, is_emulated: bool) -> None:
     cells = fitting_cells(num_gpus, dtype)
     if is_emulated:
         cells = cells[:: len(cells) // NUM_EMULATED_CELLS[dtype]]
-    bad = check_cells(cells, "cuda", dtype, lambda row: report.add("cells", row))
+    timeout_s = EMULATED_TIMEOUT_S if is_emulated else CELL_TIMEOUT_S
+    bad = check_cells(cells, "cuda", dtype, lambda row: report.add("cells", row), timeout_s)
     assert bad == []

@@ -87,6 +87,17 @@ def _is_running(pid: int) -> bool:
     return state != "Z"
 
 
+def test_a_window_that_is_ended_ends_its_part(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = (
+        f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
+        "os.kill(os.getppid(), 15)\ntime.sleep(600)\n"
+    )
+    with pytest.raises(SystemExit, match="143"):
+        run(tmp_path, [code], parts=(A,))
+    assert not _is_running(int(pid_file.read_text()))
+
+
 def test_a_part_without_a_gpu_is_unavailable(tmp_path: Path) -> None:
     _, ended = run(tmp_path, [f"print('no CUDA device')\nraise SystemExit({UNAVAILABLE_STATUS})"], parts=(A,))
     assert (ended[0]["status"], ended[0]["reason"]) == (findings.UNAVAILABLE, "no CUDA device")
@@ -129,6 +140,19 @@ def test_parts_are_listed_and_wrong_ones_rejected(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match="2"):
         main(["--only", "12"])
     assert "there is no part 12" in capsys.readouterr().err
+
+
+def test_a_machine_without_the_emulator_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build() -> Path:
+        raise BuildError("no C++ compiler was found: install g++, or set CXX")
+
+    monkeypatch.setattr("tests.gpu.window.command.built_libraries", build)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--emulate-cuda", "--output", str(tmp_path)])
+    assert "--emulate-cuda: no C++ compiler was found" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def a_window(path: Path, source: str, **finding: object) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.emulated_cuda.build import BuildError, built_libraries
 from tests.emulated_cuda.gpus import GPUS as EMULATED
 from tests.gpu.window import findings
 from tests.gpu.window.plan import PARTS, TOTAL_SECONDS, choose_parts, planned_seconds
@@ -76,6 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write_report(folder, arguments.predictions)
         print(f"wrote {folder / REPORT}")
         return 0
+    if arguments.emulate_cuda is not None:
+        try:
+            # The first use compiles, which counts for no part.
+            built_libraries()
+        except BuildError as error:
+            parser.error(f"--emulate-cuda: {error}")
     settings = Settings(folder, arguments.seconds, arguments.emulate_cuda, small, arguments.crash_part)
     print(f"{len(parts)} of {len(PARTS)} parts, at most {arguments.seconds:.0f} s; findings go to {folder / FINDINGS}")
     ended = run_window(parts, settings, lambda: _write_report(folder, arguments.predictions))

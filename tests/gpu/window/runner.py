@@ -10,14 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from tests.emulated_cuda.environment import emulated_environment
 from tests.gpu.window import findings
 from tests.gpu.window.findings import append_line
 from tests.gpu.window.plan import Part, part_time, planned_seconds
+from tests.harness.training_run import LAUNCHER_VARIABLES
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FINDINGS, REPORT, LOG = "findings.jsonl", "report.md", "failed_parts.log"
@@ -70,6 +72,32 @@ def run_window(
     path = settings.folder / FINDINGS
     for name in (FINDINGS, REPORT, LOG):
         (settings.folder / name).unlink(missing_ok=True)
+    with _ending_on_sigterm():
+        return _run_parts(parts, settings, path, after_part, command or _part_command(settings), say)
+
+
+@contextlib.contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise, so that the running part is killed too: it has a session of its own."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_parts(
+    parts: Sequence[Part],
+    settings: Settings,
+    path: Path,
+    after_part: Callable[[], None],
+    command: Command,
+    say: Callable[[str], None],
+) -> list[Ended]:
     planned = planned_seconds(parts, settings.seconds)
     begun = time.monotonic()
     append_line(path, _first_line(parts, settings))
@@ -82,7 +110,7 @@ def run_window(
             outcome = Ended(findings.NOT_RUN, "the time of the window was up", 0.0)
         else:
             say(f"part {part.number}, {part.title}: up to {limit:.0f} s")
-            words = (command or _part_command(settings))(part, allowed.planned)
+            words = command(part, allowed.planned)
             outcome = _run(part, words, limit, settings)
         ended.append(outcome)
         append_line(
@@ -135,7 +163,7 @@ def _part_command(settings: Settings) -> Command:
 
 def part_environment(part: Part, settings: Settings) -> Mapping[str, str]:
     """Return the environment of a part's process."""
-    environment = dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])])
     environment["PYTHONUNBUFFERED"] = "1"
     # It would keep the part on the CPU.

@@ -117,8 +117,8 @@ def _triton(window: Window) -> None:
         note = "interpreted" if window.is_emulated else "compiled and run"
         window.add("Triton works", findings.PASSED, note=f"first program {note} in {seconds:.1f} s")
     with window.attempt("Triton casts to FP8"):
-        if window.capability < _FIRST_WITH_FLOAT8:
-            raise Unsupported(f"compute capability {window.capability} has no FP8")
+        if (reason := why_no_float8(window.capability, WHOLE)) is not None:
+            raise Unsupported(reason)
         works = casts_to_float8("cuda")
         window.add("Triton casts to FP8", findings.PASSED if works else findings.FAILED)
 
