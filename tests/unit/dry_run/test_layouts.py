@@ -254,9 +254,8 @@ def test_sinks_and_windows_go_to_torchs_flash_kernel(results: Results) -> None:
 
 
 def test_blocks_of_a_ring_go_to_the_kernel_that_whole_sequences_go_to(results: Results) -> None:
-    for name in ("8B p2p", "8B all_gather", "all is kept"):
-        assert set(kernels_of(results[name], "attention")) <= CAUSAL | {"_flex_attention", "_flex_attention_backward"}
-    assert set(kernels_of(results["8B p2p"], "attention")) == CAUSAL
+    for name in ("8B p2p", "all is kept"):
+        assert set(kernels_of(results[name], "attention")) == CAUSAL
 
 
 def test_flex_attention_computes_the_blocks_of_two_documents(results: Results) -> None:
