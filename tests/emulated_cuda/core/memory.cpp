@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include "addresses.h"
 #include "graphs.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -339,17 +340,34 @@ struct DeviceAllocator final : c10::Allocator {
 
 thread_local const Launch* kernel_launch = nullptr;
 
+// Free memory of the allocator of kernels, which may have been that of the host.
+void free_at(void* address) {
+  Block* block = nullptr;
+  {
+    StateGuard guard(state_lock());
+    const auto found = memory().blocks.find(reinterpret_cast<uintptr_t>(address));
+    block = found == memory().blocks.end() ? nullptr : found->second;
+  }
+  block != nullptr ? free_block(block) : c10::GetDefaultCPUAllocator()->raw_deleter()(address);
+}
+
 // torch's CPU allocator, except that kernels of the device get memory of the device.
 struct KernelAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     if (kernel_launch == nullptr) {
       return c10::GetDefaultCPUAllocator()->allocate(size);
     }
-    return emulated_cuda::allocate(size, *kernel_launch->stream, c10::Device(c10::DeviceType::CPU), kernel_launch->site);
+    c10::DataPtr data =
+        emulated_cuda::allocate(size, *kernel_launch->stream, c10::Device(c10::DeviceType::CPU), kernel_launch->site);
+    if (size == 0) {
+      return data;
+    }
+    data.release_context();
+    // A kernel that allocates without a tensor keeps nothing but the address.
+    return {data.get(), data.get(), &free_at, c10::Device(c10::DeviceType::CPU)};
   }
-  // Of workspace that a kernel allocates without a tensor.
   c10::DeleterFnPtr raw_deleter() const override {
-    return kernel_launch == nullptr ? c10::GetDefaultCPUAllocator()->raw_deleter() : nullptr;
+    return &free_at;
   }
   void copy_data(void* target, const void* source, size_t size) const override {
     std::memcpy(target, source, size);
@@ -503,7 +521,7 @@ c10::DataPtr allocate(size_t size, Stream& stream, c10::Device device, SitePtr s
 }
 
 bool is_device_memory(const c10::DataPtr& data) {
-  return data.get_deleter() == &free_block;
+  return data.get_deleter() == &free_block || data.get_deleter() == &free_at;
 }
 
 void record_stream(const c10::DataPtr& data, Stream& stream) {
@@ -511,7 +529,7 @@ void record_stream(const c10::DataPtr& data, Stream& stream) {
     return;
   }
   StateGuard guard(state_lock());
-  auto* block = static_cast<Block*>(data.get_context());
+  auto* block = memory().blocks.at(reinterpret_cast<uintptr_t>(data.get()));
   if (block->segment->stream != &stream) {
     block->users.insert(&stream);
   }
@@ -590,6 +608,17 @@ std::vector<BlockSummary> list_blocks() {
                      block->is_allocated, block->segment->stream->id});
   }
   return found;
+}
+
+std::optional<c10::DeviceIndex> device_of_block(const void* address) {
+  StateGuard guard(state_lock());
+  const auto place = reinterpret_cast<uintptr_t>(address);
+  const auto after = memory().blocks.upper_bound(place);
+  if (after == memory().blocks.begin()) {
+    return std::nullopt;
+  }
+  const Block* block = std::prev(after)->second;
+  return place < block->address + block->size ? std::optional(block->segment->device) : std::nullopt;
 }
 
 PoolId new_pool() {
