@@ -91,6 +91,8 @@ def warm_up() -> None:
     runs on the calling thread: no worker thread may exist when ranks are forked.
     """
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        return  # autograd has a thread for every device, from the first backward pass on
     layer = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(1, 3)).sum().backward()

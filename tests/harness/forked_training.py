@@ -60,17 +60,21 @@ def fork_training(
     faults: Faults = NO_FAULTS,
     timeout_s: float = TIMEOUT_S,
     program: Program = run_with_faults,
+    settings: tuple[tuple[str, str], ...] = (),
 ) -> ForkedRun:
     """Train with ``args`` on ``nproc`` forked ranks; the statuses are not looked at.
 
-    ``program`` takes the place of ``pretrain_gpt.py`` with faults.
+    ``program`` takes the place of ``pretrain_gpt.py`` with faults. ``settings`` are variables that must be in the
+    environment before torch is imported.
 
     Raises:
         RankFailure: a rank died or ran past ``timeout_s``.
     """
     argv = [str(word) for word in args]
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_distributed(nproc, _train_rank, argv, faults, folder, free_port(), program, timeout_s=timeout_s)
+        ranks = run_distributed(
+            *(nproc, _train_rank, argv, faults, folder, free_port(), program), timeout_s=timeout_s, settings=settings
+        )
     statuses, outputs, errors = zip(*ranks)
     return ForkedRun(statuses, outputs, errors, read_metrics(metrics_path(argv, Path.cwd())))
 

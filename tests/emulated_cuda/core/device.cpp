@@ -1,4 +1,5 @@
 // The device as torch sees it: guard, hooks and allocators.
+#include "addresses.h"
 #include "generator.h"
 #include "memory.h"
 #include "streams.h"
@@ -146,6 +147,13 @@ struct EmulatedHooks final : public CUDAHooksInterface {
   }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
     return emulated_cuda::exchange_device(device);
+  }
+  Device getDeviceFromPtr(void* data) const override {
+    // Memory of other ranks is mapped for this one's device.
+    const auto device = emulated_cuda::is_symmetric_memory(data) ? std::optional(emulated_cuda::current_device())
+                                                                 : emulated_cuda::device_of_block(data);
+    TORCH_CHECK(device, "The specified pointer resides on host memory and is not registered with any CUDA device.");
+    return {DeviceType::CUDA, *device};
   }
   bool isPinnedPtr(const void* data) const override {
     return emulated_cuda::is_pinned(data);

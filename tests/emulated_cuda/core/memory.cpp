@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include "addresses.h"
 #include "graphs.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -364,7 +365,6 @@ struct KernelAllocator final : c10::Allocator {
     }
     return emulated_cuda::allocate(size, *kernel_launch->stream, c10::Device(c10::DeviceType::CPU), kernel_launch->site);
   }
-  // Of workspace that a kernel allocates without a tensor.
   c10::DeleterFnPtr raw_deleter() const override {
     return &free_of_kernel;
   }
@@ -607,6 +607,17 @@ std::vector<BlockSummary> list_blocks() {
                      block->is_allocated, block->segment->stream->id});
   }
   return found;
+}
+
+std::optional<c10::DeviceIndex> device_of_block(const void* address) {
+  StateGuard guard(state_lock());
+  const auto place = reinterpret_cast<uintptr_t>(address);
+  const auto after = memory().blocks.upper_bound(place);
+  if (after == memory().blocks.begin()) {
+    return std::nullopt;
+  }
+  const Block* block = std::prev(after)->second;
+  return place < block->address + block->size ? std::optional(block->segment->device) : std::nullopt;
 }
 
 PoolId new_pool() {

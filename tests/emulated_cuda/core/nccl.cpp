@@ -255,6 +255,10 @@ Nccl::WorkPtr Nccl::submit_all(std::vector<Operation> operations) {
       }
     }
   }
+  if (is_coalescing_) {
+    std::move(operations.begin(), operations.end(), std::back_inserter(coalesced_));
+    return nullptr;
+  }
   return launch(std::move(operations));
 }
 

@@ -2,12 +2,15 @@
 //
 // A signal carries the clock of the stream that puts it. Each segment has a history of accesses, in the memory that the
 // ranks share: an access must come after the conflicting ones of other ranks, by signals, barriers or collectives.
-#include "kernel_rules.h"
+#include "addresses.h"
 #include "memory.h"
 #include "operators.h"
 #include "peers.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include <fcntl.h>
@@ -333,35 +336,37 @@ class Allocator final : public symm::SymmetricMemoryAllocator {
     }
     TORCH_CHECK(group || mine.group, "rendezvous of symmetric memory needs the name of a group");
     const std::string name = group ? *group : *mine.group;
-    auto info = symm::get_group_info(name);
-    TORCH_CHECK(info.world_size <= kMaxRanks, "emulated symmetric memory has at most ", kMaxRanks, " ranks");
+    const auto process_group = c10d::resolve_process_group(name);
+    const int this_rank = process_group->getRank(), num_ranks = process_group->getSize();
+    const auto store = c10::make_intrusive<c10d::PrefixStore>("symmetric_memory-" + name, process_group->getStore());
+    TORCH_CHECK(num_ranks <= kMaxRanks, "emulated symmetric memory has at most ", kMaxRanks, " ranks");
     const std::string key = "emulated symmetric memory " + std::to_string(rendezvous_[name]++) + " ";
     const std::string text = mine.segment->path() + "\n" + std::to_string(mine.segment->size());
-    info.store->set(key + std::to_string(info.rank), std::vector<uint8_t>(text.begin(), text.end()));
+    store->set(key + std::to_string(this_rank), std::vector<uint8_t>(text.begin(), text.end()));
     std::vector<SegmentPtr> all;
-    for (int rank = 0; rank < info.world_size; ++rank) {
-      if (rank == info.rank) {
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      if (rank == this_rank) {
         all.push_back(mine.segment);
         continue;
       }
-      const auto bytes = info.store->get(key + std::to_string(rank));
+      const auto bytes = store->get(key + std::to_string(rank));
       std::istringstream theirs(std::string(bytes.begin(), bytes.end()));
       std::string path;
       size_t size = 0;
       std::getline(theirs, path);
       theirs >> size;
-      TORCH_CHECK(size == mine.segment->size(), "symmetric memory of a group has one size: rank ", info.rank, " has ",
+      TORCH_CHECK(size == mine.segment->size(), "symmetric memory of a group has one size: rank ", this_rank, " has ",
                   mine.segment->size(), " bytes, and rank ", rank, " ", size);
       all.push_back(std::make_shared<Segment>(path, size, false));
       add_segment(all.back());
     }
     // The last rank that has opened the files removes their names.
-    if (info.store->add(key + "opened", 1) == info.world_size) {
+    if (store->add(key + "opened", 1) == num_ranks) {
       for (const auto& segment : all) {
         unlink(segment->path().c_str());
       }
     }
-    mine.handle = c10::make_intrusive<Handle>(std::move(all), info.rank, 0, mine.device);
+    mine.handle = c10::make_intrusive<Handle>(std::move(all), this_rank, 0, mine.device);
     return mine.handle;
   }
 
@@ -413,6 +418,10 @@ RunningStream::~RunningStream() {
 
 bool has_symmetric_memory() {
   return is_in_use;
+}
+
+bool is_symmetric_memory(const void* address) {
+  return segment_at(reinterpret_cast<uintptr_t>(address)) != nullptr;
 }
 
 void write_clock(SharedClock& target, const Stream& stream) {

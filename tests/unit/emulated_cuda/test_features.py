@@ -1,0 +1,124 @@
+"""Features of the project on emulated devices, each in a small training with the losses of the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.toy_run import exact_figures, toy_args
+from tests.emulated_cuda.build import BuildError, built_libraries
+from tests.emulated_cuda.training import operators_of, train_on_device
+from tests.harness.forked_training import ForkedRun, fork_training
+
+pytestmark = pytest.mark.full
+
+BASE = """--hidden-size 128 --ffn-hidden-size 256 --seq-length 64 --max-position-embeddings 64 --hidden-dropout 0
+    --attention-dropout 0 --train-iters 3 --lr-decay-iters 20 --lr-warmup-iters 0 --eval-interval 1000 --eval-iters 0"""
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Name a feature's flags, its ranks, the operators that only CUDA has, and how near its losses are to the CPU's."""
+
+    flags: str
+    nproc: int = 1
+    operators: tuple[str, ...] = ()
+    tolerance: float = 1e-3
+    gpu: str = "h100"
+    cpu_flags: str | None = None
+
+
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
+FLASH = "aten::_scaled_dot_product_flash_attention"
+SCALED = "aten::_scaled_mm"
+FEATURES = {
+    "bf16": Feature("--bf16", operators=(FLASH, "aten::addmm")),
+    "fp8 delayed": Feature(f"{FP8} delayed", operators=(SCALED,), tolerance=3e-3),
+    "fp8 tensorwise": Feature(f"{FP8} tensorwise", operators=(SCALED,), tolerance=3e-3),
+    "fp8 rowwise": Feature(f"{FP8} rowwise", operators=(SCALED,), tolerance=3e-3),
+    "fp8 blockwise": Feature(f"{FP8} blockwise", operators=(SCALED, f"{SCALED}_v2"), tolerance=3e-3),
+    "fp8 mxfp8": Feature(f"{FP8} mxfp8", operators=(SCALED,), tolerance=3e-3, gpu="b200"),
+    "fp8 on a gpu without": Feature(f"{FP8} tensorwise", tolerance=3e-3, gpu="a100"),
+    "experts": Feature(f"--bf16 {EXPERTS} --moe-grouped-gemm", operators=("aten::_grouped_mm",)),
+    "experts on b200": Feature(f"--bf16 {EXPERTS} --moe-grouped-gemm", operators=("aten::_grouped_mm",), gpu="b200"),
+    "experts over ranks": Feature(f"--bf16 {EXPERTS} --expert-model-parallel-size 2", 2, ("nccl:all_to_all",)),
+    "overlapped tensor parallelism": Feature(
+        f"--bf16 {TP2} --tp-comm-overlap", 2, ("symm_mem::barrier",), cpu_flags="--bf16"
+    ),
+    "overlapped tensor parallelism of four": Feature(
+        "--tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap",
+        *(4, ("symm_mem::barrier",)),
+        tolerance=1e-5,
+        cpu_flags="",
+    ),
+    "documents": Feature("--bf16 --reset-attention-mask --reset-position-ids --eod-mask-loss"),
+    "graphs": Feature("--bf16 --cuda-graph-impl local --cuda-graph-warmup-steps 1 --train-iters 4", cpu_flags="--bf16"),
+    "adapters": Feature("--bf16 --lora-rank 4"),
+    "muon": Feature("--bf16 --optimizer muon"),
+    "activation offload": Feature("--bf16 --num-layers 3 --cpu-offloading --cpu-offloading-num-layers 2"),
+    "optimizer offload": Feature("--bf16 --use-distributed-optimizer --optimizer-cpu-offload"),
+    "sharded weights": Feature("--bf16 --use-torch-fsdp2", 2),
+    "evaluation": Feature("--bf16 --eval-interval 2 --eval-iters 2"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> Path:
+    """Build the emulator, or skip where it cannot be: on a CUDA build of torch, or without a compiler."""
+    try:
+        return built_libraries()
+    except BuildError as error:
+        if "does not compile" in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], ForkedRun]:
+    """Return what trains on the CPU, with each set of flags once."""
+
+    @functools.cache
+    def train(flags: str, nproc: int) -> ForkedRun:
+        args = toy_args(tmp_path_factory.mktemp("cpu"), BASE, flags, save=False)
+        return fork_training([*args, "--metrics-jsonl", str(tmp_path_factory.mktemp("m") / "m.jsonl")], nproc).check()
+
+    return train
+
+
+def args_of(folder: Path, flags: str, *, save: bool = False) -> list[str]:
+    """Return a command line whose process group is NCCL's."""
+    args = toy_args(folder, BASE, flags, save=save)
+    place = args.index("--distributed-backend")
+    return [*args[:place], *args[place + 2 :], "--metrics-jsonl", str(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_has_the_losses_of_the_cpu(
+    name: str, on_cpu: Callable[[str, int], ForkedRun], tmp_path: Path
+) -> None:
+    feature = FEATURES[name]
+    run = train_on_device(args_of(tmp_path, feature.flags), feature.nproc, feature.gpu)
+    assert set(feature.operators) <= operators_of(run)
+    if feature.cpu_flags is None:
+        reference = on_cpu(feature.flags, feature.nproc)
+    else:
+        length = "--train-iters 4" if "--train-iters 4" in feature.flags else ""
+        reference = on_cpu(f"{feature.cpu_flags} {length}", 1)
+    assert run.losses() == pytest.approx(reference.losses(), rel=feature.tolerance)
+    evaluations = [line["lm_loss"] for line in run.evaluations("valid")]
+    assert evaluations == pytest.approx([line["lm_loss"] for line in reference.evaluations("valid")], rel=1e-3)
+
+
+def test_an_asynchronous_save_is_resumed_from(tmp_path: Path) -> None:
+    flags = "--bf16 --use-distributed-optimizer --async-save --save-interval 2"
+    whole = train_on_device(args_of(tmp_path / "whole", f"{flags} --train-iters 4", save=True), 2)
+    folder = tmp_path / "parts"
+    train_on_device(args_of(folder, f"{flags} --train-iters 2", save=True), 2)
+    resumed = train_on_device(args_of(folder, f"{flags} --train-iters 4", save=True), 2)
+    assert exact_figures(resumed.iterations())[-2:] == exact_figures(whole.iterations())[-2:]
