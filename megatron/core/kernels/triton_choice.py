@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import subprocess
+import sys
 import warnings
 
 import torch
@@ -40,12 +41,17 @@ def triton_works() -> bool:
 
         probe(_DEVICE)
     except (ImportError, OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
-        if not (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
+        if not (isinstance(error, ModuleNotFoundError) and (error.name == "triton" or _is_hidden("triton"))):
             warnings.warn(
                 f"triton is installed but cannot be used, torch's own operations are taken: {error}", stacklevel=2
             )
         return False
     return True
+
+
+def _is_hidden(package: str) -> bool:
+    """Return whether None in ``sys.modules`` hides a package; an error then names the module that was looked for."""
+    return package in sys.modules and sys.modules[package] is None
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from megatron.verification.latent_cells import make_latent_cell
 from megatron.verification.prediction_cells import make_prediction_cell
 from megatron.verification.random_cells import fuzz
 from megatron.verification.recipe_cells import FUSED_LORA, MUON, with_optimizer_on_host
-from megatron.verification.sharding_cells import fully_sharded, hybrid
+from megatron.verification.sharding_cells import fully_sharded
 from tests.distributed.verification import planted_faults
 from tests.emulated_cuda.build import BuildError, built_libraries
 from tests.emulated_cuda.cell_server import EmulatedVerifier
@@ -52,10 +52,14 @@ def verifier(emulator: None) -> Iterator[EmulatedVerifier]:
 
 
 def small(cell: Cell) -> Cell:
-    """Return the cell with half the samples of a step, which take half the time, unless it has sizes of its own."""
+    """Return the cell with fewer samples per step, unless it has sizes of its own.
+
+    A pipeline keeps four micro-batches, and each rank of a pair of replicas two.
+    """
     if any(flag in cell.flags[len(BASE_FLAGS) :] for flag in ("--micro-batch-size", "--global-batch-size")):
         return cell
-    return replace(cell, model_flags=(*cell.model_flags, "--global-batch-size", "4"))
+    has_one_replica = " pp1 " in cell.name and " dp1" in cell.name
+    return replace(cell, model_flags=(*cell.model_flags, "--global-batch-size", "2" if has_one_replica else "4"))
 
 
 SP = Layout(tp=2, sequence_parallel=True)
@@ -72,7 +76,6 @@ DEFAULT = tuple(
             make_cell("gpt2", Layout(dp=2, sharding="optim", overlap=True)),
             make_cell("gpt2", Layout(dp=2, sharding="optim_grads", overlap=True)),
             make_cell("gpt2", fully_sharded(Layout(dp=2), overlap=True)),
-            hybrid(make_cell("gpt2", fully_sharded(Layout(dp=4), overlap=True))),
             with_optimizer_on_host(make_cell("gpt2", Layout(dp=2, sharding="optim"))),
             make_cell("gpt2", Layout(cp=2)),
             make_cell("gpt2", Layout(cp=2, cp_comm_type="all_gather")),
@@ -145,7 +148,7 @@ def test_a_race_fails_a_cell_though_its_exception_was_caught(verifier: EmulatedV
     report = verifier.check(cell, planted_faults.races_on_rank_1)
     assert report.outcome == "failed"
     assert report.reasons[0] == "rank 1 raised:"
-    assert report.reasons[1].startswith("race: aten::mul_ on stream ")
+    assert report.reasons[1].startswith("race: aten::mul on stream ")
     # The report belongs to one cell: the next one passes.
     assert verifier.check(cell).outcome == "passed"
 

@@ -43,6 +43,15 @@ def test_absent_package_is_passed_over_in_silence(monkeypatch: pytest.MonkeyPatc
         assert not runs_on_triton(torch.zeros(1))
 
 
+def test_hidden_package_is_passed_over_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not runs_on_triton(torch.zeros(1))
+
+
 @pytest.mark.parametrize(
     "error",
     [
