@@ -75,11 +75,17 @@ def gpu() -> str | None:
     return gpu_type(torch.cuda.get_device_name(0))
 
 
+def _doctor_findings(folder: Path) -> list[str]:
+    """Return what the doctor warns of; it measures copies and matmuls, which take minutes on emulated devices."""
+    from megatron.doctor.examination import Request, examine
+
+    found = examine(Request(os.environ, LaunchEnvironment(), folder))
+    return [finding.describe() for finding in found if finding.status in ("warning", "wrong")]
+
+
 @pytest.fixture(scope="session")
 def report(num_gpus: int, is_emulated: bool, tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Return the report of this session, in a folder that ``GPU_REPORT`` names."""
-    from megatron.doctor.examination import Request, examine
-
     # A report of a GPU stays where it is.
     usual = tmp_path_factory.mktemp("emulated_report") if is_emulated else REPOSITORY / "gpu_report"
     report = Report(Path(os.environ.get(FOLDER_VARIABLE, usual)).resolve())
@@ -93,11 +99,7 @@ def report(num_gpus: int, is_emulated: bool, tmp_path_factory: pytest.TempPathFa
         "memory": f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.1f} GiB each",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}",
         "system": f"Python {platform.python_version()}, {platform.system()} {platform.release()}",
-        "doctor": [
-            finding.describe()
-            for finding in examine(Request(os.environ, LaunchEnvironment(), report.folder))
-            if finding.status in ("warning", "wrong")
-        ],
+        "doctor": [] if is_emulated else _doctor_findings(report.folder),
     }
     report.write()
     print(f"\nthe report goes to {report.folder}")
