@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from types import SimpleNamespace
@@ -262,6 +263,13 @@ def add_cuda_functions() -> None:
     core.set_capability(properties().major, properties().minor)
 
 
+class _Ranges(contextlib.nullcontext[None]):
+    """Be ``torch.autograd.profiler.emit_nvtx``, for which a tool looks at the ranges: here is none."""
+
+    def __init__(self, enabled: bool = True, record_shapes: bool = False) -> None:
+        super().__init__()
+
+
 def finish_import() -> None:
     """Change the few parts of torch that the CPU build has compiled in."""
     torch.version.cuda = CUDA_VERSION
@@ -275,6 +283,7 @@ def finish_import() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize
+    torch.autograd.profiler.emit_nvtx = _Ranges  # type: ignore[misc]
     atexit.register(_fail_after_reports)
 
 
