@@ -5,6 +5,7 @@ They run in a process of their own, whose torch has emulated devices: see ``test
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 import pytest
@@ -198,6 +199,26 @@ def test_a_graph_computes_when_it_is_replayed() -> None:
     graph.replay()
     assert y.tolist() == [6.0] * 4
     assert total.tolist() == [9.0] * 4
+
+
+def test_freed_memory_of_a_graph_is_poisoned() -> None:
+    x = torch.ones(1000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inner = x * 3
+        address = inner.data_ptr()
+        y = inner + 1
+        del inner
+    # What only the captured work used is free for the next graph of the pool.
+    assert set(ctypes.string_at(address, 4000)) == {0xFF}
+    graph.replay()
+    assert y.tolist() == [4.0] * 1000
+    address = y.data_ptr()
+    torch.cuda.synchronize()
+    del y
+    assert set(ctypes.string_at(address, 4000)) == {0xFF}
+    # The pool lasts as long as its graph: other tensors are not given its memory.
+    assert torch.empty(1000, device="cuda").data_ptr() != address
 
 
 def test_a_capture_permits_no_host_read() -> None:

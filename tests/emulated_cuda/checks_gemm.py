@@ -134,7 +134,8 @@ def test_two_fp8_formats_in_one_product(dtypes: tuple[torch.dtype, torch.dtype])
 
 
 def call(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, **options: Any) -> torch.Tensor:
-    return torch._scaled_mm(a, b, *(scales or (scale(), scale())), **({"out_dtype": torch.bfloat16} | options))
+    scale_a, scale_b = scales or (scale(), scale())
+    return torch._scaled_mm(a, b, scale_a, scale_b, **({"out_dtype": torch.bfloat16} | options))
 
 
 Fault = tuple[Callable[[], object], str]

@@ -174,6 +174,7 @@ void Graph::replay() {
   if (stream.capture != nullptr) {
     raise_not_permitted("cudaGraphLaunch");
   }
+  begin_launch(stream, std::string("cudaGraphLaunch"));
   for (const auto& work : work_) {
     const Launch launch = begin_launch(stream, work.site);
     for (const auto& region : work.reads) {
