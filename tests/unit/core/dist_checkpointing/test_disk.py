@@ -113,6 +113,7 @@ def test_an_error_says_the_reason_and_what_is_needed(tmp_path: Path, monkeypatch
         f"cannot write {path}: No space left on device; 5 bytes are needed for it, 7 are free"
     )
     assert str(write_error(path, full)) == f"cannot write {path}: No space left on device, 7 are free"
+    assert str(write_error(path, OSError("it is shorter"))) == f"cannot write {path}: it is shorter, 7 are free"
     away = read_error("f", OSError(errno.ESTALE, os.strerror(errno.ESTALE)), "; lost: a")
     assert isinstance(away, StorageError)
     assert str(away) == "f: Stale file handle; start again when the file system answers"
