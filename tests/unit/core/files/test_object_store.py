@@ -106,6 +106,22 @@ def test_objects_are_written_listed_read_and_deleted() -> None:
         (folder / "b").read_bytes()
 
 
+def test_what_a_package_remembers_of_a_store_is_never_asked(monkeypatch) -> None:
+    calls = []
+    for name in ("invalidate_cache", "info", "ls", "rm"):
+        real = getattr(MEMORY, name)
+        monkeypatch.setattr(
+            MEMORY, name, lambda *words, name=name, real=real, **named: calls.append(name) or real(*words, **named)
+        )
+    folder = remote("run")
+    (folder / "a").write_bytes(b"x")
+    for ask, name in ((folder.is_dir, "info"), (lambda: list(folder.iterdir()), "ls"), (folder.remove_folder, "rm")):
+        calls.clear()
+        ask()
+        assert calls[calls.index(name) - 1] == "invalidate_cache"
+        assert calls[0] != name
+
+
 def test_an_object_is_created_once() -> None:
     path = remote("run/index.json")
     path.create(b"first")
