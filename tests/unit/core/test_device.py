@@ -45,6 +45,7 @@ STATE = torch.zeros(16, dtype=torch.uint8)
         ("set_rng_state", (STATE,), "set_rng_state", (STATE, 3)),
         ("start_profiler", (), "profiler.start", ()),
         ("stop_profiler", (), "profiler.stop", ()),
+        ("record_memory_history", (), "memory._record_memory_history", ()),
         ("save_memory_history", ("file",), "memory._dump_snapshot", ("file",)),
     ],
 )
@@ -52,7 +53,7 @@ def test_cuda_is_asked_for_what_a_cuda_device_does(
     method: str, given: tuple[object, ...], function: str, expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(f"torch.cuda.{function}", lambda *words: calls.append(words))
+    monkeypatch.setattr(f"torch.cuda.{function}", lambda *words, **named: calls.append(words))
     getattr(Device("cuda", 3), method)(*given)
     assert calls == [expected]
 

@@ -350,6 +350,7 @@ def test_copies_are_kept_in_a_folder_of_the_user(tmp_path: Path, monkeypatch) ->
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     at_home = machine_cache()
+    assert machine_cache() == at_home
     assert at_home == tmp_path / "home/.cache/megatron/objects"
     assert at_home.stat().st_mode & 0o777 == 0o700
     user = os.getuid()

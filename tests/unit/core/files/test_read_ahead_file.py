@@ -56,6 +56,13 @@ def test_the_window_that_was_not_read_for_longest_is_forgotten(requests: list[tu
     assert requests == [(100, 110), (200, 210), (300, 310), (204, 214)]
 
 
+def test_a_longer_range_from_where_a_window_begins_takes_its_place(requests: list[tuple[int, int]]) -> None:
+    file = ReadAheadFile(ObjectPath("memory://a/b"))
+    for start, num_bytes in ((100, 4), (200, 4), (100, 12), (300, 4), (104, 16)):
+        read(file, start, num_bytes)
+    assert requests == [(100, 110), (200, 210), (100, 120), (300, 310)]
+
+
 def test_a_single_run_is_not_read_before_it_is_needed(requests: list[tuple[int, int]]) -> None:
     file = open_ranged(ObjectPath("memory://a/b"))
     assert list(file.announce(100, 4, [3])) == [3]

@@ -20,7 +20,7 @@ class Builder:
 
 def test_a_data_set_is_half_done_when_its_samples_are_found() -> None:
     told: list[tuple[str, int, int]] = []
-    counted = CountedIndexBuilder(Builder(), lambda *words: told.append(words))  # type: ignore[arg-type]
+    counted = CountedIndexBuilder(Builder(), lambda *words: told.append(words))
     lengths = documents = np.zeros(1, np.int32)
     counted.sample_index(lengths, documents, 4, 100)
     assert told == []
@@ -38,7 +38,7 @@ def test_a_data_set_is_half_done_when_its_samples_are_found() -> None:
 
 
 def test_the_indices_are_those_of_the_other_builder() -> None:
-    counted = CountedIndexBuilder(Builder(), lambda *words: None)  # type: ignore[arg-type]
+    counted = CountedIndexBuilder(Builder(), lambda *words: None)
     ids, weights, state = np.zeros(1, np.int32), np.ones(2), np.random.RandomState(3)
     assert counted.name == "stand-in"
     assert counted.document_index(ids, 2, state, True) == ("document_index", ids, 2, state, True)
