@@ -108,6 +108,12 @@ class StepGuard(Protocol):
         """Compute a step again and compare it with its first results; leave its gradients to be used."""
 
 
+def is_within(limits: tuple[float, float], loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Return whether a finite loss and a gradient norm are at most the limits; nothing waits for the device."""
+    largest_loss, largest_norm = limits
+    return loss.isfinite() & (loss <= largest_loss) & (norm <= largest_norm)
+
+
 class TrainingStep:
     """Run iterations of a model on a source of micro-batches, under the eyes of a ``guard`` where there is one.
 
@@ -228,10 +234,9 @@ class TrainingStep:
         sums = sum_over_ranks(result, exit_request, self.runtime, names)
         loss = sums[0] / sums[1].clamp(min=1.0)
         answer = torch.zeros(1, dtype=torch.float64, device=sums.device)
-        largest_loss, largest_norm = limits
 
         def accept(norm: torch.Tensor) -> torch.Tensor:
-            answer.copy_((loss.isfinite() & (loss <= largest_loss) & (norm <= largest_norm)).view(1))
+            answer.copy_(is_within(limits, loss, norm).view(1))
             all_reduce(answer, self.runtime.state.world, "min")
             return answer[0] > 0
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, InputError, StorageError
 from megatron.core.files.object_path import ObjectPath
-from megatron.core.files.object_store import ObjectStoreError
+from megatron.core.files.object_store import ObjectStoreError, reason_of
 
 CHUNK_BYTES = 16 * 1024 * 1024
 _ALIGNMENT = 4096
@@ -168,8 +168,7 @@ def write_error(path: Path, failure: OSError, needed_bytes: int = 0) -> Checkpoi
         free = "" if isinstance(path, ObjectPath) else f", {shutil.disk_usage(path.parent).free} are free"
     except OSError:
         free = ""
-    reason = failure.strerror or os.strerror(failure.errno or 0)
-    return CheckpointWriteError(f"cannot write {path}: {reason}{need}{free}")
+    return CheckpointWriteError(f"cannot write {path}: {reason_of(failure)}{need}{free}")
 
 
 def read_error(message: str, failure: OSError, consequence: str = "") -> InputError:
@@ -179,7 +178,7 @@ def read_error(message: str, failure: OSError, consequence: str = "") -> InputEr
     """
     if isinstance(failure, ObjectStoreError) and not isinstance(failure, FileNotFoundError):
         return failure
-    reason = failure.strerror or os.strerror(failure.errno or 0)
+    reason = reason_of(failure)
     if failure.errno in _UNREACHABLE:
         return StorageError(f"{message}: {reason}; start again when the file system answers")
     return DamagedCheckpointError(f"{message}: {reason}{consequence}")

@@ -76,6 +76,10 @@ def test_a_default_true_switch_needs_a_negative_flag() -> None:
     )
     with pytest.raises(AssertionError, match="negative flag"):
         field_specs(made)
+    unset = dataclasses.make_dataclass(
+        "Unset", [("on", bool, flag(True, role="run", cli=False))], bases=(Config,), namespace={"__module__": __name__}
+    )
+    assert [spec.flags for spec in field_specs(unset)] == [()]
 
 
 def test_the_help_of_a_negative_flag_is_what_happens_without_the_field() -> None:

@@ -33,6 +33,57 @@ def test_cuda_device_is_named_without_being_touched() -> None:
     assert device.default_backend == "nccl"
 
 
+STATE = torch.zeros(16, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "function", "expected"),
+    [
+        ("make_current", (), "set_device", (3,)),
+        ("synchronize", (), "synchronize", (3,)),
+        ("empty_cache", (), "empty_cache", ()),
+        ("set_rng_state", (STATE,), "set_rng_state", (STATE, 3)),
+        ("start_profiler", (), "profiler.start", ()),
+        ("stop_profiler", (), "profiler.stop", ()),
+        ("record_memory_history", (), "memory._record_memory_history", ()),
+        ("save_memory_history", ("file",), "memory._dump_snapshot", ("file",)),
+    ],
+)
+def test_cuda_is_asked_for_what_a_cuda_device_does(
+    method: str, given: tuple[object, ...], function: str, expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(f"torch.cuda.{function}", lambda *words, **named: calls.append(words))
+    getattr(Device("cuda", 3), method)(*given)
+    assert calls == [expected]
+
+
+def test_the_queue_of_a_device_is_empty_has_work_or_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Queue:
+        def __init__(self, answer: bool | None) -> None:
+            self.answer = answer
+
+        def query(self) -> bool:
+            if self.answer is None:
+                raise RuntimeError("an illegal memory access was encountered")
+            return self.answer
+
+    found = []
+    for answer in (True, False, None):
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda index, answer=answer: Queue(answer))
+        found.append((Device("cuda").queue_state(), Device("cuda").has_work_left()))
+    failed = "failed: an illegal memory access was encountered"
+    assert found == [("idle", False), ("has work left", True), (failed, False)]
+    assert (CPU.queue_state(), CPU.has_work_left()) == ("", False)
+
+
+def test_free_memory_of_a_device_includes_what_this_process_keeps_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    amounts = {"mem_get_info": (3000, 10_000), "memory_reserved": 500, "memory_allocated": 200}
+    for name, amount in amounts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda index, amount=amount: amount)
+    assert (Device("cuda").free_bytes(), Device("cuda").used_bytes()) == (3300, 7000)
+
+
 @dataclass
 class Stream:
     """Stand for a stream of a device: its events are numbered."""
@@ -139,6 +190,16 @@ def test_more_processes_than_devices_are_refused_on_every_rank(monkeypatch: pyte
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.raises(ConfigurationError, match="3 processes on this machine"):
         select_device(2)
+
+
+def test_the_number_of_processes_of_the_machine_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    room = CPU.host_room()
+    assert room is not None
+    assert room.num_processes == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "four")
+    with pytest.raises(ConfigurationError, match="LOCAL_WORLD_SIZE is 'four' in the environment"):
+        CPU.host_room()
 
 
 @pytest.mark.parametrize("visible", ["0", "3", "GPU-8c1f-77"])

@@ -54,6 +54,7 @@ def test_a_running_timer_is_read_and_goes_on() -> None:
     clock.now_s += 1.0
     timer.stop()
     assert timer.elapsed_s() == 4.0
+    assert "barrier" not in clock.events
 
 
 def test_device_is_waited_for_and_ranks_only_when_asked() -> None:
@@ -74,6 +75,18 @@ def test_timers_above_the_level_do_nothing() -> None:
     assert timers.elapsed_s() == {"optimizer": 1.0}
     assert "barrier" not in clock.events
     assert clock.events.count("clock") == 2
+
+
+def test_without_a_level_only_timers_without_one_run() -> None:
+    noted: list[str] = []
+    timers = Timers(note=noted.append)
+    for name, level in (("interval-time", 0), ("optimizer", 1)):
+        with timers(name, log_level=level):
+            pass
+    with timers("interval-time"):
+        pass
+    assert list(timers.elapsed_s()) == ["interval-time"]
+    assert noted == ["interval-time", "optimizer", "interval-time"]
 
 
 def test_misuse_is_named() -> None:

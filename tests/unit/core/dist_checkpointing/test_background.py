@@ -22,6 +22,14 @@ def test_the_result_waits_for_whoever_asks() -> None:
     assert task.result() == "worker"
 
 
+def test_the_end_of_the_work_can_be_waited_for() -> None:
+    go = threading.Event()
+    task = BackgroundTask(lambda: go.wait(10.0), "worker")
+    threading.Timer(0.02, go.set).start()
+    task.wait()
+    assert task.is_done
+
+
 def test_an_error_is_raised_by_whoever_asks() -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import zlib
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from megatron.core.dist_checkpointing import disk
-from megatron.core.dist_checkpointing.disk import SequentialFile
+from megatron.core.dist_checkpointing.disk import SequentialFile, read_error, replace_text, write_error
+from megatron.core.errors import DamagedCheckpointError, StorageError
 
 SIZES = [0, 1, 4095, 4096, 4097, 10_000, 3 * 8192 + 5]
 
@@ -85,3 +87,36 @@ def test_an_error_of_the_caller_closes_the_file(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         fail_within(tmp_path / "f")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_files_and_the_folders_of_new_names_are_forced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced: list[tuple[Path, bytes]] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        forced.append((path, b"" if path.is_dir() else path.read_bytes()))
+
+    monkeypatch.setattr(disk.os, "fsync", fsync)
+    with SequentialFile(tmp_path / "f") as file:
+        file.append(b"abc")
+    replace_text(tmp_path / "pointer", tmp_path / ".pointer", "3")
+    assert forced == [(tmp_path / "f", b"abc"), (tmp_path / ".pointer", b"3"), (tmp_path, b"")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "pointer"]
+
+
+def test_an_error_says_the_reason_and_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: usage._replace(free=7))
+    path = tmp_path / "f"
+    assert str(write_error(path, full, 5)) == (
+        f"cannot write {path}: No space left on device; 5 bytes are needed for it, 7 are free"
+    )
+    assert str(write_error(path, full)) == f"cannot write {path}: No space left on device, 7 are free"
+    assert str(write_error(path, OSError("it is shorter"))) == f"cannot write {path}: it is shorter, 7 are free"
+    away = read_error("f", OSError(errno.ESTALE, os.strerror(errno.ESTALE)), "; lost: a")
+    assert isinstance(away, StorageError)
+    assert str(away) == "f: Stale file handle; start again when the file system answers"
+    damaged = read_error("f", OSError(errno.EIO, os.strerror(errno.EIO)), "; lost: a")
+    assert isinstance(damaged, DamagedCheckpointError)
+    assert str(damaged) == "f: Input/output error; lost: a"

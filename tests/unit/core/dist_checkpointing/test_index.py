@@ -149,6 +149,8 @@ RUN_STATE = {
 
 def test_a_run_state_is_one() -> None:
     check_run_state(Path("folder"), RUN_STATE)
+    begun = {"iteration": 0, "floating_point_operations_so_far": 0.0, "train_data": {}}
+    check_run_state(Path("folder"), RUN_STATE | {"progress": begun, "tokenizer": None})
 
 
 @pytest.mark.parametrize(
@@ -157,9 +159,11 @@ def test_a_run_state_is_one() -> None:
         ("progress", []),
         ("progress", {"iteration": float("inf")}),
         ("progress", {"iteration": -1}),
+        ("progress", {"iteration": 1.5}),
         ("progress", {"iteration": "3"}),
         ("progress", {"iteration": 2**63}),
         ("progress", {"floating_point_operations_so_far": float("nan")}),
+        ("progress", {"floating_point_operations_so_far": -1.0}),
         ("progress", {"train_data": 3}),
         ("config", None),
         ("config", {"model": 3}),

@@ -75,6 +75,23 @@ def test_a_rank_reads_each_piece_once_and_only_what_it_needs(tmp_path: Path) -> 
     assert load(tmp_path, tensors) == needed
 
 
+def test_the_progress_ends_with_all_bytes(tmp_path: Path) -> None:
+    save(tmp_path, all_ranks(2))
+    told: list[tuple[int, int]] = []
+    index = load_index(tmp_path, WORLD)
+    load_tensors(
+        tmp_path,
+        index,
+        toy_tensors(0, 1, filled=False),
+        ["model."],
+        WORLD,
+        progress=lambda *counts: told.append(counts),
+    )
+    total = sum(piece.num_bytes for tensor in index.tensors.values() for piece in tensor.pieces)
+    assert told == sorted(told)
+    assert told[0] != told[-1] == (total, total)
+
+
 def test_several_local_tensors_are_parts_of_one(tmp_path: Path) -> None:
     values = global_values("x", (7, 5), torch.float32)
     # A flat range of a matrix, elements 3 to 27, as an optimizer's shard holds it: three boxes.

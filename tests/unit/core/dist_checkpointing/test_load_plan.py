@@ -189,6 +189,7 @@ LAYOUTS = {
     ],
     "copies": [grid([0, 11], [0, 4]), grid([0, 11], [4, 9]), grid([0, 11], [0, 4]), grid([0, 11], [4, 9])],
     "overlapping": [grid([0, 8], [0, 9]), grid([4, 11], [0, 6]), grid([4, 11], [3, 9])],
+    "whole-and-columns": [grid([0, 11], [0, 9]), grid([0, 11], [0, 4])],
 }
 
 

@@ -7,14 +7,18 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megatron.core.errors import InputError, StorageError
 from megatron.core.files import object_store
-from megatron.core.files.local_copy import fetch, local_copy
+from megatron.core.files.local_copy import fetch, local_copy, machine_cache
 from megatron.core.files.object_path import ObjectPath, as_path, url_problem
 from megatron.core.files.object_store import ObjectStoreError, missing_package, open_store, reason_of
 from megatron.core.files.plain_file import read_plain_file
@@ -100,6 +104,22 @@ def test_objects_are_written_listed_read_and_deleted() -> None:
     assert list(folder.iterdir()) == []
     with pytest.raises(FileNotFoundError):
         (folder / "b").read_bytes()
+
+
+def test_what_a_package_remembers_of_a_store_is_never_asked(monkeypatch) -> None:
+    calls = []
+    for name in ("invalidate_cache", "info", "ls", "rm"):
+        real = getattr(MEMORY, name)
+        monkeypatch.setattr(
+            MEMORY, name, lambda *words, name=name, real=real, **named: calls.append(name) or real(*words, **named)
+        )
+    folder = remote("run")
+    (folder / "a").write_bytes(b"x")
+    for ask, name in ((folder.is_dir, "info"), (lambda: list(folder.iterdir()), "ls"), (folder.remove_folder, "rm")):
+        calls.clear()
+        ask()
+        assert calls[calls.index(name) - 1] == "invalidate_cache"
+        assert calls[0] != name
 
 
 def test_an_object_is_created_once() -> None:
@@ -217,6 +237,8 @@ def test_credentials_are_never_told(text: str) -> None:
         ("s3://bucket", None),
         ("memory://", "memory:// names no folder"),
         ("s3://key:hunter2@bucket/run", "s3://*** holds a credential or a port"),
+        ("s3://hunter2@bucket/run", "s3://*** holds a credential or a port"),
+        ("s3://bucket:9000/run", "s3://*** holds a credential or a port"),
         ("s3://bucket/run?token=hunter2", "holds one of ? #"),
         ("s3://bucket/*", "holds one of ? #"),
         ("memory://a/../b", "has a part . or .."),
@@ -287,17 +309,55 @@ def test_a_long_range_is_read_in_parts(monkeypatch) -> None:
 
 
 def test_objects_are_fetched_once_and_again_when_they_change(tmp_path: Path, monkeypatch) -> None:
+    cache = tmp_path / "not" / "there"
     reads = []
     real = MEMORY.cat_file
     monkeypatch.setattr(MEMORY, "cat_file", lambda self, path, *bounds: reads.append(path) or real(self, path, *bounds))
     objects = [remote("t/a.idx"), remote("t/b.json")]
     for path in objects:
         path.write_bytes(path.name.encode())
-    first = fetch(objects, tmp_path)
+    first = fetch(objects, cache)
     assert sorted(path.name for path in first.iterdir()) == ["a.idx", "b.json"]
     assert (first / "a.idx").read_text() == "a.idx"
-    assert fetch(objects, tmp_path) == first
+    assert fetch(objects, cache) == first
     assert len(reads) == 2
     objects[0].write_bytes(b"other")
-    assert (fetch(objects, tmp_path) / "a.idx").read_text() == "other"
+    assert (fetch(objects, cache) / "a.idx").read_text() == "other"
     assert local_copy(tmp_path) == tmp_path
+
+
+def test_of_several_that_fetch_an_object_one_reads_it(tmp_path: Path, monkeypatch) -> None:
+    go, reads = threading.Event(), []
+    real = MEMORY.cat_file
+
+    def cat_file(self, path, *bounds):
+        reads.append(path)
+        assert go.wait(10.0)
+        return real(self, path, *bounds)
+
+    monkeypatch.setattr(MEMORY, "cat_file", cat_file)
+    remote("t/a").write_bytes(b"a")
+    with ThreadPoolExecutor(2) as pool:
+        fetches = [pool.submit(fetch, [remote("t/a")], tmp_path) for _ in range(2)]
+        time.sleep(0.05)
+        go.set()
+        first, second = (each.result(10.0) for each in fetches)
+    assert first == second
+    assert len(reads) == 1
+
+
+def test_copies_are_kept_in_a_folder_of_the_user(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    at_home = machine_cache()
+    assert machine_cache() == at_home
+    assert at_home == tmp_path / "home/.cache/megatron/objects"
+    assert at_home.stat().st_mode & 0o777 == 0o700
+    user = os.getuid()
+    others = tmp_path / f"cache-{user}/megatron/objects"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: path != at_home)
+        assert machine_cache() == others
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(StorageError, match=r"no folder for copies of objects: neither ~/\.cache nor TMPDIR"):
+        machine_cache()

@@ -260,6 +260,9 @@ def test_what_was_over_when_it_was_waited_for_hides_nothing_behind_it() -> None:
     pending.wait()
     device.reached = 2
     assert names_on(recorder)[0] == "all_reduce #1 of tp[0,1]"
+    view = recorder.on_device()
+    assert view is not None
+    assert view.beside == ()
 
 
 def test_what_is_over_before_the_device_comes_to_the_wait_stands_behind_what_the_device_is_in() -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.errors import InputError
 from megatron.core.inference.beam_config import BeamConfig
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationRequest, StopRule, check_request
+from megatron.core.inference.request import GenerationRequest, StopRule, TokenPairs, check_request
 from megatron.core.inference.sampling import repeating_tokens
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import describe_parallel_state
@@ -29,8 +29,11 @@ END = StopRule(end_tokens=frozenset((3,)))
         ({"beams": BeamConfig(num_beams=2, early_stopping="soon")}, "early_stopping 'soon' is not"),  # type: ignore[arg-type]
         ({"sampling": SamplingConfig(top_k=3)}, "beams draw nothing: leave out temperature, top_k and top_p"),
         ({"log_probabilities": True}, "beams give scores in place of log-probabilities"),
+        ({"new_log_probabilities": True}, "beams give scores in place of log-probabilities"),
         ({"bias": ((3, 1.0),)}, "beams take no bias of tokens"),
         ({"stop": StopRule(closing_tokens=frozenset((3,)))}, "beams end at an end token alone"),
+        ({"stop": StopRule(closing_pairs=TokenPairs(first=frozenset((3,))))}, "beams end at an end token alone"),
+        ({"beams": BeamConfig(num_beams=2, length_penalty=32.5)}, "length_penalty 32.5 is not between -32 and 32"),
         ({"sampling": SamplingConfig(no_repeat_ngram_size=-1)}, "--no-repeat-ngram-size -1 is negative"),
     ],
 )
@@ -41,6 +44,31 @@ def test_what_cannot_be_is_refused_in_one_line(fields: dict[str, Any], message: 
     with pytest.raises(InputError, match=message) as caught:
         check_request(odd_config(), request)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"beams": BeamConfig(num_beams=1)},
+        {"beams": BeamConfig(num_beams=100, length_penalty=32.0), "stop": END},
+        {"beams": BeamConfig(num_beams=2, length_penalty=-32.0, early_stopping=True)},
+        {"sampling": SamplingConfig(no_repeat_ngram_size=2, repetition_penalty=1.5, seed=3, greedy=True)},
+    ],
+)
+def test_beams_that_can_be(fields: dict[str, Any]) -> None:
+    beams = {"beams": BeamConfig(num_beams=2, early_stopping="never")}
+    check_request(odd_config(), GenerationRequest(**{"prompts": ((0, 100),), "max_new_tokens": 1} | beams | fields))
+
+
+def test_a_bias_is_of_a_token_that_the_model_knows() -> None:
+    def check(token: int) -> None:
+        check_request(odd_config(), GenerationRequest(prompts=((1,),), max_new_tokens=1, bias=((token, 1.0),)))
+
+    check(0)
+    check(100)
+    for token in (-1, 101):
+        with pytest.raises(InputError, match=rf"a bias of token {token}, and the model knows 0\.\.100"):
+            check(token)
 
 
 def test_a_token_repeats_what_stood_behind_the_same_tokens() -> None:

@@ -14,6 +14,7 @@ from megatron.core.inference.request import (
     GenerationRequest,
     StopRule,
     TokenPairs,
+    context_length,
 )
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -176,6 +177,7 @@ def test_rotary_positions_go_on() -> None:
         ([[1, 101]], 3, "prompt 1 of 1 has token 101, the model knows 0..100"),
         ([[-1]], 3, "prompt 1 of 1 has token -1"),
         ([[1]], 0, "0 tokens to generate is not positive"),
+        ([[1]], -1, "-1 tokens to generate is not positive"),
     ],
 )
 def test_requests_that_cannot_be_are_refused(prompts: list[list[int]], count: int, message: str) -> None:
@@ -252,6 +254,19 @@ def test_log_probabilities_are_those_of_a_whole_forward_pass(name: str, sampling
         torch.testing.assert_close(
             torch.tensor(result.log_probabilities, dtype=torch.float64), expected, rtol=1e-11, atol=1e-11
         )
+
+
+def test_the_context_is_as_long_as_the_positions_and_the_limit_allow() -> None:
+    assert [context_length(odd_config(), most) for most in (36, 37, 38)] == [36, 37, 37]
+    rotary = odd_config(position_embedding_type="rope", max_position_embeddings=0)
+    assert context_length(rotary, 1000) == 1000
+
+
+def test_tokens_of_a_beam_search_are_given_out_when_it_ends() -> None:
+    seen: list[tuple[int, int]] = []
+    asked = request(prompts=((3, 1), (4, 1, 5)), beams=BeamConfig(num_beams=2), sampling=SamplingConfig())
+    results = InferenceEngine(make_model("odd"), STATE).generate(asked, on_token=lambda *pair: seen.append(pair))
+    assert seen == [(number, token) for number, result in enumerate(results) for token in result.tokens]
 
 
 def test_log_probabilities_change_no_text_and_are_not_given_unasked() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.inference.sampling_config import MIN_TEMPERATURE, SamplingConfig
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,9 @@ from megatron.core.inference.sampling_config import SamplingConfig
         {"greedy": True},
         {"temperature": 0.7, "top_k": 40, "top_p": 0.9},
         {"top_p": 1.0},
+        {"temperature": MIN_TEMPERATURE},
+        {"top_p": 0.5, "top_p_decay": 1.0, "top_p_bound": 0.5},
+        {"repetition_penalty": 100.0, "presence_penalty": 2.0, "frequency_penalty": -2.0},
         {"greedy": True, "seed": 0},
     ],
 )
@@ -28,18 +31,26 @@ def test_usable_values_have_no_problems(values) -> None:
         ({"temperature": -1.5}, "--temperature -1.5 "),
         ({"temperature": math.nan}, "--temperature nan "),
         ({"temperature": math.inf}, "--temperature inf "),
+        ({"temperature": MIN_TEMPERATURE / 2}, "--temperature 5.87747e-39 is below 1.17549e-38"),
         ({"top_k": -3}, "--top-k -3 "),
         ({"top_p": 1.25}, "--top-p 1.25 "),
+        ({"top_p": -0.25}, "--top-p -0.25 "),
         ({"top_p": math.nan}, "--top-p nan "),
         ({"top_p": 0.9, "top_p_decay": 1.5}, "--top-p-decay 1.5 "),
+        ({"top_p": 0.9, "top_p_decay": -0.5}, "--top-p-decay -0.5 "),
+        ({"top_p": 0.3, "top_p_bound": -0.1}, "--top-p-bound -0.1 "),
         ({"top_p_decay": 0.5}, "--top-p-decay 0.5 needs --top-p"),
         ({"top_p": 0.3, "top_p_bound": 0.4}, "--top-p-bound 0.4 "),
         ({"repetition_penalty": 0.0}, "--repetition-penalty 0 "),
         ({"repetition_penalty": math.nan}, "--repetition-penalty nan "),
+        ({"repetition_penalty": 101.0}, "--repetition-penalty 101 "),
         ({"presence_penalty": 2.5}, "presence_penalty 2.5 "),
+        ({"frequency_penalty": -2.5}, "frequency_penalty -2.5 "),
+        ({"frequency_penalty": math.nan}, "frequency_penalty nan "),
         ({"seed": -1}, "--seed -1 "),
         ({"greedy": True, "top_k": 5}, "--greedy "),
         ({"greedy": True, "temperature": 0.5}, "--greedy "),
+        ({"greedy": True, "top_p": 0.5}, "--greedy "),
     ],
 )
 def test_a_problem_names_the_flag_and_the_value(values, flag: str) -> None:

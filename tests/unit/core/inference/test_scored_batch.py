@@ -40,6 +40,9 @@ def test_scores_are_those_of_a_whole_forward_pass(at_once: int, monkeypatch) -> 
     sizes: list[int] = []
     scores = InferenceEngine(model, STATE).score(rows, max_batch_size=3, on_batch=sizes.append)
     assert sizes == [3, 2]
+    sizes.clear()
+    InferenceEngine(model, STATE, max_batch_size=4).score(rows, on_batch=sizes.append)
+    assert sizes == [4, 1]
     for row, score in zip(rows, scores, strict=True):
         logits = whole_logits(model, torch.tensor([row.tokens[:-1]]))[:, 0, : model.config.vocab_size]
         behind = torch.tensor(row.tokens[1:])[-row.num_scored :]

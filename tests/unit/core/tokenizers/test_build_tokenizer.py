@@ -46,13 +46,22 @@ def test_gpt2_is_the_default(gpt2_files: tuple[Path, Path]) -> None:
         ({"tokenizer_type": "xyz"}, "choose one of GPT2BPETokenizer, .*NullTokenizer"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 5, "extra_vocab_size": 3}, "larger --vocab-size"),
         ({"extra_vocab_size": -1}, "--extra-vocab-size -1 is negative"),
+        ({"vocab_extra_ids": -1}, "--vocab-extra-ids -1 is negative"),
         ({"vocab_extra_ids": 5}, "only SentencePieceTokenizer"),
+        ({"padded_vocab_size": 699}, "699 is less than the 700 ids of the tokenizer; give 700 or more"),
+        ({"tokenizer_type": "NullTokenizer", "padded_vocab_size": 128}, "give NullTokenizer --vocab-size 127"),
         ({"vocab_size": 701}, "--vocab-size 701: GPT2BPETokenizer has 700 ids"),
     ],
 )
 def test_settings_that_cannot_be(gpt2_files: tuple[Path, Path], keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(TokenizerError, match=message):
         build_tokenizer(**({"vocab_file": gpt2_files[0], "merge_file": gpt2_files[1]} | keywords))
+
+
+@pytest.mark.parametrize(("padded", "extra"), [(700, 0), (704, 4)])
+def test_a_padded_size_has_ids_without_text(gpt2_files: tuple[Path, Path], padded: int, extra: int) -> None:
+    tokenizer = build_tokenizer(vocab_file=gpt2_files[0], merge_file=gpt2_files[1], padded_vocab_size=padded)
+    assert (tokenizer.vocab_size, tokenizer.arguments["extra_vocab_size"]) == (padded, extra)
 
 
 @pytest.mark.parametrize(

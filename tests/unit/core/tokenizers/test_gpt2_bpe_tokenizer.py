@@ -135,6 +135,29 @@ def test_windows_line_ends_in_the_merges(small: GPT2BPETokenizer, gpt2_files: tu
     assert GPT2BPETokenizer(vocab_file, merge_file).tokenize(text) == small.tokenize(text)
 
 
+def test_merges_without_a_header(small: GPT2BPETokenizer, gpt2_files: tuple[Path, Path]) -> None:
+    header, _, merges = gpt2_files[1].read_text(encoding="utf-8").partition("\n")
+    assert header.startswith("#version")
+    gpt2_files[1].write_text(merges, encoding="utf-8")
+    assert [GPT2BPETokenizer(*gpt2_files).tokenize(text) for text in HARD_TEXTS] == list(
+        map(small.tokenize, HARD_TEXTS)
+    )
+
+
+def test_files_beside_those_of_a_model_folder_belong_to_the_tokenizer(
+    gpt2_files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    beside = gpt2_files[0].with_name("tokenizer_config.json")
+    beside.write_text("{}")
+    assert GPT2BPETokenizer(*gpt2_files).files == (*gpt2_files, beside)
+    elsewhere = tmp_path / gpt2_files[1].name
+    elsewhere.write_bytes(gpt2_files[1].read_bytes())
+    assert GPT2BPETokenizer(gpt2_files[0], elsewhere).files == (gpt2_files[0], elsewhere)
+    other_name = gpt2_files[0].with_name("bpe.json")
+    gpt2_files[0].rename(other_name)
+    assert GPT2BPETokenizer(other_name, gpt2_files[1]).files == (other_name, gpt2_files[1])
+
+
 def test_lone_surrogate_is_refused(small: GPT2BPETokenizer) -> None:
     with pytest.raises(TokenizerError, match="surrogate"):
         small.tokenize("a\ud800b")

@@ -24,6 +24,13 @@ def test_ids_are_the_models_without_added_tokens_truncation_or_padding(
     assert [tokenizer.detokenize(ids) for ids in expected] == TEXTS
 
 
+def test_what_a_text_begins_with_where_special_tokens_are_asked_for(hugging_face_folder: Path) -> None:
+    assert HuggingFaceTokenizer(hugging_face_folder).leading_ids == (699,)
+    path = hugging_face_folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": None}))
+    assert HuggingFaceTokenizer(hugging_face_folder).leading_ids == ()
+
+
 def test_special_tokens(hugging_face_folder: Path) -> None:
     tokenizer = HuggingFaceTokenizer(hugging_face_folder, extra_vocab_size=11)
     assert tokenizer.vocab_size == 702 + 11

@@ -34,6 +34,20 @@ def test_llama2_kind_begins_every_text(sentence_piece_file: Path, model: sentenc
     assert tokenizer.eod_id == model.eos_id()
 
 
+def test_begin_and_end_may_have_the_first_id_or_none(
+    sentence_piece_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bos_id", "eos_id"):
+        monkeypatch.setattr(sentencepiece.SentencePieceProcessor, name, lambda model: 0)
+    tokenizer = SentencePieceTokenizer(sentence_piece_file, "Llama2Tokenizer")
+    assert (tokenizer.tokenize("")[0], tokenizer.eod_id) == (0, 0)
+    for name in ("bos_id", "eos_id"):
+        monkeypatch.setattr(sentencepiece.SentencePieceProcessor, name, lambda model: -1)
+    assert SentencePieceTokenizer(sentence_piece_file, "GPTSentencePieceTokenizer").eod_id is None
+    with pytest.raises(TokenizerError, match="has no begin-of-sentence id; use GPTSentencePieceTokenizer"):
+        SentencePieceTokenizer(sentence_piece_file, "Llama2Tokenizer")
+
+
 def test_special_tokens_follow_the_model(
     sentence_piece_file: Path, model: sentencepiece.SentencePieceProcessor
 ) -> None:

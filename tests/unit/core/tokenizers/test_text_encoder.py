@@ -102,6 +102,10 @@ def test_a_word_is_encoded_once_until_it_is_forgotten(gpt2_files: tuple[Path, Pa
     assert counted.texts[4:] == ["one"]
 
 
+SPLIT_ALONE = {"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated", "invert": False}
+BYTES_ALONE = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
 def test_cuts() -> None:
     assert cut_at_spaces("") == [""]
     assert cut_at_spaces(" a  b\n c\td e ") == [" a", "  b\n c\td", " e", " "]
@@ -112,6 +116,8 @@ def test_cuts() -> None:
     [
         ({"normalizer": {"type": "Prepend", "prepend": "x"}}, "it normalizes texts"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "its words do not begin at spaces"),
+        ({"pre_tokenizer": SPLIT_ALONE}, "its words do not begin at spaces"),
+        ({"pre_tokenizer": BYTES_ALONE}, "its words do not begin at spaces"),
     ],
 )
 def test_tokenizers_that_do_not_cut_there_are_refused(

@@ -55,6 +55,18 @@ def test_vocabulary_size_cuts_the_file(tiktoken_file: Path, tiktoken_ranks: list
     assert tokenizer.detokenize([268, 2, *tokenizer.tokenize("in")]) == "</s>in"
 
 
+def test_a_vocabulary_has_all_bytes_at_least_and_all_entries_at_most(
+    tiktoken_file: Path, tiktoken_ranks: list[bytes], tmp_path: Path
+) -> None:
+    for size in (7 + 256, 7 + 269):
+        tokenizer = TikTokenizer(tiktoken_file, pattern="v1", vocab_size=size, num_special_tokens=7)
+        assert tokenizer.vocab_size == size
+        assert tokenizer.detokenize([-1, 2, size]) == "</s>"
+    bytes_alone = tmp_path / "bytes.tiktoken"
+    bytes_alone.write_text("".join(f"{base64.b64encode(tiktoken_ranks[i]).decode()} {i}\n" for i in range(256)))
+    assert TikTokenizer(bytes_alone, pattern="v1", num_special_tokens=7).tokenize("a") == [7 + ord("a")]
+
+
 def test_unnamed_special_tokens_and_broken_bytes(tiktoken_file: Path) -> None:
     tokenizer = TikTokenizer(
         tiktoken_file, pattern="v1", num_special_tokens=9, special_tokens=["<s>", "<unk>", "</s>", "<im>"]

@@ -12,10 +12,12 @@ import torch
 
 from megatron.core.config_base import FieldSpec
 from megatron.core.errors import CheckpointError
-from megatron.interop.megatron_torch.megatron_arguments import stored_fields
+from megatron.interop.megatron_torch.megatron_arguments import arguments_of_config, stored_fields
 from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
 from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
+from megatron.training.config.arguments import resolve_arguments
 from tests.unit.interop.megatron_torch.memory_source import SMALL, MemorySource
+from tests.unit.training.config.command_lines import MINIMAL
 
 FROZEN = Path(__file__).with_name("frozen_arguments.json")
 
@@ -30,6 +32,13 @@ def test_the_pairs_of_fields_and_arguments_are_the_frozen_ones_in_their_order() 
     for section, spec, names in stored_fields():
         now.setdefault(section, {})[spec.name] = [kind_of(spec), *names]
     assert json.dumps(now) == json.dumps(json.loads(FROZEN.read_text(encoding="utf-8")))
+
+
+def test_the_arguments_of_a_run_have_the_frozen_names_and_no_others() -> None:
+    frozen = json.loads(FROZEN.read_text(encoding="utf-8"))
+    names = {name for fields in frozen.values() for _, *names in fields.values() for name in names}
+    written = arguments_of_config(resolve_arguments(MINIMAL, 1).config.to_dict())
+    assert set(written) == names | {"window_size", "window_attn_skip_freq", "no_rope_freq"}
 
 
 def write_changed(directory: Path, config: Any, **arguments: Any) -> Path:

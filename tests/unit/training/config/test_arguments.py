@@ -28,6 +28,7 @@ from tests.unit.training.config.command_lines import MINIMAL, write_data_set
 
 ROOT = Path(__file__).parents[4]
 FROZEN = Path(__file__).with_name("frozen_flags.txt")
+DEFAULTS = Path(__file__).with_name("frozen_defaults.json")
 
 
 def config_of(text: str, world_size: int = 1) -> RunConfig:
@@ -137,6 +138,11 @@ def test_defaults_are_megatrons() -> None:
     assert config.model.hidden_dropout == config.model.attention_dropout == 0.1
     assert config.initialization.seed == 1234
     assert config.tokenizer.tokenizer_type == "NullTokenizer"
+
+
+def test_no_default_differs_from_the_frozen_ones() -> None:
+    """A default decides about every run whose command line lacks the flag."""
+    assert config_of("").to_dict() == json.loads(DEFAULTS.read_text(encoding="utf-8"))
 
 
 def test_abbreviations_are_unknown_flags_with_the_nearest_match() -> None:

@@ -1,0 +1,37 @@
+"""Standard output whose reader has left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from megatron.core.files.departed_reader import STATUS, has_lost_reader, reader_may_leave
+
+
+@contextlib.contextmanager
+def output_to_a_pipe() -> Iterator[int]:
+    """Let standard output be a pipe, and give its end for reading."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as output, contextlib.redirect_stdout(output):
+        yield reader
+
+
+def test_a_program_ends_without_a_word_when_the_reader_has_left() -> None:
+    with output_to_a_pipe() as reader:
+        assert not has_lost_reader()
+        os.close(reader)
+        with pytest.raises(SystemExit) as caught, reader_may_leave():
+            print("unread")
+        sys.stdout.flush()
+    assert caught.value.code == STATUS == 141
+
+
+def test_another_broken_pipe_is_an_error() -> None:
+    with output_to_a_pipe() as reader:
+        with pytest.raises(BrokenPipeError), reader_may_leave():
+            raise BrokenPipeError
+        os.close(reader)
