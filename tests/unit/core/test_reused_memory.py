@@ -24,6 +24,16 @@ def test_a_dead_tensors_memory_is_lent_again() -> None:
     assert again.dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("first_to_go", [0, 1])
+def test_of_two_dead_tensors_the_larger_ones_memory_is_lent(first_to_go: int) -> None:
+    memory = ReusedMemory()
+    both = [memory.empty((rows, 1024), torch.float32) for rows in (_ROWS, 2 * _ROWS)]
+    address = both[1].data_ptr()
+    both.pop(first_to_go)
+    both.clear()
+    assert memory.empty((2 * _ROWS, 1024), torch.float32).data_ptr() == address
+
+
 def test_memory_of_a_living_tensor_is_not_lent() -> None:
     memory = ReusedMemory()
     view = memory.empty((_ROWS, 1024), torch.float32)[3:5].fill_(7.0)

@@ -15,6 +15,7 @@ from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
+from megatron.core.process_group import CollectiveCall
 from megatron.core.sharding import held_of
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch
@@ -87,6 +88,39 @@ def test_replicas_equal_one_process_and_the_naive_twin(
             torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(gradient, naive[name], rtol=1e-13, atol=1e-15)
             assert torch.equal(gradient, results[0][0][name])
+
+
+def started_reductions() -> dict[str, tuple[int, list[str]]]:
+    """Return how many reductions a backward pass starts, and how each reduces, by what is asked for."""
+    calls: list[CollectiveCall] = []
+    state = create_parallel_state(observer=calls.append)
+    found = {}
+    for name, options, per_token in (
+        ("at the end", {"ddp_bucket_size": 65}, False),
+        ("overlapping", {"ddp_bucket_size": 65, "overlap_grad_reduce": True}, False),
+        ("averaged by the collective", {"ddp_average_in_collective": True}, False),
+        ("summed over tokens", {"ddp_average_in_collective": True}, True),
+    ):
+        config = DistributedDataParallelConfig(**options)
+        ddp = DistributedDataParallel(ToyModel(), config, state, calculate_per_token_loss=per_token)
+        calls.clear()
+        ddp(*batch(state.rank)).backward()
+        num_started = len(calls)
+        ddp.finish_grad_sync()
+        assert all(call.operation == "all_reduce" for call in calls)
+        found[name] = num_started, [call.reduction for call in calls]
+    return found
+
+
+def test_buckets_are_reduced_when_and_as_the_options_say() -> None:
+    for found in run_distributed(2, started_reductions):
+        assert found == {
+            "at the end": (0, ["sum"]),
+            # The bucket of the parameter without a gradient comes with the end.
+            "overlapping": (1, ["sum"] * 3),
+            "averaged by the collective": (0, ["avg"]),
+            "summed over tokens": (0, ["sum"]),
+        }
 
 
 class TwoHeads(nn.Module):

@@ -1,4 +1,4 @@
-"""Parameters that arrive while the forward pass already runs."""
+"""Parameters that arrive while the forward pass already runs, and gradients that leave while the backward pass does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 from tests.harness.distributed import run_distributed
@@ -59,3 +60,21 @@ def test_without_overlap_nothing_is_on_its_way() -> None:
         assert first_pass == [[False]] * 3
         # One bucket of 1,536: rank 0 has the last layer, and the second one from its beginning at 512 up to 768.
         assert sums == [400 * 2.0, 256 * 1.0 + 144 * 2.0, 400 * 1.0]
+
+
+def full_size_buckets() -> int:
+    """Return for how many buckets at once an overlapping backward pass of sharded gradients has memory."""
+    layers = nn.Sequential(*(linear(name, 20) for name in ("first", "second", "third", "fourth")))
+    options = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads", ddp_bucket_size=1, overlap_grad_reduce=True
+    )
+    ddp = DistributedDataParallel(layers, options, create_parallel_state())
+    ddp(torch.ones(3, 20, dtype=torch.float64)).sum().backward()
+    ddp.finish_grad_sync()
+    (buffer,) = ddp.grad_buffers
+    assert isinstance(buffer, ShardedGradBuffer)
+    return buffer.pool.num_allocated
+
+
+def test_a_bucket_waits_for_a_reduction_under_way_once_two_have_memory() -> None:
+    assert run_distributed(2, full_size_buckets) == [2, 2]

@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.kernels import cross_entropy
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_losses_and_normalizers,
+)
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import tensor_parallel_group
 
@@ -62,3 +65,33 @@ def test_four_ranks_equal_torch(
     gradient = torch.cat([gradient for _, gradient in results], dim=-1).double()
     torch.testing.assert_close(gradient, wide.grad, rtol=gradient_tolerance, atol=1e-3 * gradient_tolerance)
     assert not gradient[..., vocab_size:].any()
+
+
+def normalizers_and_gradient(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tp = tensor_parallel_group()
+    logits, _ = whole_logits(vocab_size, torch.float64)
+    shard = logits[..., tp.rank * WIDTH : (tp.rank + 1) * WIDTH].clone().requires_grad_()
+    losses, normalizers = vocab_parallel_losses_and_normalizers(shard * 1, edges_of_shards(), vocab_size, tp)
+    (losses.sum() + normalizers.square().sum()).backward()
+    assert shard.grad is not None
+    return normalizers.detach(), shard.grad
+
+
+def edges_of_shards() -> torch.Tensor:
+    """Return labels that are the first or the last column of a rank."""
+    return torch.tensor([0, 7, 8, 15, 16]).repeat_interleave(BATCH).view(LENGTH, BATCH)
+
+
+def test_normalizers_of_several_ranks_equal_torch() -> None:
+    vocab_size = 17
+    logits, _ = whole_logits(vocab_size, torch.float64)
+    wide = logits.requires_grad_()
+    expected = wide[..., :vocab_size].logsumexp(dim=-1)
+    chosen = wide.gather(-1, edges_of_shards()[..., None]).squeeze(-1)
+    ((expected - chosen).sum() + expected.square().sum()).backward()
+    assert wide.grad is not None
+    results = run_distributed(3, normalizers_and_gradient, vocab_size)
+    for normalizers, _ in results:
+        torch.testing.assert_close(normalizers, expected.detach(), rtol=1e-13, atol=1e-13)
+    gradient = torch.cat([gradient for _, gradient in results], dim=-1)
+    torch.testing.assert_close(gradient, wide.grad[..., : 3 * WIDTH], rtol=1e-12, atol=1e-13)

@@ -11,6 +11,7 @@ import torch
 from megatron.core.kernels.dropout_keys import DropoutSamples
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
+from megatron.core.tensor_parallel.saved_tensors import saved_in_parts
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import load_global_weights, make_batch, make_model, tensor_parallel_group
 
@@ -138,3 +139,24 @@ def test_recomputed_dropout_leaves_the_default_generator_alone() -> None:
     samples = DropoutSamples.at(1, 0, 0, 3, "cpu")
     model(tokens, positions, labels=labels, dropout_samples=samples).mean().backward()
     assert torch.equal(torch.rand(3), expected)
+
+
+def gradients_of_what_is_saved_in_parts() -> tuple[list[int], list[bool]]:
+    """Return how many elements a product keeps, and whether its gradients are right."""
+    generator = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(2, 3, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
+    kept: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, saved_in_parts(x, tensor_parallel_group()):
+        product = x * y
+    gradients = torch.autograd.grad(product.sum(), (x, y))
+    return sorted(kept), [torch.equal(*pair) for pair in zip(gradients, (y, x), strict=True)]
+
+
+def test_each_rank_keeps_its_part_of_a_tensor_that_is_the_same_on_all() -> None:
+    assert run_distributed(2, gradients_of_what_is_saved_in_parts) == [([12, 24], [True, True])] * 2

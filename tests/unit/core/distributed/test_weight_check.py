@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.weight_check import find_bad_weights, find_huge_weights, find_outlying_weights
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.distributed.weight_check import (
+    BadWeight,
+    describe_bad_weights,
+    find_bad_weights,
+    find_huge_weights,
+    find_outlying_weights,
+    not_finite,
+)
+from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, full_pieces
 
 
 def parameter_of(values: list[float]) -> torch.nn.Parameter:
@@ -30,6 +37,9 @@ def test_elements_that_are_not_finite_are_counted_and_the_first_is_named() -> No
         # Here the difference of the sums is one unit in the last place, half as much again as the other's square.
         ([1.0e14, 1.2e6], 7.5e7, 0),
         ([1.0e14, 1.0e11], 1.0e5, None),
+        # Others that are all but zero count as a thousandth.
+        ([0.0, 0.0, 1.5], 1.0e3, 2),
+        ([0.0, 0.0, 0.9], 1.0e3, None),
         ([5.0e6], 1.0e3, None),
     ],
 )
@@ -43,3 +53,30 @@ def test_an_element_far_above_the_mean_of_the_others_is_found(
 def test_a_parameter_whose_mean_is_huge_is_found() -> None:
     (bad,) = find_huge_weights([parameter_of([999.0, 999.0]), parameter_of([1.0, 2000.0])])
     assert (bad.num_bad, bad.first, bad.value) == (1, (1,), 2000.0)
+
+
+def test_an_element_is_named_by_its_place_in_the_whole_parameter() -> None:
+    """The local rows 1 and 2 are the rows 4 and 5 of the whole; the others are padding."""
+    parameter = torch.nn.Parameter(torch.zeros(4, 3))
+    attach_spec(parameter, ParamSpec("fc.weight", (6, 3), (Piece(Box((4, 0), (2, 3)), (1, 0)),)))
+    for local, place in (((1, 0), (4, 0)), ((2, 2), (5, 2)), ((0, 1), (0, 1)), ((3, 1), (3, 1))):
+        with torch.no_grad():
+            parameter.zero_()[local] = torch.inf
+        (bad,) = find_bad_weights([parameter])
+        assert bad.first == place
+
+
+def test_findings_beyond_the_fourth_are_counted() -> None:
+    found = [BadWeight(name, 1, 2, (0,), 5.0, (0, 2)) for name in "abcdef"]
+    text = describe_bad_weights(found)
+    assert text.startswith("a on ranks 0, 2: 1 of 2 elements, the first at [0] is 5; b on ")
+    assert text.endswith("the first at [0] is 5 and 2 more")
+    assert text.count("; ") == 3
+    assert "more" not in describe_bad_weights(found[:4])
+    assert str(BadWeight("a", 1, 2, (0,), 5.0, (3,))).startswith("a on rank 3: ")
+
+
+def test_integers_and_parameters_without_elements_are_finite() -> None:
+    given = [torch.ones(2, dtype=torch.int64), torch.ones(0), torch.tensor([1.0, torch.nan]), torch.ones(2)]
+    assert not_finite(given[:2]) == []
+    assert [id(each) for each in not_finite(given)] == [id(given[2])]

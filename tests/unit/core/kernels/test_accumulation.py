@@ -43,6 +43,7 @@ class Recorder(TorchDispatchMode):
             assert args[-2].dtype is args[-3].dtype is torch.bfloat16
             assert total is kwargs["out"]
             return kwargs["out"]
+        assert self.names[-1] != "index_put_.default" or args[3], "equal indices must add up"
         return func(*args, **(kwargs or {}))
 
 
@@ -117,6 +118,7 @@ def test_only_half_precision_on_cuda_is_asked_about() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     with pretended_cuda() as recorder:
         assert adds_wide_products(torch.bfloat16, torch.float32, cuda)
+        assert "addmm.dtype_out" in recorder.names, "a release may write wide products and not add them"
         recorder.names.clear()
         assert not adds_wide_products(torch.float32, torch.float32, cuda)
         assert not adds_wide_products(torch.bfloat16, torch.bfloat16, cuda)

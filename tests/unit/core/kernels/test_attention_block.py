@@ -297,12 +297,54 @@ def test_cuda_kernels_are_close_to_the_plain_form(is_causal: bool, groups: int) 
         torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2)
 
 
+class FlashCalls(TorchDispatchMode):
+    """Note the numbers and the truth values that the flash kernels are given, by the kernel's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[str, list[float]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "flash" in str(func):
+            self.given[func._schema.name] = [each for each in args if isinstance(each, (bool, int, float))]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("num_keys", "is_causal"), [(64, True), (48, False)])
+def test_blocks_on_cuda_are_computed_by_the_flash_kernels(num_keys: int, is_causal: bool) -> None:
+    with FakeTensorMode(), FlashCalls() as calls:
+        query, grad = (torch.empty(BATCH, 4, 64, 32, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        key, value = (torch.empty(BATCH, 2, num_keys, 32, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        mask = BlockMask(is_causal=is_causal)
+        output, logsumexp = AttentionBlocks().forward(query, key, value, mask)
+        grads = AttentionBlocks().backward(grad, query, key, value, output, logsumexp, mask)
+    assert (output.shape, logsumexp.shape) == (query.shape, (BATCH, 4, 64))
+    assert [each.shape for each in grads] == [query.shape, key.shape, value.shape]
+    assert calls.given == {
+        # Torch leaves out default values at the end.
+        "aten::_scaled_dot_product_flash_attention": [0.0, True] if is_causal else [],
+        "aten::_scaled_dot_product_flash_attention_backward": [64, num_keys, 0.0, is_causal],
+    }
+
+
+def test_what_flash_kernels_on_cuda_cannot_compute_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_block, "compute_capability", lambda device: (9, 0))
+    can = {"device_type": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "has_mask": False, "has_dropout": False}
+    others = ({"device_type": "meta"}, {"dtype": torch.float32}, {"head_dim": 60}, {"has_mask": True})
+    assert AttentionBlocks().has_kernel(**can)  # type: ignore[arg-type]
+    for other in (*others, {"has_dropout": True}):
+        assert not AttentionBlocks().has_kernel(**{**can, **other}), other  # type: ignore[arg-type]
+    for blocks in (AttentionBlocks(plain=True), AttentionBlocks(softcap=5.0)):
+        assert not blocks.has_kernel(**can)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("capability", "head_dim", "expected"),
     [
         (None, 256, True),
         ((9, 0), 256, True),
         ((10, 3), 256, True),
+        ((8, 0), 256, True),
         ((8, 6), 192, True),
         ((8, 6), 256, False),
         ((7, 5), 64, False),

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.kernels.dot_product_attention import fused_attention, masked_attention, plain_attention
+from megatron.core.kernels.dot_product_attention import (
+    fused_attention,
+    masked_attention,
+    plain_attention,
+    torch_flash_attention,
+)
 from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutSamples
 
 BATCH, HEADS, WIDTH = 3, 6, 10
@@ -67,6 +74,46 @@ def test_last_queries_of_a_cached_sequence(core, num_queries: int) -> None:
     whole = core(query, key, value, CAUSAL, None)
     last = core(query[-num_queries:], key, value, CAUSAL, None)
     torch.testing.assert_close(last, whole[-num_queries:])
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "has_mask", "is_causal"), [(9, False, True), (1, False, False), (4, True, False)]
+)
+def test_fused_attention_is_torchs_with_a_mask_only_where_it_needs_one(
+    monkeypatch: pytest.MonkeyPatch, num_queries: int, has_mask: bool, is_causal: bool
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append(options)
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", compute)
+    query, key, value = tensors(num_queries, 9, 2)
+    fused_attention(query, key, value, CAUSAL, None)
+    (options,) = calls
+    assert (options["attn_mask"] is not None, options["is_causal"]) == (has_mask, is_causal)
+    assert (options["dropout_p"], options["enable_gqa"]) == (0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windows"),
+    [(CAUSAL, (-1, 0)), (AttentionPattern(window=3), (2, 0)), (AttentionPattern(is_causal=False, window=3), (2, -1))],
+)
+def test_torchs_flash_kernel_is_given_lengths_and_windows(
+    monkeypatch: pytest.MonkeyPatch, pattern: AttentionPattern, windows: tuple[int, int]
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def compute(*given: Any, window_size_left: int, window_size_right: int) -> list[torch.Tensor]:
+        calls.append((*(each.shape for each in given[:3]), *given[3:], window_size_left, window_size_right))
+        return [given[0]]
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", compute)
+    query, key, value = tensors(4, 9, 2)
+    assert torch.equal(torch_flash_attention(query, key, value, pattern, None), query)
+    shapes = ((BATCH, 4, HEADS, WIDTH), *[(BATCH, 9, 2, WIDTH)] * 2)
+    assert calls == [(*shapes, None, None, 4, 9, 0.0, pattern.is_causal, False, *windows)]
 
 
 @pytest.mark.parametrize("groups", [HEADS, 2])

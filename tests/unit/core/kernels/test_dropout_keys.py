@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from megatron.core.kernels.attention_pattern import CAUSAL
@@ -69,6 +70,48 @@ def test_a_stage_and_a_part_of_the_sequence_drop_what_the_whole_model_drops() ->
         assert torch.equal(ours, theirs[12:20])
     heads = part.of_attention(1, 0.1, range(2, 4)).row_keys.k0
     assert torch.equal(heads, whole.of_attention(1, 0.1, range(4)).row_keys.k0[:, 2:, 8:24])
+
+
+def test_static_keys_take_over_those_of_another_micro_batch_in_their_own_memory() -> None:
+    first, second = make_keys(), make_keys(iteration=8)
+    static = first.static_copy()
+    used = static.after_attention(1)
+    static.overwrite(second)
+    for keys in (used, static.after_attention(1)):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(keys, second.after_attention(1), strict=True))
+    assert torch.equal(static.of_router(1, 4, slice(None)), second.of_router(1, 4, slice(None)))
+    assert all(torch.equal(a, b) for a, b in zip(first.after_attention(1), make_keys().after_attention(1), strict=True))
+    assert torch.equal(first.samples.states, make_keys().samples.states)
+
+
+def test_an_adapter_has_keys_of_the_positions_that_it_sees() -> None:
+    keys = replace(make_keys(), hidden=slice(10, 20))
+    whole, part = keys.of_adapter(2, 3, is_whole=True), keys.of_adapter(2, 3, is_whole=False)
+    assert whole.k0.shape == (LENGTH, BATCH)
+    assert all(torch.equal(theirs[10:20], ours) for ours, theirs in zip(part, whole, strict=True))
+    given = [keys.of_adapter(layer, number, is_whole=True).k0 for layer in LAYERS for number in range(8)]
+    assert len({tuple(k0.flatten().tolist()) for k0 in given}) == len(LAYERS) * 8
+
+
+def test_keys_are_those_of_every_release() -> None:
+    """A run that goes on with another release drops what it would have dropped."""
+    keys = make_keys()
+    found = {
+        "embedding": keys.of_embedding.k0,
+        "attention": keys.after_attention(2).k1,
+        "feed-forward": keys.after_feed_forward(1).k0,
+        "weights": keys.of_attention(2, 0.1, range(1, 4)).row_keys.k1,
+        "adapter": keys.of_adapter(1, 3, is_whole=True).k0,
+    }
+    assert {name: int(values.flatten()[-1]) for name, values in found.items()} == {
+        "embedding": -1395184790,
+        "attention": 1636725171,
+        "feed-forward": 652004714,
+        "weights": 822232286,
+        "adapter": -1936997772,
+    }
+    assert keys.of_attention(2, 0.1, range(4)).seed == 1926738526258255187
+    assert float(keys.of_router(1, 4, slice(None))[-1, -1]) == pytest.approx(-1.385017991)
 
 
 def make_weights_dropout(**changes: int) -> AttentionDropout:

@@ -49,6 +49,10 @@ def test_blocks_hold_every_pair_that_may_meet_and_no_others(name: str, part: str
     assert matrix is not None
     pairs = matrix[:, 0].unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
     mask = make_block_mask(pattern, len(queries), len(keys), torch.device("cpu"), BLOCK)
+    batch, query, key = (torch.arange(size) for size in matrix[:, 0].shape)
+    rule = mask.mask_mod(batch[:, None, None], torch.zeros(1), query[:, None], key)
+    assert torch.equal(rule.expand_as(matrix[:, 0]), matrix[:, 0])
+    assert mask.seq_lengths == (len(queries), len(keys))
     full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
     partial = listed(mask.kv_num_blocks, mask.kv_indices)
     assert torch.equal(full, pairs.all(dim=4).all(dim=2))
@@ -140,6 +144,14 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
 def test_without_triton_there_is_no_flex_attention(triton: Callable[[bool], None]) -> None:
     triton(False)
     assert load_flex_attention() is None
+
+
+def test_what_cannot_be_compiled_is_an_error_and_not_all_scores(
+    monkeypatch: pytest.MonkeyPatch, triton: Callable[[bool], None]
+) -> None:
+    triton(True)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: (function, options))
+    assert load_flex_attention() == (flex_module.flex_attention, {"fullgraph": True})
 
 
 def test_other_documents_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch, triton: Callable[[bool], None]) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import ScalingType
 
+from megatron.core.kernels.float8 import quantised
+from megatron.core.kernels.float8 import scaled_product as products
 from megatron.core.kernels.float8.quantised import (
     E4M3,
     E5M2,
@@ -23,7 +25,7 @@ from megatron.core.kernels.float8.quantised import (
     quantise_whole,
     scale_of,
 )
-from megatron.core.kernels.float8.scaled_product import _swizzled, device_product, scaled_product
+from megatron.core.kernels.float8.scaled_product import _swizzled, device_product, has_scaled_products, scaled_product
 
 RECIPES = {
     "tensorwise": (WHOLE, WHOLE),
@@ -56,6 +58,61 @@ def test_products_are_those_of_the_quantised_operands(
     bias = torch.randn(shape[2])
     with_bias = scaled_product(left, right, torch.float32, bias).double()
     assert (with_bias - expected - bias).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_cpu_multiplies_numbers_in_float32_though_it_has_products_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_scaled_products(WHOLE, WHOLE, "cpu")
+    assert not has_scaled_products(SEGMENTS_OF_32, SEGMENTS_OF_32, "cpu")
+    monkeypatch.setattr(products, "device_product", lambda *given: pytest.fail("a product of the device's own"))
+    assert scaled_product(*operands("tensorwise", SHAPES[0], E4M3), torch.float32).shape == (48, 144)
+
+
+@pytest.mark.parametrize(
+    ("left_size", "right_size", "expected"), [(256, 256, True), (256, 200, False), (200, 256, False), (200, 200, False)]
+)
+def test_a_device_is_given_whole_blocks_only(
+    monkeypatch: pytest.MonkeyPatch, left_size: int, right_size: int, expected: bool
+) -> None:
+    monkeypatch.setattr(products, "_probed", lambda *given: True)
+    left, right = (quantise(torch.ones(128, size), E4M3, SEGMENTS_OF_128) for size in (left_size, right_size))
+    assert products._has_scaled_product(left, right) is expected
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_scales_are_given_to_torch_in_the_form_that_it_asks_for(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    given: list[Any] = []
+
+    def multiply(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()
+        given[:] = [*scales, out_dtype]
+        return (a.float() @ b.float()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    left, right = operands(recipe, (32, 256, 16), E4M3)
+    assert device_product(left, right, torch.float32).dtype == torch.float32
+    expected = {
+        "tensorwise": [left.scale[0, 0], right.scale[0, 0], torch.float32],
+        "rowwise": [left.scale, right.scale.t(), torch.float32],
+        # Its products are in bfloat16.
+        "mxfp8": [*(_swizzled(each.scale.to(torch.float8_e8m0fnu)) for each in (left, right)), torch.bfloat16],
+    }[recipe]
+    assert given.pop() == expected.pop()
+    for ours, theirs in zip(given, expected, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert torch.equal(ours.float(), theirs.float())
+
+
+@pytest.mark.parametrize(("on_triton", "casts"), [(False, True), (True, False)])
+def test_torch_casts_where_there_is_no_program_for_it(
+    monkeypatch: pytest.MonkeyPatch, on_triton: bool, casts: bool
+) -> None:
+    monkeypatch.setattr(quantised, "runs_on_triton", lambda x: on_triton)
+    monkeypatch.setattr(quantised, "casts_to_float8", lambda device: casts)
+    x = torch.randn(6, 10)
+    plain, _ = quantise_whole(x, E4M3, torch.ones(1, 1), None, transpose=False)
+    assert plain is not None
+    assert torch.equal(plain.values(), quantise(x, E4M3, WHOLE, torch.ones(1, 1)).values())
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -17,7 +17,10 @@ CASES = [(kind, 1.0, 0.75) for kind in KINDS] + [("quick_geglu", 0.0, None), ("s
 
 
 def values(dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(5, 3, 14, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    found = torch.randn(5, 3, 14, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    # A gate and both ends of what multiplies it exactly at the limit of most cases.
+    found[0, 0, [0, 8, 9]] = torch.tensor([0.75, 0.75, -0.75], dtype=torch.float64)
+    return found.to(dtype)
 
 
 @pytest.mark.parametrize(("kind", "offset", "limit"), CASES)

@@ -132,6 +132,22 @@ def test_groups_of_any_size_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyP
     assert multiplied == summed == {512 + 32 * step for step in range(17)}
 
 
+@pytest.mark.parametrize(("count", "rounded"), [(0, 0), (1, 1), (31, 31), (32, 32), (33, 34), (63, 64), (65, 68)])
+def test_small_groups_are_rounded_little_or_not_at_all(count: int, rounded: int) -> None:
+    assert len(matrix_product._lengthened(torch.ones(count, 3))) == rounded
+
+
+def test_the_ends_of_groups_are_made_once_of_the_numbers_on_the_device_where_they_are() -> None:
+    cpu = torch.device("cpu")
+    counts = matrix_product.row_counts([2, 0, 5])
+    assert counts.ends(cpu).tolist() == [2, 2, 7]
+    assert counts.ends(cpu).dtype == torch.int32
+    assert counts.ends(cpu) is counts.ends(cpu)
+    assert matrix_product.row_counts(counts) is counts
+    # The numbers differ here to show which of them count.
+    assert matrix_product.RowCounts([2, 0], torch.tensor([3, 4])).ends(cpu).tolist() == [3, 7]
+
+
 @pytest.mark.parametrize("is_empty", [True, False])
 def test_gradients_of_groups_are_added_in_their_own_dtype(is_empty: bool) -> None:
     counts = [33, 0, 70]
@@ -148,6 +164,7 @@ def test_gradients_of_groups_are_added_in_their_own_dtype(is_empty: bool) -> Non
     ("capability", "counts", "width", "expected"),
     [
         pytest.param((9, 0), [16, 0, 33], 64, True, id="hopper"),
+        pytest.param(None, [16, 0, 33], 64, True, id="a device that does not say what it is"),
         pytest.param((10, 3), [16, 0, 33], 64, True, id="blackwell"),
         pytest.param((9, 0), [16, 0, 33], 60, False, id="sizes that are not aligned"),
         pytest.param((9, 0), [0, 0, 0], 64, False, id="no rows"),
@@ -157,7 +174,11 @@ def test_gradients_of_groups_are_added_in_their_own_dtype(is_empty: bool) -> Non
     ],
 )
 def test_groups_are_one_launch_where_torch_has_a_kernel_for_them(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], counts: list[int], width: int, expected: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] | None,
+    counts: list[int],
+    width: int,
+    expected: bool,
 ) -> None:
     monkeypatch.setattr(matrix_product, "compute_capability", lambda device: capability)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -165,6 +186,7 @@ def test_groups_are_one_launch_where_torch_has_a_kernel_for_them(
         weight = torch.empty(3, 32, width, dtype=torch.bfloat16, device="cuda")
         pairs = ((x, weight), (grad, weight.transpose(1, 2)), (grad, x))
         assert [matrix_product._is_one_launch(*pair) for pair in pairs] == [expected] * 3
+        assert not any(matrix_product._is_one_launch(*(each.float() for each in pair)) for pair in pairs)
         if expected:
             # Torch's own rules for what it is given, those for distances in memory among them.
             assert grouped_product(*pairs[0], counts).shape == (sum(counts), 32)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.core.kernels import triton_choice
 from megatron.core.kernels.gated_activation import gated_activation
 from megatron.core.kernels.triton_choice import runs_on_triton, triton_works
-from tests.unit.core.kernels.interpreted import cpu_runs_on_triton, interpret, needs_triton
+from tests.unit.core.kernels.interpreted import needs_triton
 
 PROGRAMS = "megatron.core.kernels.triton_programs"
 
@@ -86,19 +86,14 @@ def test_a_machine_without_a_gpu_fails_the_probe() -> None:
         assert not triton_works()
 
 
-def check_kinds_of_tensors() -> None:
+def test_float64_and_tensors_without_memory_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_choice, "triton_works", lambda: True)
     x = torch.zeros(2)
-    with cpu_runs_on_triton():
-        assert runs_on_triton(x, x.half(), x.bfloat16(), torch.nn.Parameter(x))
-        assert not runs_on_triton(x, x.double())
-        assert not runs_on_triton(x.int())
-        assert not runs_on_triton(x.to("meta"))
-        with FakeTensorMode():
-            assert not runs_on_triton(torch.zeros(2))
+    assert runs_on_triton(x, x.half(), x.bfloat16(), torch.nn.Parameter(x))
+    assert not runs_on_triton(x, x.double())
+    assert not runs_on_triton(x.int())
+    assert not runs_on_triton(x.to("meta"))
+    with FakeTensorMode():
+        assert not runs_on_triton(torch.zeros(2))
+    monkeypatch.setattr(triton_choice, "_DEVICE", "cuda")
     assert not runs_on_triton(x)
-
-
-@pytest.mark.full
-@needs_triton
-def test_float64_and_tensors_without_memory_go_to_torch() -> None:
-    interpret(check_kinds_of_tensors)

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.optimizer.inner_optimizer import is_decayed
+from megatron.core.errors import ConfigurationError
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer, is_decayed
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.recipes.group_override import GroupOverride, parse_override
 from megatron.core.optimizer.recipes.param_rates import ParamRates, Rate
+from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 
 
@@ -54,6 +56,27 @@ def test_the_first_override_that_matches_and_has_the_multiplier_counts() -> None
     assert [rates.weight_decay(p) for p in (fc1, norm, words)] == [0.0, 2.0, 1.0]
     assert [rates.learning_rate(p) for p in (fc1, norm, words)] == [Rate(False, 0.5), Rate(False, 0.5), Rate(True, 1.0)]
     assert [rate for rate, _ in rates.by_rate([words, norm, fc1])] == [Rate(False, 0.5), Rate(True, 1.0)]
+
+
+def test_every_pattern_matches_a_parameter_of_some_rank() -> None:
+    alone, given = single_rank_group(), [parameter("decoder.norm.weight", (2,)), parameter("decoder.norm.bias", (2,))]
+    ParamRates(OptimizerConfig(param_group_overrides=("*.norm.*:lr_mult=2",))).check_patterns(given, alone)
+    rates = ParamRates(OptimizerConfig(param_group_overrides=("*.bias:lr_mult=2", "*.fc1.*:lr_mult=2")))
+    with pytest.raises(
+        ConfigurationError, match=r"--param-group-overrides \*\.fc1\.\*: no trained parameter"
+    ) as caught:
+        rates.check_patterns(given, alone)
+    assert "decoder.norm.bias, decoder.norm.weight and 0 more" in str(caught.value)
+    assert "*.bias" not in str(caught.value)
+
+
+def test_the_state_of_a_built_in_rule_exists_from_the_start() -> None:
+    inner = InnerOptimizer(OptimizerConfig(lr=0.1), [([nn.Parameter(torch.ones(3))], 1.0)])
+    inner.make_state()
+    assert inner.num_updates == 0
+    inner.set_num_steps(4)
+    inner.drop_made_state()
+    assert inner.num_updates == 4
 
 
 @pytest.mark.parametrize(

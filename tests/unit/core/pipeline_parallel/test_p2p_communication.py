@@ -11,8 +11,8 @@ import torch
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
-from megatron.core.pipeline_parallel.p2p_communication import HandOver, PipelineLinks, create_pipeline_links
-from megatron.core.process_group import Group
+from megatron.core.pipeline_parallel.p2p_communication import HandOver, Link, PipelineLinks, create_pipeline_links
+from megatron.core.process_group import Group, single_rank_group
 from megatron.verification.communication_replay import Call, Operation, communication_problems
 
 
@@ -116,3 +116,15 @@ def test_one_rank_has_no_links_and_hands_over_to_itself() -> None:
     queue.send("first")
     queue.send("second")
     assert [queue.take(), queue.take()] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"),
+    [((), True), ((None, None), True), (("gloo", "gloo"), True), (("gloo", "nccl"), False), ((None, "nccl"), False)],
+)
+def test_receives_are_posted_ahead_where_every_link_progresses_by_itself(
+    monkeypatch: pytest.MonkeyPatch, backends: tuple[str | None, ...], expected: bool
+) -> None:
+    monkeypatch.setattr(p2p_communication.dist, "get_backend", lambda handle: handle)
+    links = [Link(0, 1, backend, single_rank_group(("pp",))) for backend in backends]  # type: ignore[arg-type]
+    assert PipelineLinks(*links).post_receives_ahead is expected

@@ -125,6 +125,9 @@ def test_notation_that_cannot_be_read_is_refused(text: str, words: str) -> None:
         (4, 11, {"decoder_last_pipeline_num_layers": 0}, "--decoder-last-pipeline-num-layers 0 must be 1 or more"),
         (1, 4, {"decoder_first_pipeline_num_layers": 2}, "use 2 or more, or leave them out"),
         (2, 8, {"num_virtual_stages_per_pipeline_rank": 3}, "use 1, 2 or 4"),
+        (2, 2, {"num_virtual_stages_per_pipeline_rank": 3}, "pipeline ranks; use 1"),
+        (2, 120, {"num_virtual_stages_per_pipeline_rank": 7}, "use 1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30 or 60"),
+        (2, 240, {"num_virtual_stages_per_pipeline_rank": 7}, "use 1, 2, 3, 4, 5, 6, …, 40, 60 or 120"),
         (2, 8, {"num_layers_per_virtual_pipeline_stage": 3}, "use 1, 2 or 4"),
         (2, 8, {"num_layers_per_virtual_pipeline_stage": 0}, "use 1, 2 or 4"),
         (

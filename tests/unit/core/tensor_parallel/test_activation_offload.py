@@ -195,3 +195,20 @@ def test_what_came_back_and_nobody_reads_is_waited_for_before_its_memory_goes() 
     assert copies.bytes_in == 3 * x.nbytes
     del first, unused, second
     assert copies.num_given_back_too_soon == 0
+
+
+def test_masks_and_what_has_no_elements_stay() -> None:
+    offload = ActivationOffload(HostCopies(), 1)
+    follower = offload.begin_pass(())
+    x = torch.randn(4, requires_grad=True)
+    with follower.layer(()):
+        chosen = torch.where(torch.tensor([True, False, True, True]), x, 0.0)
+        empty = x[:0].exp()
+    assert offload.num_tensors_moved == 0
+    with follower.layer(()):
+        output = chosen.exp()
+    assert offload.num_tensors_moved == 1
+    # Nothing behind the layers has a gradient here, so nothing asks for their tensors together.
+    follower.end(torch.ones(2))
+    (output.sum() + empty.sum()).backward()
+    torch.testing.assert_close(x.grad, x.detach().exp() * torch.tensor([1.0, 0.0, 1.0, 1.0]))

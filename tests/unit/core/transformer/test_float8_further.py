@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.models import float8_layers
 from megatron.core.models.float8_layers import describe_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.float8_products import assert_products
 from tests.harness.toy_model import make_float8_model
 
@@ -54,3 +56,24 @@ def test_they_are_in_fp8_where_the_last_layers_are_not() -> None:
     line = describe_float8(model.config, "cpu")
     assert line is not None
     assert "layers 2 to 2 of 3, and those of further tokens" in line
+
+
+@pytest.mark.parametrize(
+    ("device", "has_products", "by"),
+    [
+        ("cpu", True, "float32 products of the quantised operands"),
+        ("cuda", False, "float32 products of the quantised operands"),
+        ("cuda", True, "torch's scaled products"),
+    ],
+)
+def test_the_line_says_what_computes_the_products(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_products: bool, by: str
+) -> None:
+    monkeypatch.setattr(float8_layers, "has_scaled_products", lambda *given: has_products)
+    config = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4, fp8_format="hybrid")
+    line = describe_float8(config, device)
+    assert line is not None
+    assert line.startswith("fp8: hybrid, ")
+    assert f"layers 1 to 4 of 4; computed by {by}" in line
+    assert "further tokens" not in line
+    assert describe_float8(TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4), device) is None

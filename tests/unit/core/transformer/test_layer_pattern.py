@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern
+from megatron.core.transformer.layer_pattern import _MOST_LAYERS, format_layer_pattern, parse_layer_pattern
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,12 @@ def test_a_pattern_names_layers_and_is_found_again(text: str, kinds: str) -> Non
     assert parse_layer_pattern(text, 6) == layers
     assert parse_layer_pattern(format_layer_pattern(layers), 6) == layers
     assert format_layer_pattern((True, True, False, True)) == "3"
+
+
+def test_a_list_is_as_long_as_any_model_has_layers_and_no_longer() -> None:
+    assert len(parse_layer_pattern(f"[1]*{_MOST_LAYERS}", _MOST_LAYERS)) == _MOST_LAYERS
+    with pytest.raises(ValueError, match="expected"):
+        parse_layer_pattern(f"[1]*{_MOST_LAYERS + 1}", _MOST_LAYERS + 1)
 
 
 BIG = "[1]*100000*100000*100000"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt.gpt_config import GPTConfig, flags_without_argument
 from megatron.core.process_group import single_rank_group
 from tests.harness.toy_model import make_model
 
@@ -46,3 +46,22 @@ def test_shape_of_what_stages_hand_on() -> None:
     assert config.hidden_shape(48, 5) == (16, 5, 28)
     config = GPTConfig(num_layers=2, hidden_size=28, num_attention_heads=4, sequence_parallel=True, **sizes)
     assert config.hidden_shape(48, 5) == (8, 5, 28)
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        ({}, []),
+        ({"attn_logit_softcapping": 30.0, "use_mup": True}, ["--attn-logit-softcapping 30.0", "--use-mup"]),
+        ({"rope_type": "rope"}, []),
+        ({"rope_type": "yarn", "rotary_scaling_factor": 4.0}, []),
+        ({"rotary_scaling_factor": 4.0}, ["--rotary-scaling-factor 4.0"]),
+        # Megatron's arguments hold these in another form.
+        ({"window_size": "3,0", "num_experts": 4}, []),
+        ({"multi_latent_attention": True, "kv_lora_rank": 8}, []),
+        ({"kv_lora_rank": 8}, ["--kv-lora-rank 8"]),
+    ],
+)
+def test_flags_that_the_arguments_of_megatrons_files_cannot_hold(fields: dict[str, Any], flags: list[str]) -> None:
+    config = GPTConfig(num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=50, **fields)
+    assert sorted(flags_without_argument(config)) == sorted(flags)

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.moe.expert_load import LoadReport
 from megatron.core.transformer.moe.moe_layer import MoELayer, loads_of
 from megatron.core.transformer.moe.token_rows import TokenRows
 from tests.harness.toy_model import load_global_weights, make_model
@@ -166,6 +167,19 @@ def test_recomputed_passes_are_not_counted_and_evaluation_is_not_either() -> Non
     assert torch.equal(bias.detach(), before + (given.mean() - given).sign() * 1e-3)
     loads.begin_step()
     assert loads.collect(torch.device("cpu")).sum() == 0
+
+
+def test_a_report_numbers_layers_from_one_and_experts_from_zero() -> None:
+    report = LoadReport((0, 2), ((0.5, 1.5), (0.75, 1.25)), 0.1)
+    assert report.by_layer() == {"1": [0.5, 1.5], "3": [0.75, 1.25]}
+    assert report.scalars() == {
+        "expert-load/layer-1/expert-0": 0.5,
+        "expert-load/layer-1/expert-1": 1.5,
+        "expert-load/layer-3/expert-0": 0.75,
+        "expert-load/layer-3/expert-1": 1.25,
+    }
+    assert report.numbers() == {"expert_load_max": 1.5, "expert_load_min": 0.5, "dropped_tokens": 0.1}
+    assert LoadReport((), (), 0.0).numbers() == {"expert_load_max": 0.0, "expert_load_min": 0.0, "dropped_tokens": 0.0}
 
 
 def test_a_dense_model_has_no_loads() -> None:
