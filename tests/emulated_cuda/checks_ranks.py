@@ -90,6 +90,12 @@ def test_work_of_a_communicator_is_waited_for_by_the_stream(waits: bool) -> None
         work.wait()
 
 
+def test_a_tensor_on_the_device_of_another_rank() -> None:
+    tensor = torch.ones(4, device=torch.device("cuda", PEER))
+    with pytest.raises(dist.DistBackendError, match="tensor not on device passed to init_process_group"):
+        dist.all_reduce(tensor)
+
+
 def test_coalesced_collectives() -> None:
     tensors = [ones() * (RANK + 1), ones(8) * (RANK + 2)]
     gathered = [torch.empty(2 * len(tensor), device="cuda") for tensor in tensors]

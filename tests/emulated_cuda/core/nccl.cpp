@@ -232,10 +232,19 @@ Nccl::WorkPtr Nccl::launch(std::vector<Operation> operations) {
   return c10::make_intrusive<Pending>(first.type, stream, held, outputs, first.type == c10d::OpType::BARRIER);
 }
 
+// A rank that communicates from another device would need a communicator of its own, which its peers do not make.
+void Nccl::check_bound_device(const Tensor& tensor) const {
+  const auto bound = getBoundDeviceId();
+  TORCH_CHECK_WITH(DistBackendError, !bound || *bound == tensor.device(),
+                   "Attempt to perform collective on tensor not on device passed to init_process_group: it is on ",
+                   tensor.device(), " and the group is bound to ", bound.value_or(tensor.device()));
+}
+
 Nccl::WorkPtr Nccl::submit(Operation operation) {
   for (const auto* tensors : {&operation.reads, &operation.writes}) {
     for (const Tensor& tensor : *tensors) {
       check_tensor(tensor);
+      check_bound_device(tensor);
     }
   }
   if (is_coalescing_) {
@@ -252,6 +261,7 @@ Nccl::WorkPtr Nccl::submit_all(std::vector<Operation> operations) {
     for (const auto* tensors : {&operation.reads, &operation.writes}) {
       for (const Tensor& tensor : *tensors) {
         check_tensor(tensor);
+        check_bound_device(tensor);
       }
     }
   }

@@ -94,6 +94,7 @@ class Nccl final : public c10d::Backend {
   WorkPtr submit(Operation operation);
   WorkPtr submit_all(std::vector<Operation> operations);
   Stream& communication_stream(c10::DeviceIndex device, const std::string& key);
+  void check_bound_device(const at::Tensor& tensor) const;
   std::string signature(const std::string& name, const at::Tensor& tensor, const std::string& detail = "") const;
   void reduce_into(const at::Tensor& target, const std::vector<at::Tensor>& addends, const c10d::ReduceOp& op) const;
   Operation make_message(Tensors& tensors, int peer, bool is_send);
