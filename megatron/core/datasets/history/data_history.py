@@ -110,8 +110,8 @@ class DataHistory:
 
     def until(self, consumed_samples: int) -> DataHistory:
         """Return the history up to the phase that the next sample after ``consumed_samples`` belongs to."""
-        phases = [phase for phase in self.phases if phase.start <= consumed_samples]
-        return dataclasses.replace(self, phases=tuple(phases[: max(len(phases), 1)]))
+        phases = tuple(phase for phase in self.phases if phase.start <= consumed_samples)
+        return dataclasses.replace(self, phases=phases)
 
     def counted_as(self, earlier: DataHistory) -> DataHistory:
         """Return the history with the counts of an earlier point of the same run."""

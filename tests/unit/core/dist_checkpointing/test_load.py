@@ -144,6 +144,8 @@ def test_of_many_misfits_the_first_are_named_in_one_line(tmp_path: Path) -> None
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, wanted)
     assert "missing in the checkpoint: model.b, model.c, model.d, model.e and 3 more;" in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: model\.b, model\.c, model\.d, model\.e;"):
+        load(tmp_path, wanted[:4])
     assert "\n" not in str(caught.value)
 
 

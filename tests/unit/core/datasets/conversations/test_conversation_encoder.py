@@ -50,6 +50,21 @@ def test_answers_alone_are_learnt(tmp_path: Path, template: str) -> None:
     assert prompt == "<|system|>s<|user|>ab<|assistant|>"
 
 
+def test_all_that_the_tokens_depend_on_is_described(tmp_path: Path) -> None:
+    tokenizer = write_chat_folder(tmp_path / "model", TEMPLATE)
+    template = choose_template(tokenizer, None)
+    known = ConversationEncoder(tokenizer, template).describe()
+    assert ConversationEncoder(tokenizer, template).describe() == known
+    other = ConversationEncoder(tokenizer, ChatTemplate(MARKED, "mine", template.special_tokens)).describe()
+    assert (other["tokenizer"], other["chat_template"] == known["chat_template"]) == (known["tokenizer"], False)
+    tokenizer.vocab_size += 1
+    larger = ConversationEncoder(tokenizer, template).describe()
+    assert (larger["tokenizer"] == known["tokenizer"], larger["chat_template"]) == (False, known["chat_template"])
+    tokenizer.vocab_size -= 1
+    tokenizer.files[0].write_bytes(tokenizer.files[0].read_bytes() + b" ")
+    assert ConversationEncoder(tokenizer, template).describe()["tokenizer"] != known["tokenizer"]
+
+
 @pytest.mark.parametrize(
     ("content", "messages"),
     [

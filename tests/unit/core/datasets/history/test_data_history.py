@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
-from megatron.core.datasets.history.data_history import DataHistory, RunPosition
+from megatron.core.datasets.history.data_history import (
+    DataHistory,
+    DataSetKey,
+    DataSetRecord,
+    Phase,
+    RunPosition,
+)
 from megatron.core.datasets.history.dataset_chain import LaterPhase, SegmentChain
 from megatron.core.datasets.history.sample_keys import ReadCounter, SamplePlace, locate_sample, sample_keys
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
@@ -322,3 +328,33 @@ def test_a_place_is_where_the_tokens_are(texts: tuple[str, ...], tmp_path: Path)
             )
             read += raw.tolist()
         assert read == tokens
+
+
+def two_phases(*counts: int) -> DataHistory:
+    """Return the history of a run with as many data sets as there are counts, whose second phase begins at 40."""
+    records = tuple(
+        DataSetRecord(
+            key=DataSetKey(name=f"d{n}", lengths_fingerprint="", first_sequence=0, end_sequence=9, sequence_length=4),
+            prefix=f"d{n}",
+            segments=(),
+            consumed_samples=count,
+        )
+        for n, count in enumerate(counts)
+    )
+    phases = tuple(
+        Phase(start=start, data_sets=(0,), weights=(1.0,), has_given_weights=False, offsets=(0,)) for start in (0, 40)
+    )
+    return DataHistory(
+        dataloader_type="single", num_samples=None, seed=None, consumed_samples=50, data_sets=records, phases=phases
+    )
+
+
+@pytest.mark.parametrize(("consumed", "starts"), [(0, [0]), (39, [0]), (40, [0, 40]), (90, [0, 40])])
+def test_a_history_ends_with_the_phase_of_the_next_sample(consumed: int, starts: list[int]) -> None:
+    assert [phase.start for phase in two_phases(50).until(consumed).phases] == starts
+
+
+def test_counts_of_an_earlier_point_lack_the_data_sets_of_later_phases() -> None:
+    counted = two_phases(30, 20, 7).counted_as(two_phases(12, 5))
+    assert counted.consumed_samples == 50
+    assert [record.consumed_samples for record in counted.data_sets] == [12, 5, 0]

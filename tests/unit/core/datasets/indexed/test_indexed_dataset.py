@@ -91,6 +91,15 @@ def test_nothing_is_left_of_an_abandoned_writer(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_hidden_file_is_left_of_a_writer_that_cannot_publish_its_index(tmp_path: Path) -> None:
+    (tmp_path / "data.idx").mkdir()
+    with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
+        builder.add_document([1, 2], [2])
+        with pytest.raises(DataError, match="cannot be written"):
+            builder.finalize()
+    assert {path.name for path in tmp_path.iterdir()} <= {"data.bin", "data.idx"}
+
+
 def test_builder_refuses_what_it_cannot_store(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
         with pytest.raises(DataError, match="token 65536 does not fit uint16"):
