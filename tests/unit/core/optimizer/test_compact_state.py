@@ -274,5 +274,6 @@ def test_a_scale_is_the_smallest_power_of_two_that_a_block_does_not_exceed(dtype
     largest = torch.tensor([1.0, 0.75, 0.5, 1.0000001, 1.5, 2.0])
     blocks = torch.zeros(6, 128)
     blocks[:, 5] = -largest
-    _, exponents = stored(blocks.view(-1), dtype).held()
+    scaled, exponents = stored(blocks.view(-1), dtype).held()
+    assert scaled.float().abs().max() == {"fp16": 2.0**15, "fp8": 2.0**8}[dtype]
     assert (exponents - exponents[0]).flatten().tolist() == [0, 0, -1, 1, 1, 1]
