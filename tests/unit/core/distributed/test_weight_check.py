@@ -37,6 +37,9 @@ def test_elements_that_are_not_finite_are_counted_and_the_first_is_named() -> No
         # Here the difference of the sums is one unit in the last place, half as much again as the other's square.
         ([1.0e14, 1.2e6], 7.5e7, 0),
         ([1.0e14, 1.0e11], 1.0e5, None),
+        # The mean is that of the others alone.
+        ([1.0, 2.0, 1900.0], 1.0e3, 2),
+        ([1.0, 900.0], 1.0e3, None),
         # Others that are all but zero count as a thousandth.
         ([0.0, 0.0, 1.5], 1.0e3, 2),
         ([0.0, 0.0, 0.9], 1.0e3, None),

@@ -267,3 +267,13 @@ def test_scales_are_powers_of_two_at_both_ends_of_the_range() -> None:
     for value in (3.4e38, 1e-38, 1e-44):
         compact = ScaledTensor(torch.full((128,), value), torch.float16)
         assert compact.decoded()[0].item() == pytest.approx(value, rel=2e-3 if value > 1e-40 else 0.2)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp8"])
+def test_a_scale_is_the_smallest_power_of_two_that_a_block_does_not_exceed(dtype: str) -> None:
+    largest = torch.tensor([1.0, 0.75, 0.5, 1.0000001, 1.5, 2.0])
+    blocks = torch.zeros(6, 128)
+    blocks[:, 5] = -largest
+    scaled, exponents = stored(blocks.view(-1), dtype).held()
+    assert scaled.float().abs().max() == {"fp16": 2.0**15, "fp8": 2.0**8}[dtype]
+    assert (exponents - exponents[0]).flatten().tolist() == [0, 0, -1, 1, 1, 1]

@@ -208,3 +208,10 @@ def test_the_decoupled_rate_has_the_same_shape_between_bounds_of_its_own() -> No
     found = [decoupled_learning_rate(decoupled, count) for count in (0, 20, 40, 70, 200)]
     assert found == pytest.approx([0.2, 1.6, 3.0, 2.0, 1.0])
     assert decoupled_learning_rate(replace(decoupled, decoupled_min_lr=None), 200) == 0.5
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_a_weight_decay_that_rises_over_no_samples_is_the_last_one_and_over_one_the_first_at_first(style: str) -> None:
+    for steps, num_samples, expected in ((0, 0, 0.3), (1, 0, 0.1), (1, 1, 0.3), (1, 2, 0.3)):
+        config = ScheduleConfig(max_lr=1.0, start_wd=0.1, end_wd=0.3, wd_incr_steps=steps, wd_incr_style=style)
+        assert weight_decay(config, num_samples) == pytest.approx(expected)

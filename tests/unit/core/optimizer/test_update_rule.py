@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer import inner_optimizer
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rule import examine_rule
@@ -163,3 +164,23 @@ def test_a_rule_that_needs_a_closure_is_rejected_in_one_line(use: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"LBFGS fails in a trial step.*closure") as caught:
         examine_rule(OptimizerConfig(optimizer=use(torch.optim.LBFGS)))
     assert "\n" not in str(caught.value)
+
+
+def test_state_that_was_made_to_be_loaded_goes_with_a_return_to_the_beginning(use: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    inner = InnerOptimizer(OptimizerConfig(optimizer=use(torch.optim.Adagrad)), [([parameter], 1.0)])
+    first = inner.state_of(parameter, "sum").clone()
+    inner.set_learning_rate(0.5, 0.25)
+    inner.make_state()
+    assert torch.equal(parameter.detach(), torch.ones(3))
+    assert parameter.grad is None
+    (group,) = inner.rule.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    for num_steps, expected in ((4, 5.0), (0, 0.0)):
+        inner.state_of(parameter, "sum").fill_(5.0)
+        inner.set_num_steps(num_steps)
+        assert torch.equal(inner.state_of(parameter, "sum"), first + expected)
+    inner.make_state()
+    inner.state_of(parameter, "sum").fill_(5.0)
+    inner.make_state()
+    assert torch.equal(inner.state_of(parameter, "sum"), first + 5.0)

@@ -32,6 +32,7 @@ def counts(pp: int, num_layers: int, layout: str | None = None, **fields: Any) -
 
 
 def test_an_even_split() -> None:
+    assert layers(1, 1) == [[(0,)]]
     assert layers(1, 3) == [[(0, 1, 2)]]
     assert layers(3, 6) == [[(0, 1)], [(2, 3)], [(4, 5)]]
 
