@@ -150,6 +150,23 @@ def test_copies_to_the_host_arrive_late() -> None:
     assert target.tolist() == [1.0] * 4
 
 
+def test_a_query_may_come_too_early() -> None:
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    x = torch.ones(4, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.mul_(2)
+    event.record(side)
+    assert not event.query()
+    assert not side.query()
+    with pytest.raises(RuntimeError, match=RACE):
+        x.sum()
+    for ask in (event.query, side.query):
+        while not ask():
+            pass
+    assert x.sum().item() == 8
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_pinned_source_that_changes_too_early(waits: bool) -> None:
     source = torch.ones(4).pin_memory()

@@ -47,6 +47,9 @@ struct Stream {
   uint64_t time = 0;
   // The capture that this stream takes part in, if any.
   Capture* capture = nullptr;
+  // How often it was asked for since the last work was launched, and that work.
+  int num_queries = 0;
+  uint64_t queried = 0;
 
   c10::Stream handle() const {
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::CUDA, device), id);
@@ -63,6 +66,8 @@ struct Event {
   bool has_timing = false;
   // The capture in which it was recorded; compared, never dereferenced.
   const Capture* capture = nullptr;
+  // How often it was asked for since it was recorded.
+  mutable int num_queries = 0;
 };
 
 // An error of the CUDA runtime, with its number.

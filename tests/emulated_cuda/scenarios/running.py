@@ -21,8 +21,11 @@ NOTHING, STATEMENTS, CALLS = "nothing", "statements", "calls"
 """What a server observes."""
 MODULES_FILE = "imported-modules"
 """The file in the folder of a run with the names of the modules of the project that were imported."""
-_NOT_COMPARED = ("time", "_ms", "seconds", "per_second", "tflop", "throughput", "memory", "tokens_per", "eta", "mfu")
-"""Parts of the names of metrics that differ from run to run."""
+_COMPARED = (
+    *("iteration", "split", "lm_loss", "grad_norm", "params_norm", "num_zeros", "loss_scale", "skipped"),
+    *("max_attention_logit", "expert_load", "dropped_tokens", "samples", "scores", "name", "value"),
+)
+"""Metrics that are the same in each run of a program."""
 _ERROR_CHARACTERS = 400
 
 
@@ -195,23 +198,21 @@ def _fault(folder: Path, found: Mapping[str, Any], launch: Launch) -> str:
 
 
 def _last_error(folder: Path) -> str:
+    """Return the last line of a log that names an error, or the last line of all."""
     lines = [
         line.strip()
         for log in sorted(folder.glob("rank_*.log"))
         for line in log.read_text(errors="replace").splitlines()
-        if "Error" in line or "error:" in line
+        if line.strip()
     ]
-    return lines[-1][:_ERROR_CHARACTERS] if lines else "no message"
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or ["no message"])[-1][:_ERROR_CHARACTERS]
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return what does not depend on time in the metrics files of a run, in the order of their names."""
-    rows = []
-    for path in sorted(folder.rglob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            rows.append({key: value for key, value in row.items() if not any(part in key for part in _NOT_COMPARED)})
-    return rows
+    """Return what is the same in each run of the metrics files, in the order of their names."""
+    rows = (json.loads(line) for path in sorted(folder.rglob("*.jsonl")) for line in path.read_text().splitlines())
+    return [{key: row[key] for key in _COMPARED if key in row} for row in rows]
 
 
 def difference(result: Result, expected: Result) -> str:
@@ -221,7 +222,7 @@ def difference(result: Result, expected: Result) -> str:
     if len(result.metrics) != len(expected.metrics):
         return f"{len(result.metrics)} lines of metrics in place of {len(expected.metrics)}"
     for found, known in zip(result.metrics, expected.metrics):
-        changed = [key for key in sorted({*found, *known}) if found.get(key) != known.get(key)]
+        changed = [key for key in _COMPARED if found.get(key) != known.get(key)]
         if changed:
             key = changed[0]
             return f"{key} is {found.get(key)} in place of {known.get(key)}"
