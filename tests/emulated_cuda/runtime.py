@@ -283,7 +283,7 @@ def finish_import() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize
-    torch.autograd.profiler.emit_nvtx = _Ranges  # type: ignore[misc]
+    torch.autograd.profiler.emit_nvtx = _Ranges  # type: ignore[assignment, misc]
     atexit.register(_fail_after_reports)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.emulated_cuda.scenarios.running import Launch, Scenario
 
 PROGRAMS = "tests/emulated_cuda/scenarios/programs"
@@ -20,7 +22,7 @@ _ROPE = "--position-embedding-type rope --swiglu --normalization RMSNorm --disab
 _OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _SHARDS = "--data-parallel-sharding-strategy"
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --num-layers 2 --swiglu --disable-bias-linear"
-_OFFLOADS = "--optimizer-cpu-offload --optimizer-offload-fraction 1.0 --ddp-bucket-size 8000"
+_OFFLOADS = "--optimizer-cpu-offload --optimizer-offload-fraction 1.0"
 _TENSOR = "--tensor-model-parallel-size 2"
 _STAGES = "--pipeline-model-parallel-size 2"
 _SHORT = "--train-iters 1 --global-batch-size 1 --num-layers 1 --seq-length 16 --max-position-embeddings 16"
@@ -237,6 +239,14 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     training("gradients in float32, bf16", "--bf16 --overlap-grad-reduce --use-distributed-optimizer --num-layers 3"),
     training("experts in fp8", f"{_EXPERTS} --bf16 --fp8-format hybrid --fp8-recipe tensorwise"),
+    *(
+        Scenario(name, (replace(launch(flags), program=f"{PROGRAMS}/small_update_buckets.py"),))
+        for name, flags in (
+            ("optimizer offload, many buckets", f"--bf16 {_OFFLOADS}"),
+            ("optimizer offload, many buckets overlapped", f"--bf16 {_OFFLOADS} --overlap-cpu-optimizer-d2h-h2d"),
+        )
+    ),
+    program("sharded weights freed before they were used", "abandoned_weights.py", 2),
     program("measures of a device", "measures.py"),
     program("measures of two devices", "measures.py", 2),
     Scenario(

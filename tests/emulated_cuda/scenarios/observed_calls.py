@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
+from mmap import mmap
 from typing import Any
 
 BUILT_IN_NAME = "emulated_cuda_call"
@@ -13,7 +14,7 @@ NONE = -1
 class ObservedCalls:
     """Make calls by their numbers, note these in ``hits``, and leave the call with the number ``removed`` out."""
 
-    def __init__(self, hits: MutableSequence[int], removed: int = NONE) -> None:
+    def __init__(self, hits: mmap, removed: int = NONE) -> None:
         self._hits = hits
         self._removed = removed
 

@@ -198,13 +198,15 @@ def _fault(folder: Path, found: Mapping[str, Any], launch: Launch) -> str:
 
 
 def _last_error(folder: Path) -> str:
+    """Return the last line of a log that names an error, or the last line of all."""
     lines = [
         line.strip()
         for log in sorted(folder.glob("rank_*.log"))
         for line in log.read_text(errors="replace").splitlines()
-        if "Error" in line or "error:" in line
+        if line.strip()
     ]
-    return lines[-1][:_ERROR_CHARACTERS] if lines else "no message"
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or ["no message"])[-1][:_ERROR_CHARACTERS]
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,9 @@ def examine(device: Device) -> None:
     assert device.used_bytes() is not None
     assert device.pinned_bytes() is not None
     assert device.memory_use().reserved >= 0
+    device.synchronize()
     assert device.queue_state() == "idle"
+    assert not device.has_work_left()
     assert device.has_peers()
     assert compute_capability(device.torch_device)
     state = device.get_rng_state()

@@ -31,6 +31,6 @@ if __name__ == "__main__":
     package = ModuleType("lm_eval")
     package.__spec__ = importlib.machinery.ModuleSpec("lm_eval", None)
     sys.modules["lm_eval"] = package
-    task_scores.HarnessTasks = NoTasks  # type: ignore[assignment, misc]
+    task_scores.HarnessTasks = NoTasks  # type: ignore[attr-defined, assignment]
     task_scores.TaskScores._scores = scores  # type: ignore[method-assign]
     run_program(lambda: pretrain_gpt.main(sys.argv[1:]))
