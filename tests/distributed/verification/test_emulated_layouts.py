@@ -179,7 +179,7 @@ def test_the_command_ends_in_a_line_where_the_emulator_cannot_be_built(tmp_path:
 @pytest.mark.full
 def test_the_command_names_the_gpu_types() -> None:
     result = run_tool("--emulate-cuda", "v100", "--filter", "first1")
-    expected = "error: --emulate-cuda: 'v100' is no emulated GPU type; a100, h100, h200, b200 are\n"
+    expected = "error: --emulate-cuda: 'v100' is no emulated GPU type; a100, h100, h200, b200, b300 are\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", expected)
 
 

@@ -8,7 +8,6 @@ RECORDED = "recorded"
 
 APART: dict[str, tuple[str, str]] = {
     # Methods of the same names that have nothing to do with a device.
-    "megatron/adoption/": (HOST, "reads programs of other projects"),
     "megatron/commands/training/rank_launcher.py:": (HOST, "processes of a launcher"),
     "megatron/conversion/target_layout.py:": (HOST, "a description of sizes"),
     "megatron/core/datasets/samples/read_ahead.py:": (HOST, "threads that read samples"),
@@ -63,10 +62,12 @@ NOT_REPORTED: dict[str, str] = {
     ),
     "megatron/core/pipeline_parallel/executor.py:_Run.run: self.activations_out.finish()": _SEND,
     "megatron/core/pipeline_parallel/executor.py:_Run.run: self.gradients_out.finish()": _SEND,
-    "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.finish: self._unfinished.popleft()[0].wait()": _SEND,
+    "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.finish: self._unfinished.popleft()[0].wait()": (
+        _SEND
+    ),
     "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.send: self._unfinished.popleft()[0].wait()": _SEND,
     "megatron/core/pipeline_parallel/p2p_communication.py:_connect: (link.send(element) if rank == link.sender else "
-    "link.receive(element)).wait()": "nothing reads the element: the message opens the connection before the first pass",
+    "link.receive(element)).wait()": "nothing reads the element: it opens the connection before the first pass",
     "megatron/core/tensor_parallel/activation_offload.py:_Moved.__del__: self._copies.wait(self._back)": (
         "open: no scenario drops a copy that comes back before anything has asked for it"
     ),

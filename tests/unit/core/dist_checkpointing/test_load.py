@@ -84,7 +84,7 @@ def test_the_progress_ends_with_all_bytes(tmp_path: Path) -> None:
         index,
         toy_tensors(0, 1, filled=False),
         ["model."],
-        WORLD,
+        STATE,
         progress=lambda *counts: told.append(counts),
     )
     total = sum(piece.num_bytes for tensor in index.tensors.values() for piece in tensor.pieces)

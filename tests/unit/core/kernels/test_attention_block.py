@@ -311,7 +311,11 @@ class FlashCalls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("num_keys", "is_causal"), [(64, True), (48, False)])
-def test_blocks_on_cuda_are_computed_by_the_flash_kernels(num_keys: int, is_causal: bool) -> None:
+def test_blocks_on_cuda_are_computed_by_the_flash_kernels(
+    num_keys: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Fake tensors have no such choice.
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: SDPBackend.FLASH_ATTENTION.value)
     with FakeTensorMode(), FlashCalls() as calls:
         query, grad = (torch.empty(BATCH, 4, 64, 32, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         key, value = (torch.empty(BATCH, 2, num_keys, 32, dtype=torch.bfloat16, device="cuda") for _ in range(2))
