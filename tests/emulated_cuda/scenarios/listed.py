@@ -247,6 +247,8 @@ SCENARIOS: tuple[Scenario, ...] = (
         )
     ),
     program("sharded weights freed before they were used", "abandoned_weights.py", 2),
+    program("activations fetched before they were dropped", "abandoned_activations.py"),
+    program("cell of the verifier", "cell.py", 2, "{folder}/cell.jsonl", *_OVERLAPS.split()),
     program("measures of a device", "measures.py"),
     program("measures of two devices", "measures.py", 2),
     Scenario(

@@ -60,6 +60,15 @@ NOT_REPORTED: dict[str, str] = {
         "without --overlap-cpu-optimizer-d2h-h2d a copy ends before the next one begins; `_send` waits too, before the "
         "memory is written to again"
     ),
+    "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.send: self._unfinished.popleft()[0].wait()": _SEND,
+    "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.finish: self._unfinished.popleft()[0].wait()": (
+        _SEND
+    ),
+    "megatron/core/pipeline_parallel/p2p_communication.py:_connect: (link.send(element) if rank == link.sender else "
+    "link.receive(element)).wait()": (
+        "the element is not read, and the communicator makes later messages follow it; gloo needs the wait, or the "
+        "first message could find no connection"
+    ),
     "megatron/core/pipeline_parallel/executor.py:_Run.run: self.activations_out.finish()": _SEND,
     "megatron/core/pipeline_parallel/executor.py:_Run.run: self.gradients_out.finish()": _SEND,
     "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.finish: self._unfinished.popleft()[0].wait()": (
