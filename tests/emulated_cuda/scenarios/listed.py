@@ -183,6 +183,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     training("pipeline, weight gradients delayed", f"{_STAGES} --num-layers 4 --delay-wgrad-compute", 2),
     training("ring of keys", f"{_CONTEXT} --cp-comm-type p2p", 2),
+    training("ring of keys, bf16", f"{_CONTEXT} --cp-comm-type p2p --bf16", 2),
     training("keys gathered", f"{_CONTEXT} --cp-comm-type all_gather", 2),
     training("heads exchanged", f"{_CONTEXT} --cp-comm-type a2a", 2),
     training(
@@ -230,12 +231,23 @@ SCENARIOS: tuple[Scenario, ...] = (
     training("same bits", f"--deterministic-mode --bf16 {_ROPE}"),
     training("attention sinks", f"--softmax-type learnable {_ROPE}"),
     training("attention in a window", f"--window-size 8,0 {_ROPE}"),
+    training("attention sinks, bf16", f"--softmax-type learnable {_ROPE} --bf16"),
+    training("attention in a window, bf16", f"--window-size 8,0 {_ROPE} --bf16"),
     training("scores capped", f"--attn-logit-softcapping 20 {_ROPE}"),
     training("grouped keys, documents", f"--group-query-attention --num-query-groups 2 {_ROPE} --reset-attention-mask"),
     training("flash attention asked for", "--attention-backend flash --bf16"),
     training("attention recomputed, dropout", "--recompute-activations --attention-dropout 0.1 --hidden-dropout 0.1"),
     training(
         "tensor parallel, overlap chosen", f"{_TENSOR} --sequence-parallel --tp-comm-overlap --inprocess-restart", 2
+    ),
+    training(
+        "tensor parallel, overlapped by symmetric memory",
+        f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl symmetric-memory --bf16",
+        2,
+    ),
+    *(
+        training(f"fp8, {recipe}", f"--bf16 --fp8-format e4m3 --fp8-recipe {recipe} {_ROPE}")
+        for recipe in ("rowwise", "blockwise", "mxfp8")
     ),
     training("gradients in float32, bf16", "--bf16 --overlap-grad-reduce --use-distributed-optimizer --num-layers 3"),
     training("experts in fp8", f"{_EXPERTS} --bf16 --fp8-format hybrid --fp8-recipe tensorwise"),

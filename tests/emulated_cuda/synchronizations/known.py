@@ -71,18 +71,6 @@ NOT_REPORTED: dict[str, str] = {
     ),
     "megatron/core/pipeline_parallel/executor.py:_Run.run: self.activations_out.finish()": _SEND,
     "megatron/core/pipeline_parallel/executor.py:_Run.run: self.gradients_out.finish()": _SEND,
-    "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.finish: self._unfinished.popleft()[0].wait()": (
-        _SEND
-    ),
-    "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.send: self._unfinished.popleft()[0].wait()": _SEND,
-    "megatron/core/pipeline_parallel/p2p_communication.py:_connect: (link.send(element) if rank == link.sender else "
-    "link.receive(element)).wait()": "nothing reads the element: it opens the connection before the first pass",
-    "megatron/core/tensor_parallel/activation_offload.py:_Moved.__del__: self._copies.wait(self._back)": (
-        "open: no scenario drops a copy that comes back before anything has asked for it"
-    ),
-    "megatron/verification/run_cell.py:run_cell: chunk.finish_param_gather()": (
-        "open: the scenarios train by pretrain_gpt.py; tools/verify_parallelism.py --emulate-cuda executes it"
-    ),
     "megatron/core/optimizer/optimizer.py:MegatronOptimizer.averaged_weights: chunk.finish_param_gather()": (
         f"the weights themselves are evaluated first: {_AFTER_HOOKS}"
     ),
