@@ -26,6 +26,7 @@ _OFFLOADS = "--optimizer-cpu-offload --optimizer-offload-fraction 1.0"
 _TENSOR = "--tensor-model-parallel-size 2"
 _STAGES = "--pipeline-model-parallel-size 2"
 _SHORT = "--train-iters 1 --global-batch-size 1 --num-layers 1 --seq-length 16 --max-position-embeddings 16"
+_BLOCKS = "--seq-length 128 --max-position-embeddings 128 --hidden-size 64 --reset-attention-mask"
 _CONTEXT = f"--context-parallel-size 2 {_ROPE}"
 
 
@@ -224,6 +225,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     faulty("a loss is not a number on two ranks", "nan_loss_at=6", _OVERLAPS, 2, 1, 1),
     faulty("a weight is not a number", "bad_weight_at=3", "--use-distributed-optimizer", 2, 1, 1),
+    faulty("a rank fails", "raise_at=3", "", 2, 1, 1),
     faulty("a loss is not a number", "nan_loss_at=3", "--rerun-mode validate_results", 1, 1),
     training("profile for nsys", "--profile --profile-step-start 1 --profile-step-end 2"),
     training("memory history", "--record-memory-history --memory-snapshot-path {folder}/memory.pickle"),
@@ -236,6 +238,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     training("scores capped", f"--attn-logit-softcapping 20 {_ROPE}"),
     training("grouped keys, documents", f"--group-query-attention --num-query-groups 2 {_ROPE} --reset-attention-mask"),
     training("flash attention asked for", "--attention-backend flash --bf16"),
+    training("flash attention asked for, float32", "--attention-backend flash"),
+    training("flash attention asked for, sinks", f"--attention-backend flash --bf16 --softmax-type learnable {_ROPE}"),
+    training("flash attention asked for, same bits", "--attention-backend flash --bf16 --deterministic-mode"),
+    training("transformer-engine asked for", "--transformer-impl transformer_engine --bf16"),
+    training("transformer-engine asked for, float32", "--transformer-impl transformer_engine"),
     training("attention recomputed, dropout", "--recompute-activations --attention-dropout 0.1 --hidden-dropout 0.1"),
     training(
         "tensor parallel, overlap chosen", f"{_TENSOR} --sequence-parallel --tp-comm-overlap --inprocess-restart", 2
@@ -258,9 +265,11 @@ SCENARIOS: tuple[Scenario, ...] = (
             ("optimizer offload, many buckets overlapped", f"--bf16 {_OFFLOADS} --overlap-cpu-optimizer-d2h-h2d"),
         )
     ),
+    program("copies staged for a save", "staged_copies.py"),
     program("sharded weights freed before they were used", "abandoned_weights.py", 2),
     program("activations fetched before they were dropped", "abandoned_activations.py"),
     program("cell of the verifier", "cell.py", 2, "{folder}/cell.jsonl", *_OVERLAPS.split()),
+    program("cell of the verifier, dropout", "cell.py", 2, "{folder}/cell.jsonl", "--attention-dropout", "0.1"),
     program("measures of a device", "measures.py"),
     program("measures of two devices", "measures.py", 2),
     Scenario(
@@ -281,5 +290,15 @@ SCENARIOS: tuple[Scenario, ...] = (
     program("inference, tensor parallel", "inference.py", 2, "{folder}/inference.jsonl", "1", "2"),
     training("Triton: GELU and dropout", f"{_SHORT} --bf16 --hidden-dropout 0.1", triton=True),
     training("Triton: rotary positions and SwiGLU", f"{_SHORT} --bf16 {_ROPE}", triton=True),
+    training("Triton: rotary positions of normalized heads", f"{_SHORT} --bf16 {_ROPE} --qk-layernorm", triton=True),
+    training(
+        "Triton: FlexAttention",
+        f"{_SHORT} {_BLOCKS} --bf16 {_ROPE}",
+        triton=True,
+    ),
+    training(
+        "Triton: FlexAttention, sinks", f"{_SHORT} {_BLOCKS} --bf16 {_ROPE} --softmax-type learnable", triton=True
+    ),
+    training("Triton: FlexAttention, capped", f"{_SHORT} {_BLOCKS} {_ROPE} --attn-logit-softcapping 20", triton=True),
     training("Triton: fp8", f"{_SHORT} --bf16 --fp8-format hybrid --fp8-recipe tensorwise {_ROPE}", triton=True),
 )
