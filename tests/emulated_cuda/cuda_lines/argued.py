@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-_PACKAGE = "needs a package that is built for CUDA (flash-attn, transformer-engine); nothing takes its place here"
-_OTHER_GPU = "is for a GPU that is not emulated: an older one, an unknown one, or one whose driver fails"
+_OTHER_GPU = "runs on a GPU that is not emulated: an older or an unknown one"
 
 ARGUED: dict[str, str] = {
-    "megatron/core/device.py:Device.queue_state": "needs a device that has failed, which ends an emulated process",
+    "megatron/core/device.py:Device.queue_state": (
+        "runs when CUDA has failed. An emulated process ends at its first report; a unit test replaces the stream"
+    ),
     "megatron/core/device.py:Device.peak_tflops": _OTHER_GPU,
     "megatron/core/device.py:select_device": (
-        "needs other numbers of devices than the four of the scenarios; the unit tests replace torch.cuda for it"
+        "runs if a process sees one device. The scenarios have four; the unit tests replace torch.cuda"
     ),
     "megatron/core/device.py:_has_device_of_its_own": (
-        "needs one device per process; the unit tests replace torch.cuda for it"
+        "runs if a process sees one device. The scenarios have four; the unit tests replace torch.cuda"
     ),
     "megatron/core/kernels/attention_block.py:widest_flash_head": _OTHER_GPU,
-    "megatron/core/kernels/attention_choice.py:select_attention_core": _PACKAGE,
-    "megatron/core/kernels/attention_choice.py:describe_missing_flash": _PACKAGE,
-    "megatron/core/kernels/attention_choice.py:_kernels_of_engine": _PACKAGE,
-    "megatron/core/kernels/attention_choice.py:_fits_engine": _PACKAGE,
-    "megatron/core/kernels/attention_choice.py:_packages": _PACKAGE,
-    "megatron/core/kernels/attention_choice.py:_without_dropout": _PACKAGE,
-    "megatron/core/kernels/attention_choice.py:_by_package": _PACKAGE,
-    "megatron/core/kernels/dot_product_attention.py:_added": (
-        "is for a call without a rule, which kernels before this one take; the unit tests call it"
+    "megatron/core/kernels/attention_choice.py:_kernels_of_engine": (
+        "runs on Blackwell with --deterministic-mode, and before Ampere. The scenarios emulate an H100; the unit tests "
+        "replace the compute capability"
     ),
-    "megatron/core/kernels/transformer_engine.py:": _PACKAGE,
-    "megatron/core/kernels/triton_programs/probe.py:": "needs a GPU or a Triton that compiles nothing",
+    "megatron/core/kernels/transformer_engine.py:load_transformer_engine": (
+        "warns of a broken installation of transformer-engine; the unit tests break a stand-in"
+    ),
+    "megatron/core/kernels/triton_programs/probe.py:": "runs if Triton cannot compile a program; its interpreter can",
     "megatron/core/kernels/triton_programs/rotary.py:_launch": "is for tensors without elements, which no training has",
     "megatron/core/tensor_parallel/overlap/symmetric_memory.py:": (
-        "needs a torch without symmetric memory, devices without peer access, or two nodes"
+        "runs with a torch without symmetric memory, with devices without peer access, and on two nodes"
     ),
     "megatron/training/model_setup.py:describe_rounded_gradients": (
-        "needs a torch without products into float32 sums; the emulated one has them"
+        "runs with a torch that adds no 16-bit products to float32 sums; the emulated one does"
     ),
-    "megatron/training/process/initialize.py:abort_communication": "runs when a rank that hangs is ended",
-    "megatron/training/process/initialize.py:initialize_runtime": "needs the driver's library, libnvidia-ml",
+    "megatron/training/process/initialize.py:initialize_runtime": (
+        "needs the driver's library, libnvidia-ml; the unit tests replace what reads it"
+    ),
 }
 """By ``path:function``, or the start of it: the reason."""
 

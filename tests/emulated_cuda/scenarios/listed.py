@@ -53,6 +53,13 @@ def faulty(name: str, fault: str, flags: str, ranks: int, *statuses: int) -> Sce
     return Scenario(name, launches)
 
 
+def with_package(name: str, flags: str) -> Scenario:
+    """Return the scenario of a training with a stand-in for a package that is built for CUDA."""
+    plain = launch(flags)
+    arguments = (name, *plain.arguments)
+    return Scenario(f"stand-in for {name}", (Launch(arguments, program=f"{PROGRAMS}/with_package.py"),))
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     training("one rank", "--bf16"),
     training("one rank, fp16", "--fp16 --initial-loss-scale 65536 --hidden-dropout 0.1 --attention-dropout 0.1"),
@@ -226,6 +233,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     faulty("a loss is not a number on two ranks", "nan_loss_at=6", _OVERLAPS, 2, 1, 1),
     faulty("a weight is not a number", "bad_weight_at=3", "--use-distributed-optimizer", 2, 1, 1),
     faulty("a rank fails", "raise_at=3", "", 2, 1, 1),
+    faulty("a rank hangs", "sleep_at=5", "--hang-report-seconds 3", 2, 1, 1),
+    Scenario("more processes than devices", (Launch(TRAINING, statuses=(2,), variables={"LOCAL_WORLD_SIZE": "5"}),)),
     faulty("a loss is not a number", "nan_loss_at=3", "--rerun-mode validate_results", 1, 1),
     training("profile for nsys", "--profile --profile-step-start 1 --profile-step-end 2"),
     training("memory history", "--record-memory-history --memory-snapshot-path {folder}/memory.pickle"),
@@ -243,6 +252,17 @@ SCENARIOS: tuple[Scenario, ...] = (
     training("flash attention asked for, same bits", "--attention-backend flash --bf16 --deterministic-mode"),
     training("transformer-engine asked for", "--transformer-impl transformer_engine --bf16"),
     training("transformer-engine asked for, float32", "--transformer-impl transformer_engine"),
+    *(
+        with_package(package, f"--bf16 {_ROPE} {flags}")
+        for package, flags in (
+            ("flash_attn", "--attention-backend flash --attn-logit-softcapping 20"),
+            ("flash_attn_interface", ""),
+            (
+                "transformer_engine",
+                "--transformer-impl transformer_engine --seq-length 128 --max-position-embeddings 128",
+            ),
+        )
+    ),
     training("attention recomputed, dropout", "--recompute-activations --attention-dropout 0.1 --hidden-dropout 0.1"),
     training(
         "tensor parallel, overlap chosen", f"{_TENSOR} --sequence-parallel --tp-comm-overlap --inprocess-restart", 2
@@ -268,6 +288,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     program("copies staged for a save", "staged_copies.py"),
     program("sharded weights freed before they were used", "abandoned_weights.py", 2),
     program("activations fetched before they were dropped", "abandoned_activations.py"),
+    program("weights without a forward pass", "weights_without_forward.py", 4),
     program("cell of the verifier", "cell.py", 2, "{folder}/cell.jsonl", *_OVERLAPS.split()),
     program("cell of the verifier, dropout", "cell.py", 2, "{folder}/cell.jsonl", "--attention-dropout", "0.1"),
     program("measures of a device", "measures.py"),
@@ -286,6 +307,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         ),
     ),
     program("inference", "inference.py", 1, "{folder}/inference.jsonl", "1", "1"),
+    program("inference, grouped keys", "inference.py", 1, "{folder}/inference.jsonl", "1", "1", "2"),
     program("inference, stages", "inference.py", 2, "{folder}/inference.jsonl", "2", "1"),
     program("inference, tensor parallel", "inference.py", 2, "{folder}/inference.jsonl", "1", "2"),
     training("Triton: GELU and dropout", f"{_SHORT} --bf16 --hidden-dropout 0.1", triton=True),
