@@ -50,9 +50,9 @@ NOT_REPORTED: dict[str, str] = {
     "megatron/core/inference/scored_batch.py:ScoredBatch.run: self.staged.finish()": _SEND,
     "megatron/core/inference/staged_model.py:StagedModel.finish: self._out.finish()": _SEND,
     "megatron/core/optimizer/host_offload.py:HostOffload.finish: self._values.reach(number)": (
-        "it keeps copies from overlapping with updates without --overlap-cpu-optimizer-d2h-h2d. No value depends on it: "
-        "`_send` waits for the slot's last copy before the host writes to the slot, and `finish` lets the current stream "
-        "wait for the last copy, which follows the others on their stream"
+        "without --overlap-cpu-optimizer-d2h-h2d it keeps copies from overlapping with updates. Values do not need it: "
+        "`_send` waits for the slot's last copy before the host writes to the slot, and `finish` lets the current "
+        "stream wait for the last copy, which follows the others on their stream"
     ),
     "megatron/core/pipeline_parallel/executor.py:_Run.run: self.activations_out.finish()": _SEND,
     "megatron/core/pipeline_parallel/executor.py:_Run.run: self.gradients_out.finish()": _SEND,

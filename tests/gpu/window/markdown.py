@@ -20,14 +20,15 @@ TERMS = """\
 Sources of figures:
 
 - **measured**: on a GPU, in this window.
-- **emulated**: by the CUDA emulator of the tests, which computes with CPU kernels. It shows that the code runs and what
-  it computes, and no speed.
+- **emulated**: by the CUDA emulator of the tests, which computes with CPU kernels. It shows that the code runs and
+  what it computes, and no speed.
 - **predicted**: computed before the window from published figures of the GPU, by a roofline model and by dry runs.
 - **simulated**: a dry run's step on tensors without values. Its times and memory are predictions.
 
 Statuses of findings:
 
-- **passed**, **failed**: a result was compared with a reference, within a tolerance. An exception also counts as failed.
+- **passed**, **failed**: a result was compared with a reference, within a tolerance. An exception also counts as
+  failed.
 - **recorded**: a figure or a fact that has no pass mark.
 - **unsupported**: this GPU type, this torch or the emulator cannot do it. The reason is given.
 - **skipped**: the planned time of the part was up.
@@ -35,8 +36,8 @@ Statuses of findings:
 A part is **completed**, **crashed**, **timed out**, **unavailable** (it found no GPU) or **not run**. Each part is a
 process with a time limit, so that no part disturbs another one.
 
-`findings.jsonl` has all findings with all their values. `failed_parts.log` has the output of parts that crashed or timed
-out."""
+`findings.jsonl` has all findings with all their values. `failed_parts.log` has the output of parts that crashed or
+timed out."""
 
 
 def write_report(path: Path, predictions: Path, target: Path) -> None:
@@ -121,7 +122,8 @@ def _failures(found: Sequence[Line], ended: Mapping[int, Line]) -> Iterator[str]
     if not failed and not lost:
         yield "Nothing failed." if found else "Nothing was compared."
     for number, line in lost.items():
-        yield f"- part {number} {_ended_in_words(line['status'])} after {line['seconds']:.0f} s: {_short(line['reason'])}"
+        ended_so = _ended_in_words(line["status"])
+        yield f"- part {number} {ended_so} after {line['seconds']:.0f} s: {_short(line['reason'])}"
     for line in failed:
         yield f"- part {line['part']}, {line['name']}: {_short(line.get('reason', 'no reason was given'))}"
 
