@@ -106,6 +106,7 @@ def test_a_part_without_a_gpu_is_unavailable(tmp_path: Path) -> None:
     text = (tmp_path / REPORT).read_text()
     assert "**Unavailable: no GPU was used.** no CUDA device" in text
     assert "Nothing was compared." in text
+    assert f"## {A.number}. {A.title}" not in text
 
 
 def test_parts_behind_the_end_of_the_window_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

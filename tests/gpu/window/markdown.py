@@ -75,6 +75,9 @@ def _report(lines: list[Line], torn: int, known: Mapping[str, Any]) -> Iterator[
     yield from _in_brief(_parts(window), found, predicted)
     yield from ("", "## Terms", "", TERMS)
     for part in _parts(window):
+        if ended.get(part.number, {}).get("status") == findings.UNAVAILABLE:
+            # The summary has the reason.
+            continue
         yield from ("", f"## {part.number}. {part.title}", "")
         of_part_lines = [line for line in found if line["part"] == part.number]
         yield from _part(part, of_part_lines, ended.get(part.number), predicted)
@@ -103,6 +106,8 @@ def _summary(window: Line, device: Line, found: Sequence[Line], ended: Mapping[i
         )
     took = sum(line["seconds"] for line in ended.values())
     yield f"- {window.get('date')}, commit {window.get('commit')}; took {took:.0f} s of {window.get('seconds'):.0f} s."
+    if window.get("small"):
+        yield "- Small sizes: models keep their names, and have two layers and a hidden size of 32."
     counts = Counter(line["status"] for line in found)
     if found:
         yield "- Findings: " + ", ".join(f"{counts[status]} {status}" for status in findings.STATUSES if counts[status])
