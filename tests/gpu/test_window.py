@@ -184,6 +184,7 @@ def test_a_measured_figure_stands_next_to_its_prediction(tmp_path: Path) -> None
     brief = text.partition("### Results in brief")[2].partition("## Terms")[0]
     assert "- 2. GEMMs: Forward GEMMs in bf16 take 1.50 times the predicted time in the median of 1 shapes" in brief
     assert "Nothing failed." in text
+    assert "`qkv` and `proj` are the linear layers of attention" in text
 
 
 def test_an_emulated_figure_has_no_ratio_and_no_sentence(tmp_path: Path) -> None:

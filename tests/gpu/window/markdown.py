@@ -40,6 +40,29 @@ process with a time limit, so that no part disturbs another one.
 timed out."""
 
 
+NOTES: Mapping[str, str] = {
+    "gemms": (
+        "`qkv` and `proj` are the linear layers of attention, `fc1` and `fc2` those of the MLP, and `output` that of "
+        "the vocabulary. Weight gradients with `fp32 sums` are added to a float32 tensor."
+    ),
+    "programs": (
+        "A difference is the norm of what a result or a gradient is off by, relative to the norm of the reference."
+    ),
+    "attention": (
+        "`s` is the sequence length, `b` the batch size and `d` the head size. `heads 32/8` are 32 query heads and 8 "
+        "key-value heads. `as chosen` is the kernel that the project chooses; the parentheses name it."
+    ),
+    "small_model": "Peak memory is the most that torch's allocator had allocated.",
+    "features": "Differences of losses and gradient norms are relative, and the largest of all steps.",
+    "headline": "Peak memory is the most that torch's allocator had allocated.",
+    "layouts": (
+        "The name of a layout has the model, the kind of samples, the degrees of tensor (tp), pipeline (pp), context "
+        "(cp) and data (dp) parallelism, and further options. The difference is the one of the gradients."
+    ),
+}
+"""What a reader needs to know for the tables of a part, by its module."""
+
+
 def write_report(path: Path, predictions: Path, target: Path) -> None:
     """Write the report of a file of findings."""
     lines, torn = read_lines(path)
@@ -151,6 +174,8 @@ def _part(part: Part, found: Sequence[Line], end: Line | None, predicted: Mappin
         return
     took = f"{end['seconds']:.0f} s of at most {end['limit_s']:.0f} s"
     yield f"It shows {part.shows}. It {_ended_in_words(end['status'])} ({took}){_because(end.get('reason', ''))}."
+    if found and part.module in NOTES:
+        yield from ("", NOTES[part.module])
     values = [line for line in found if "value" in line]
     if values:
         yield from ("", *_table_of_values(values, predicted))
