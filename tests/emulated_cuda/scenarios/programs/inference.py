@@ -33,7 +33,7 @@ PROMPTS = ((3, 1, 4), (15, 42, 6, 53, 58), (9,))
 ROWS = (ScoredRow((3, 1, 4, 15), 2), ScoredRow((42, 6, 53, 58, 9, 59, 32), 6))
 
 
-def build_engine(sizes: ParallelSizes, num_groups: int) -> InferenceEngine:
+def build_engine(sizes: ParallelSizes) -> InferenceEngine:
     """Return the engine of this rank, which is a stage of the pipeline or alone."""
     device = select_device(int(os.environ.get("LOCAL_RANK", "0")))
     device.make_current()
@@ -45,7 +45,6 @@ def build_engine(sizes: ParallelSizes, num_groups: int) -> InferenceEngine:
         num_layers=2,
         hidden_size=32,
         num_attention_heads=4,
-        num_query_groups=num_groups,
         vocab_size=63,
         max_position_embeddings=32,
         hidden_dropout=0.0,
@@ -94,10 +93,10 @@ def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
         yield "cancelled", True
 
 
-def main(path: str, pp: str, tp: str, num_groups: str = "4") -> None:
-    """Write the results of rank 0 to a file; heads share keys in so many groups."""
+def main(path: str, pp: str, tp: str) -> None:
+    """Write the results of rank 0 to a file."""
     torch.manual_seed(1)
-    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), int(num_groups))
+    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)))
     with torch.no_grad():
         found = list(results(engine))
     if not dist.is_initialized() or dist.get_rank() == 0:
