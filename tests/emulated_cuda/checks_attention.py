@@ -47,13 +47,14 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.detach().cpu().double(), expected, rtol=2**-6, atol=2e-2)
 
 
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=str)
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_attention_by_sdpa(is_causal: bool, key_heads: int) -> None:
+def test_attention_by_sdpa(backend: SDPBackend, is_causal: bool, key_heads: int) -> None:
     query, key, value = heads(2, 4, 24, 16), heads(2, key_heads, 24, 16), heads(2, key_heads, 24, 16)
     for tensor in (query, key, value):
         tensor.requires_grad_()
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(backend):
         output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=key_heads != 4)
     visible = torch.ones(24, 24, dtype=torch.bool).tril() if is_causal else None
     close(output, step_by_step(query, key, value, visible))

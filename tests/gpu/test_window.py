@@ -103,7 +103,10 @@ def test_a_part_without_a_gpu_is_unavailable(tmp_path: Path) -> None:
     assert (ended[0]["status"], ended[0]["reason"]) == (findings.UNAVAILABLE, "no CUDA device")
     assert not (tmp_path / LOG).exists()
     write_report(tmp_path / FINDINGS, tmp_path / "none.json", tmp_path / REPORT)
-    assert "**Unavailable: no GPU was used.** no CUDA device" in (tmp_path / REPORT).read_text()
+    text = (tmp_path / REPORT).read_text()
+    assert "**Unavailable: no GPU was used.** no CUDA device" in text
+    assert "Nothing was compared." in text
+    assert f"## {A.number}. {A.title}" not in text
 
 
 def test_parts_behind_the_end_of_the_window_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,17 +179,19 @@ def test_a_measured_figure_stands_next_to_its_prediction(tmp_path: Path) -> None
     a_window(tmp_path / FINDINGS, "measured", **GEMM)
     text = report_of(tmp_path)
     assert "**Measured on NVIDIA H200**" in text
-    assert "|  | measured | predicted | unit | measured / predicted | further |" in text
+    assert "| figure | measured | predicted | unit | measured / predicted | details |" in text
     assert "| 8B qkv, forward, bf16 | 3 | 2 | ms | 1.50 |  |" in text
-    assert "Forward GEMMs in bf16 take 1.50 times the predicted time in the median of 1 shapes" in text
+    brief = text.partition("### Results in brief")[2].partition("## Terms")[0]
+    assert "- 2. GEMMs: Forward GEMMs in bf16 take 1.50 times the predicted time in the median of 1 shapes" in brief
     assert "Nothing failed." in text
+    assert "`qkv` and `proj` are the linear layers of attention" in text
 
 
 def test_an_emulated_figure_has_no_ratio_and_no_sentence(tmp_path: Path) -> None:
     a_window(tmp_path / FINDINGS, "emulated", **GEMM)
     text = report_of(tmp_path)
     assert "**Emulated NVIDIA H200: nothing here was measured on a GPU.**" in text
-    assert "|  | emulated | predicted for a GPU | unit |\n" in text
+    assert "| figure | emulated | predicted for a GPU | unit |\n" in text
     assert "| 8B qkv, forward, bf16 | 3 | 2 | ms |\n" in text
     assert "times the predicted time" not in text
 
@@ -199,7 +204,7 @@ def test_what_failed_is_told_first_with_its_reason(tmp_path: Path) -> None:
     with open(path, "a") as lines:
         lines.write('{"kind": "finding", "part"')
     text = report_of(tmp_path)
-    assert f"- part 2, swiglu, bfloat16: {reason}" in text.partition("## Words")[0]
+    assert f"- part 2, swiglu, bfloat16: {reason}" in text.partition("## Terms")[0]
     assert "| swiglu, bfloat16 | **failed** | 0.5 | 0.03 | its twin |" in text
     assert "1 lines of the findings are incomplete and left out" in text
 

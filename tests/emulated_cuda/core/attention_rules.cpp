@@ -45,13 +45,17 @@ void check_vector_loads(const Tensor& tensor) {
   }
 }
 
+// sdp_utils_cpp.h, check_batch_size_and_num_heads_dense
+bool fit_heads(const Tensor& query, const Tensor& key, const Tensor& value, bool has_groups) {
+  return has_groups ? query.size(1) % key.size(1) == 0 && key.size(1) == value.size(1)
+                    : query.size(1) == key.size(1) && query.size(1) == value.size(1);
+}
+
 // sdp_utils.cpp, use_flash_attention
 bool can_use_flash(
     const Tensor& query, const Tensor& key, const Tensor& value, bool has_mask, bool is_causal, bool has_groups) {
   const int64_t width = query.size(-1);
-  const bool has_heads = has_groups ? query.size(1) % key.size(1) == 0 && key.size(1) == value.size(1)
-                                    : query.size(1) == key.size(1) && query.size(1) == value.size(1);
-  return !has_mask && is_half(query) && have_equal_dtypes(query, key, value) && has_heads &&
+  return !has_mask && is_half(query) && have_equal_dtypes(query, key, value) && fit_heads(query, key, value, has_groups) &&
       query.size(0) == key.size(0) && query.size(0) == value.size(0) && width == key.size(-1) && width == value.size(-1) &&
       width <= kMaxFlashHead && query.size(2) > 0 && key.size(2) > 0 && !(is_causal && query.size(2) != key.size(2)) &&
       is_contiguous_in_heads(query, key, value);
@@ -70,9 +74,9 @@ bool can_use_efficient(
       is_contiguous_in_heads(query, key, value);
 }
 
-// sdp_utils.cpp, use_cudnn_attention
+// sdp_utils.cpp, can_use_cudnn_attention
 bool can_use_cudnn(const Tensor& query, const Tensor& key, const Tensor& value) {
-  return capability().major >= 9 && is_half(query) && have_equal_dtypes(query, key, value) &&
+  return capability().major >= 8 && fit_heads(query, key, value, true) && is_half(query) && have_equal_dtypes(query, key, value) &&
       query.size(-1) % 8 == 0 && value.size(-1) % 8 == 0 && query.size(-1) <= kMaxCudnnHead &&
       value.size(-1) <= kMaxCudnnHead && query.size(2) > 1 && key.size(2) > 1;
 }
@@ -157,13 +161,13 @@ void check_efficient(const Tensor& query, const Tensor& key, const Tensor& value
   }
 }
 
-// sdp_utils.cpp, use_cudnn_attention
+// sdp_utils.cpp, can_use_cudnn_attention
 void check_cudnn(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& bias, double dropout) {
   check_same_device("_scaled_dot_product_cudnn_attention", {{"query", query}, {"key", key}, {"value", value},
                                                             {"attn_bias", bias.value_or(Tensor())}});
   TORCH_CHECK(can_use_cudnn(query, key, value), "cuDNN SDPA takes float16 and bfloat16, heads of at most 128 whose width is a "
-              "multiple of 8, more than one query and key, and compute capability 9.0 or newer; got ", query.scalar_type(),
+              "multiple of 8, more than one query and key, and compute capability 8.0 or newer; got ", query.scalar_type(),
               ", ", query.sizes(), " and ", value.sizes());
   TORCH_CHECK(!bias || bias->scalar_type() == query.scalar_type(), "Expected attn_bias to have the dtype of query");
   TORCH_CHECK(dropout >= 0.0 && dropout < 1.0, "p_dropout must be at least 0 and less than 1");
@@ -189,7 +193,9 @@ at::SDPBackend choose_attention(
         }
         break;
       case at::SDPBackend::cudnn_attention:
-        if (context.userEnabledCuDNNSDP() && is_batched && !has_groups && can_use_cudnn(query, key, value)) {
+        if (context.userEnabledCuDNNSDP() && is_batched && fit_heads(query, key, value, has_groups) &&
+            (!context.deterministicAlgorithms() || context.deterministicAlgorithmsWarnOnly()) &&
+            can_use_cudnn(query, key, value)) {
           return backend;
         }
         break;

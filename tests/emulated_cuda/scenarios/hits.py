@@ -38,7 +38,8 @@ def all_statements() -> list[Statement]:
 def _end_of_head(statement: ast.stmt) -> int:
     body = getattr(statement, "body", None)
     if isinstance(body, list) and body:
-        return max(statement.lineno, min(each.lineno for each in body) - 1)
+        first: int = min(each.lineno for each in body)
+        return max(statement.lineno, first - 1)
     assert statement.end_lineno is not None
     return statement.end_lineno
 

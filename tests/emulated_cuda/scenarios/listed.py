@@ -26,6 +26,7 @@ _OFFLOADS = "--optimizer-cpu-offload --optimizer-offload-fraction 1.0"
 _TENSOR = "--tensor-model-parallel-size 2"
 _STAGES = "--pipeline-model-parallel-size 2"
 _SHORT = "--train-iters 1 --global-batch-size 1 --num-layers 1 --seq-length 16 --max-position-embeddings 16"
+_BLOCKS = "--seq-length 128 --max-position-embeddings 128 --hidden-size 64 --reset-attention-mask"
 _CONTEXT = f"--context-parallel-size 2 {_ROPE}"
 
 
@@ -50,6 +51,13 @@ def faulty(name: str, fault: str, flags: str, ranks: int, *statuses: int) -> Sce
     arguments = (*TRAINING, "--metrics-jsonl", "{folder}/metrics.jsonl", *flags.split())
     launches = (Launch((fault, *arguments), ranks, f"{PROGRAMS}/faulty_training.py", statuses),)
     return Scenario(name, launches)
+
+
+def with_package(name: str, flags: str) -> Scenario:
+    """Return the scenario of a training with a stand-in for a package that is built for CUDA."""
+    plain = launch(flags)
+    arguments = (name, *plain.arguments)
+    return Scenario(f"stand-in for {name}", (Launch(arguments, program=f"{PROGRAMS}/with_package.py"),))
 
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -183,6 +191,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     training("pipeline, weight gradients delayed", f"{_STAGES} --num-layers 4 --delay-wgrad-compute", 2),
     training("ring of keys", f"{_CONTEXT} --cp-comm-type p2p", 2),
+    training("ring of keys, bf16", f"{_CONTEXT} --cp-comm-type p2p --bf16", 2),
     training("keys gathered", f"{_CONTEXT} --cp-comm-type all_gather", 2),
     training("heads exchanged", f"{_CONTEXT} --cp-comm-type a2a", 2),
     training(
@@ -223,6 +232,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     faulty("a loss is not a number on two ranks", "nan_loss_at=6", _OVERLAPS, 2, 1, 1),
     faulty("a weight is not a number", "bad_weight_at=3", "--use-distributed-optimizer", 2, 1, 1),
+    faulty("a rank fails", "raise_at=3", "", 2, 1, 1),
+    faulty("a rank hangs", "sleep_at=5", "--hang-report-seconds 3", 2, 1, 1),
+    Scenario("more processes than devices", (Launch(TRAINING, statuses=(2,), variables={"LOCAL_WORLD_SIZE": "5"}),)),
     faulty("a loss is not a number", "nan_loss_at=3", "--rerun-mode validate_results", 1, 1),
     training("profile for nsys", "--profile --profile-step-start 1 --profile-step-end 2"),
     training("memory history", "--record-memory-history --memory-snapshot-path {folder}/memory.pickle"),
@@ -230,12 +242,39 @@ SCENARIOS: tuple[Scenario, ...] = (
     training("same bits", f"--deterministic-mode --bf16 {_ROPE}"),
     training("attention sinks", f"--softmax-type learnable {_ROPE}"),
     training("attention in a window", f"--window-size 8,0 {_ROPE}"),
+    training("attention sinks, bf16", f"--softmax-type learnable {_ROPE} --bf16"),
+    training("attention in a window, bf16", f"--window-size 8,0 {_ROPE} --bf16"),
     training("scores capped", f"--attn-logit-softcapping 20 {_ROPE}"),
     training("grouped keys, documents", f"--group-query-attention --num-query-groups 2 {_ROPE} --reset-attention-mask"),
     training("flash attention asked for", "--attention-backend flash --bf16"),
+    training("flash attention asked for, float32", "--attention-backend flash"),
+    training("flash attention asked for, sinks", f"--attention-backend flash --bf16 --softmax-type learnable {_ROPE}"),
+    training("flash attention asked for, same bits", "--attention-backend flash --bf16 --deterministic-mode"),
+    training("transformer-engine asked for", "--transformer-impl transformer_engine --bf16"),
+    training("transformer-engine asked for, float32", "--transformer-impl transformer_engine"),
+    *(
+        with_package(package, f"--bf16 {_ROPE} {flags}")
+        for package, flags in (
+            ("flash_attn", "--attention-backend flash --attn-logit-softcapping 20"),
+            ("flash_attn_interface", ""),
+            (
+                "transformer_engine",
+                "--transformer-impl transformer_engine --seq-length 128 --max-position-embeddings 128",
+            ),
+        )
+    ),
     training("attention recomputed, dropout", "--recompute-activations --attention-dropout 0.1 --hidden-dropout 0.1"),
     training(
         "tensor parallel, overlap chosen", f"{_TENSOR} --sequence-parallel --tp-comm-overlap --inprocess-restart", 2
+    ),
+    training(
+        "tensor parallel, overlapped by symmetric memory",
+        f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl symmetric-memory --bf16",
+        2,
+    ),
+    *(
+        training(f"fp8, {recipe}", f"--bf16 --fp8-format e4m3 --fp8-recipe {recipe} {_ROPE}")
+        for recipe in ("rowwise", "blockwise", "mxfp8")
     ),
     training("gradients in float32, bf16", "--bf16 --overlap-grad-reduce --use-distributed-optimizer --num-layers 3"),
     training("experts in fp8", f"{_EXPERTS} --bf16 --fp8-format hybrid --fp8-recipe tensorwise"),
@@ -246,7 +285,13 @@ SCENARIOS: tuple[Scenario, ...] = (
             ("optimizer offload, many buckets overlapped", f"--bf16 {_OFFLOADS} --overlap-cpu-optimizer-d2h-h2d"),
         )
     ),
+    program("copies staged for a save", "staged_copies.py"),
     program("sharded weights freed before they were used", "abandoned_weights.py", 2),
+    program("activations fetched before they were dropped", "abandoned_activations.py"),
+    program("weights without a forward pass", "weights_without_forward.py", 4),
+    program("groups shut down while a rank waits", "given_up_links.py", 2),
+    program("cell of the verifier", "cell.py", 2, "{folder}/cell.jsonl", *_OVERLAPS.split()),
+    program("cell of the verifier, dropout", "cell.py", 2, "{folder}/cell.jsonl", "--attention-dropout", "0.1"),
     program("measures of a device", "measures.py"),
     program("measures of two devices", "measures.py", 2),
     Scenario(
@@ -267,5 +312,15 @@ SCENARIOS: tuple[Scenario, ...] = (
     program("inference, tensor parallel", "inference.py", 2, "{folder}/inference.jsonl", "1", "2"),
     training("Triton: GELU and dropout", f"{_SHORT} --bf16 --hidden-dropout 0.1", triton=True),
     training("Triton: rotary positions and SwiGLU", f"{_SHORT} --bf16 {_ROPE}", triton=True),
+    training("Triton: rotary positions of normalized heads", f"{_SHORT} --bf16 {_ROPE} --qk-layernorm", triton=True),
+    training(
+        "Triton: FlexAttention",
+        f"{_SHORT} {_BLOCKS} --bf16 {_ROPE}",
+        triton=True,
+    ),
+    training(
+        "Triton: FlexAttention, sinks", f"{_SHORT} {_BLOCKS} --bf16 {_ROPE} --softmax-type learnable", triton=True
+    ),
+    training("Triton: FlexAttention, capped", f"{_SHORT} {_BLOCKS} {_ROPE} --attn-logit-softcapping 20", triton=True),
     training("Triton: fp8", f"{_SHORT} --bf16 --fp8-format hybrid --fp8-recipe tensorwise {_ROPE}", triton=True),
 )

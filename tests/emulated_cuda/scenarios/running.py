@@ -205,7 +205,7 @@ def _last_error(folder: Path) -> str:
         for line in log.read_text(errors="replace").splitlines()
         if line.strip()
     ]
-    errors = [line for line in lines if "error" in line.lower()]
+    errors = [line for line in lines if "error:" in line.lower()]
     return (errors or lines or ["no message"])[-1][:_ERROR_CHARACTERS]
 
 

@@ -61,7 +61,7 @@ def run(
     with Servers(observes=CALLS) as servers:
         recording = record(servers, scenarios, file=recorded)
         for call in chosen:
-            executing = [named[name] for name in recording.executing(calls.index(call))]
+            executing = [named[name] for name in recording.executing(calls.index(call)) if name in named]
             row = examine(call, servers, executing, recording.results)
             known[call.key] = row
             print(f"{row['scenario'] or 'NOT REPORTED'} | {call.key} | {row['report']}", flush=True)

@@ -37,12 +37,9 @@ APART: dict[str, tuple[str, str]] = {
 """By the start of a call's name: its kind, and what it waits for."""
 
 _SEND = (
-    "on NCCL nothing waits for a send: the work holds the tensor until it is done, and nobody writes to a tensor that "
-    "was sent. Gloo needs the wait, and the number of sends under way bounds their memory"
-)
-_AFTER_HOOKS = (
-    "each module has waited for its own parameters by then; it is for parameters whose module no forward pass calls, "
-    "and for what reads parameters without a forward pass"
+    "with NCCL, wait() makes the current stream wait for the send, and no later work needs that: the sender only reads "
+    "a sent tensor, and ProcessGroupNCCL keeps its memory from reuse until the send is done, because callers of isend "
+    "need not wait. With gloo the wait is needed, and it bounds the memory of the messages that are in flight"
 )
 
 NOT_REPORTED: dict[str, str] = {
@@ -52,33 +49,21 @@ NOT_REPORTED: dict[str, str] = {
     "megatron/core/inference/sampled_batch.py:SampledBatch.run: self.staged.finish()": _SEND,
     "megatron/core/inference/scored_batch.py:ScoredBatch.run: self.staged.finish()": _SEND,
     "megatron/core/inference/staged_model.py:StagedModel.finish: self._out.finish()": _SEND,
-    "megatron/core/optimizer/distrib_optimizer.py:DistributedOptimizer._update: chunk.finish_param_gather()": (
-        _AFTER_HOOKS
-    ),
-    "megatron/core/optimizer/gradient_report.py:check_weights: chunk.finish_param_gather()": _AFTER_HOOKS,
     "megatron/core/optimizer/host_offload.py:HostOffload.finish: self._values.reach(number)": (
-        "without --overlap-cpu-optimizer-d2h-h2d a copy ends before the next one begins; `_send` waits too, before the "
-        "memory is written to again"
+        "without --overlap-cpu-optimizer-d2h-h2d it keeps copies from overlapping with updates. Values do not need it: "
+        "`_send` waits for the slot's last copy before the host writes to the slot, and `finish` lets the current "
+        "stream wait for the last copy, which follows the others on their stream"
     ),
     "megatron/core/pipeline_parallel/executor.py:_Run.run: self.activations_out.finish()": _SEND,
     "megatron/core/pipeline_parallel/executor.py:_Run.run: self.gradients_out.finish()": _SEND,
+    "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.send: self._unfinished.popleft()[0].wait()": _SEND,
     "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.finish: self._unfinished.popleft()[0].wait()": (
         _SEND
     ),
-    "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.send: self._unfinished.popleft()[0].wait()": _SEND,
     "megatron/core/pipeline_parallel/p2p_communication.py:_connect: (link.send(element) if rank == link.sender else "
-    "link.receive(element)).wait()": "nothing reads the element: it opens the connection before the first pass",
-    "megatron/core/tensor_parallel/activation_offload.py:_Moved.__del__: self._copies.wait(self._back)": (
-        "open: no scenario drops a copy that comes back before anything has asked for it"
-    ),
-    "megatron/verification/run_cell.py:run_cell: chunk.finish_param_gather()": (
-        "open: the scenarios train by pretrain_gpt.py; tools/verify_parallelism.py --emulate-cuda executes it"
-    ),
-    "megatron/core/optimizer/optimizer.py:MegatronOptimizer.averaged_weights: chunk.finish_param_gather()": (
-        f"the weights themselves are evaluated first: {_AFTER_HOOKS}"
-    ),
-    "megatron/core/optimizer/optimizer.py:MegatronOptimizer._gather_weights: chunk.finish_param_gather()": (
-        "each module waits for its own parameters in the evaluation that follows; it is for what reads them otherwise"
+    "link.receive(element)).wait()": (
+        "no work reads the element, and NCCL runs the operations of a communicator in order, so that later messages "
+        "follow it. With gloo the wait is needed: the first message could find no connection"
     ),
 }
 """By the name of a call whose removal no scenario reports: why it stays."""

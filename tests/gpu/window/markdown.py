@@ -16,11 +16,51 @@ from tests.gpu.window.plan import PARTS, Part
 _SHOWN = ("kind", "part", "name", "status", "source", "reason", "frames", "key")
 _MAX_REASON = 220
 
-WORDS = """\
+TERMS = """\
+Sources of figures:
+
 - **measured**: on a GPU, in this window.
-- **emulated**: by the emulator of the tests, whose kernels are the CPU's. It shows whether the code runs, and no speed.
-- **predicted**: computed beforehand by the roofline and by dry runs, which nothing was measured for.
-- **simulated**: what a dry run does: a step on tensors without values. Its results are predictions."""
+- **emulated**: by the CUDA emulator of the tests, which computes with CPU kernels. It shows that the code runs and
+  what it computes, and no speed.
+- **predicted**: computed before the window from published figures of the GPU, by a roofline model and by dry runs.
+- **simulated**: a dry run's step on tensors without values. Its times and memory are predictions.
+
+Statuses of findings:
+
+- **passed**, **failed**: a result was compared with a reference, within a tolerance. An exception also counts as
+  failed.
+- **recorded**: a figure or a fact that has no pass mark.
+- **unsupported**: this GPU type, this torch or the emulator cannot do it. The reason is given.
+- **skipped**: the planned time of the part was up.
+
+A part is **completed**, **crashed**, **timed out**, **unavailable** (it found no GPU) or **not run**. Each part is a
+process with a time limit, so that no part disturbs another one.
+
+`findings.jsonl` has all findings with all their values. `failed_parts.log` has the output of parts that crashed or
+timed out."""
+
+
+NOTES: Mapping[str, str] = {
+    "gemms": (
+        "`qkv` and `proj` are the linear layers of attention, `fc1` and `fc2` those of the MLP, and `output` that of "
+        "the vocabulary. Weight gradients with `fp32 sums` are added to a float32 tensor."
+    ),
+    "programs": (
+        "A difference is the norm of what a result or a gradient is off by, relative to the norm of the reference."
+    ),
+    "attention": (
+        "`s` is the sequence length, `b` the batch size and `d` the head size. `heads 32/8` are 32 query heads and 8 "
+        "key-value heads. `as chosen` is the kernel that the project chooses; the parentheses name it."
+    ),
+    "small_model": "Peak memory is the most that torch's allocator had allocated.",
+    "features": "Differences of losses and gradient norms are relative, and the largest of all steps.",
+    "headline": "Peak memory is the most that torch's allocator had allocated.",
+    "layouts": (
+        "The name of a layout has the model, the kind of samples, the degrees of tensor (tp), pipeline (pp), context "
+        "(cp) and data (dp) parallelism, and further options. The difference is the one of the gradients."
+    ),
+}
+"""What a reader needs to know for the tables of a part, by its module."""
 
 
 def write_report(path: Path, predictions: Path, target: Path) -> None:
@@ -46,7 +86,7 @@ def _report(lines: list[Line], torn: int, known: Mapping[str, Any]) -> Iterator[
             f"- No predictions for {device.get('figures_of') or device['name']} at {sizes} sizes: "
             "`python tools/gpu_window.py --predict` makes them on a CPU, `--report` joins them."
         )
-    yield from ("", "| part | it shows | it ended | seconds | passed | failed | recorded | unsupported | skipped |")
+    yield from ("", "| part | shows | status | seconds | passed | failed | recorded | unsupported | skipped |")
     yield "|" + "---|" * 9
     for part in _parts(window):
         of_part = Counter(line["status"] for line in found if line["part"] == part.number)
@@ -55,8 +95,12 @@ def _report(lines: list[Line], torn: int, known: Mapping[str, Any]) -> Iterator[
         cells = [f"{part.number}. {part.title}", part.shows, end["status"], f"{end['seconds']:.0f}"]
         yield _row([*cells, *(str(of_part[status]) for status in counts)])
     yield from _failures(found, ended)
-    yield from ("", "## Words", "", WORDS)
+    yield from _in_brief(_parts(window), found, predicted)
+    yield from ("", "## Terms", "", TERMS)
     for part in _parts(window):
+        if ended.get(part.number, {}).get("status") == findings.UNAVAILABLE:
+            # The summary has the reason.
+            continue
         yield from ("", f"## {part.number}. {part.title}", "")
         of_part_lines = [line for line in found if line["part"] == part.number]
         yield from _part(part, of_part_lines, ended.get(part.number), predicted)
@@ -83,7 +127,10 @@ def _summary(window: Line, device: Line, found: Sequence[Line], ended: Mapping[i
             f"- torch {device['torch']}, CUDA {device['cuda']}, {device['memory_gib']} GiB of device memory, "
             f"Python {window.get('python')}, {window.get('system')}."
         )
-    yield f"- {window.get('date')}, commit {window.get('commit')}, {window.get('seconds'):.0f} s planned."
+    took = sum(line["seconds"] for line in ended.values())
+    yield f"- {window.get('date')}, commit {window.get('commit')}; took {took:.0f} s of {window.get('seconds'):.0f} s."
+    if window.get("small"):
+        yield "- Small sizes: models keep their names, and have two layers and a hidden size of 32."
     counts = Counter(line["status"] for line in found)
     if found:
         yield "- Findings: " + ", ".join(f"{counts[status]} {status}" for status in findings.STATUSES if counts[status])
@@ -99,13 +146,26 @@ def _is_lost(line: Line) -> bool:
 def _failures(found: Sequence[Line], ended: Mapping[int, Line]) -> Iterator[str]:
     failed = [line for line in found if line["status"] == findings.FAILED]
     lost = {number: line for number, line in ended.items() if _is_lost(line)}
-    yield from ("", "### Failed", "")
+    yield from ("", "### Failures", "")
     if not failed and not lost:
-        yield "Nothing failed."
+        yield "Nothing failed." if found else "Nothing was compared."
     for number, line in lost.items():
-        yield f"- part {number} {line['status']} after {line['seconds']:.0f} s: {_short(line['reason'])}"
+        ended_so = _ended_in_words(line["status"])
+        yield f"- part {number} {ended_so} after {line['seconds']:.0f} s: {_short(line['reason'])}"
     for line in failed:
         yield f"- part {line['part']}, {line['name']}: {_short(line.get('reason', 'no reason was given'))}"
+
+
+def _in_brief(parts: Sequence[Part], found: Sequence[Line], predicted: Mapping[str, float]) -> Iterator[str]:
+    lines = [
+        f"- {part.number}. {part.title}: {sentence}"
+        for part in parts
+        for sentence in SENTENCES.get(part.module, _no_sentences)(
+            [line for line in found if line["part"] == part.number], predicted
+        )
+    ]
+    if lines:
+        yield from ("", "### Results in brief", "", *lines)
 
 
 def _part(part: Part, found: Sequence[Line], end: Line | None, predicted: Mapping[str, float]) -> Iterator[str]:
@@ -114,15 +174,15 @@ def _part(part: Part, found: Sequence[Line], end: Line | None, predicted: Mappin
         return
     took = f"{end['seconds']:.0f} s of at most {end['limit_s']:.0f} s"
     yield f"It shows {part.shows}. It {_ended_in_words(end['status'])} ({took}){_because(end.get('reason', ''))}."
-    sentences = list(SENTENCES.get(part.module, _no_sentences)(found, predicted))
-    if sentences:
-        yield from ("", *(f"- {sentence}" for sentence in sentences))
+    if found and part.module in NOTES:
+        yield from ("", NOTES[part.module])
     values = [line for line in found if "value" in line]
     if values:
         yield from ("", *_table_of_values(values, predicted))
     compared = [line for line in found if "tolerance" in line]
     if compared:
-        yield from ("", _row(["", "result", "difference", "allowed", "compared with"]), "|" + "---|" * 5)
+        head = ["comparison", "status", "difference", "tolerance", "compared with"]
+        yield from ("", _row(head), "|" + "---|" * 5)
         for line in compared:
             difference = _number(line["difference"])
             cells = [line["name"], f"**{line['status']}**" if line["status"] == findings.FAILED else line["status"]]
@@ -132,7 +192,7 @@ def _part(part: Part, found: Sequence[Line], end: Line | None, predicted: Mappin
     for line in rest:
         if line["status"] in (findings.UNSUPPORTED, findings.SKIPPED):
             by_reason.setdefault((line["status"], line.get("reason", "")), []).append(line["name"])
-    # What failed is listed above.
+    # The failed ones are listed above.
     facts = [line for line in rest if line["status"] in (findings.RECORDED, findings.PASSED)]
     if facts or by_reason:
         yield ""
@@ -145,7 +205,7 @@ def _part(part: Part, found: Sequence[Line], end: Line | None, predicted: Mappin
 def _ended_in_words(status: str) -> str:
     words = {
         findings.COMPLETED: "completed",
-        findings.TIMED_OUT: "was stopped when its time was up",
+        findings.TIMED_OUT: "timed out",
         findings.CRASHED: "crashed",
         findings.UNAVAILABLE: "found no GPU",
         findings.NOT_RUN: "did not run",
@@ -165,8 +225,8 @@ def _listed(names: Sequence[str], count: int = 6) -> str:
 def _table_of_values(values: Sequence[Line], predicted: Mapping[str, float]) -> Iterator[str]:
     """Yield the table of a part's figures; emulated ones have no ratio, which would look like a measurement."""
     is_measured = values[0]["source"] == "measured"
-    head = ["", values[0]["source"], "predicted" if is_measured else "predicted for a GPU", "unit"]
-    yield _row([*head, "measured / predicted", "further"] if is_measured else head)
+    head = ["figure", values[0]["source"], "predicted" if is_measured else "predicted for a GPU", "unit"]
+    yield _row([*head, "measured / predicted", "details"] if is_measured else head)
     yield "|" + "---|" * (6 if is_measured else 4)
     for line in values:
         value, expected = line["value"], predicted.get(line.get("key", ""))
@@ -179,7 +239,7 @@ def _table_of_values(values: Sequence[Line], predicted: Mapping[str, float]) -> 
 
 
 def _fact(line: Line) -> str:
-    known = [f"{key} {_text(value)}" for key, value in line.items() if key not in _SHOWN]
+    known = [_text(v) if key == "note" else f"{key} {_text(v)}" for key, v in line.items() if key not in _SHOWN]
     reason = [_short(line["reason"])] if line.get("reason") else []
     status = [] if line["status"] == findings.RECORDED else [line["status"]]
     return "; ".join([*status, *reason, *known])
@@ -244,9 +304,9 @@ def _ratio_sentences(found: Sequence[Line], predicted: Mapping[str, float], kind
 def _of_environment(found: Sequence[Line], predicted: Mapping[str, float]) -> Iterator[str]:
     missing = [line["name"] for line in found if line["status"] == findings.FAILED]
     if missing:
-        yield f"These paths do not work here, and runs take slower ones: {', '.join(missing)}."
+        yield f"These paths do not work, and training takes slower ones: {', '.join(missing)}."
     elif found:
-        yield "Every path that this GPU type should have works."
+        yield "Every path that this GPU type supports works."
 
 
 def _of_constants(found: Sequence[Line], predicted: Mapping[str, float]) -> Iterator[str]:
@@ -255,7 +315,7 @@ def _of_constants(found: Sequence[Line], predicted: Mapping[str, float]) -> Iter
         yield f"The host launches an operator in {launch:.1f} µs: kernels that are shorter leave the GPU waiting."
     rates = [line["value"] for line in found if line.get("key") == "large matmul" and line["source"] == "measured"]
     if len(rates) == 2:
-        yield f"A large matmul runs at {rates[0]:.0f} TFLOP/s at first and at {rates[1]:.0f} TFLOP/s seconds later."
+        yield f"A large matmul starts at {rates[0]:.0f} TFLOP/s and runs at {rates[1]:.0f} TFLOP/s seconds later."
 
 
 def _of_gemms(found: Sequence[Line], predicted: Mapping[str, float]) -> Iterator[str]:
@@ -282,7 +342,7 @@ def _of_programs(found: Sequence[Line], predicted: Mapping[str, float]) -> Itera
         if line["source"] == "measured" and line.get("kernel_ms", 0.0) > line.get("twin_ms", 0.0) > 0.0
     ]
     if slower:
-        yield f"These kernels are slower than their twins in single operators: {', '.join(slower)}."
+        yield f"These kernels are slower than the same computation in single torch operators: {', '.join(slower)}."
 
 
 def _of_small_model(found: Sequence[Line], predicted: Mapping[str, float]) -> Iterator[str]:

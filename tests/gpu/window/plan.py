@@ -34,14 +34,14 @@ class Part:
 PARTS = (
     Part(0, 10, "environment", "Versions and available paths", "which kernels this GPU and this torch have", True),
     Part(1, 20, "constants", "Roofline constants", "launch costs, copy rates and the sustained matmul rate"),
-    Part(2, 50, "gemms", "GEMMs", "the time of each GEMM shape of the models, measured and predicted"),
-    Part(3, 40, "programs", "Kernels and Triton programs", "whether each computes what its twin computes", True),
+    Part(2, 50, "gemms", "GEMMs", "the time of each GEMM shape of the models"),
+    Part(3, 40, "programs", "Kernels and Triton programs", "whether they compute what torch's operators do", True),
     Part(4, 30, "attention", "Attention", "the rate of each attention kernel, forward and backward"),
-    Part(5, 60, "small_model", "GPT-2 345M", "whether the host limits it, and whether CUDA graphs compute the same"),
-    Part(6, 60, "features", "Features on a tiny model", "whether each feature runs and has the losses of the CPU"),
+    Part(5, 60, "small_model", "GPT-2 345M", "time per step, and whether CUDA graphs compute the same"),
+    Part(6, 60, "features", "Features on a tiny model", "whether each feature runs, with the losses of the CPU"),
     Part(7, 80, "headline", "8B and Qwen3 shapes", "time per step of large models"),
     Part(8, 30, "profiled", "Profile", "which kernels take the time, and how long the GPU is idle"),
-    Part(9, 130, "layouts", "One-GPU layouts in bf16", "whether each layout computes what the plain one computes"),
+    Part(9, 130, "layouts", "One-GPU layouts in bf16", "whether each layout agrees with the plain one on the CPU"),
 )
 
 

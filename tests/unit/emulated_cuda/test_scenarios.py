@@ -101,7 +101,6 @@ def test_every_call_has_a_result_or_a_reason() -> None:
     assert [start for start in APART if not any(key.startswith(start) for key in keys)] == []
 
 
-@pytest.mark.long  # its results are not complete: `python -m tests.emulated_cuda.cuda_lines run` makes them
 def test_every_line_for_cuda_that_does_not_run_has_a_reason() -> None:
     assert cuda_lines.unexplained(json.loads(cuda_lines.RESULTS.read_text())) == []
 

@@ -44,7 +44,7 @@ def run(window: Window) -> None:
     if settings := gpu_settings():
         window.add("clocks and power before the window", findings.RECORDED, **settings)
     else:
-        window.add("clocks and power before the window", findings.UNSUPPORTED, reason="nvidia-smi is not there")
+        window.add("clocks and power before the window", findings.UNSUPPORTED, reason="nvidia-smi was not found")
     _triton(window)
     with window.attempt("fp32 accumulation in bf16 matmuls (addmm.dtype_out)"):
         reason = why_no_wide_products(torch.bfloat16, window.place)
@@ -93,7 +93,7 @@ def _versions(window: Window) -> None:
         cuda=str(torch.version.cuda),
         cudnn=str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         triton=triton_version,
-        figures_of=window.gpu or "none: no published figures of this GPU are known, so nothing is predicted for it",
+        predictions=window.gpu or "none, because no published figures of this GPU are known here",
     )
     try:
         from megatron.core.datasets.indices import _helpers  # noqa: F401
@@ -104,7 +104,7 @@ def _versions(window: Window) -> None:
     fallback = "the NumPy fallback is used" + (
         "" if is_compiled else ": the extension is not compiled, which costs time when data sets are indexed only"
     )
-    window.add("compiled data index", findings.RECORDED, note="used" if is_compiled else fallback)
+    window.add("compiled data index", findings.RECORDED, note="in use" if is_compiled else fallback)
 
 
 def _triton(window: Window) -> None:

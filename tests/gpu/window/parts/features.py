@@ -197,7 +197,7 @@ def check_resume(window: Window, name: str, flags: Flags) -> None:
         if any(iteration not in lines for lines in (first, second) for iteration in last):
             raise RuntimeError(f"the runs have iterations {sorted(first)} and {sorted(second)}")
         wrong = [iteration for iteration in last if first[iteration] != second[iteration]]
-        known: dict[str, object] = {"compared": "losses and gradient norms of the run that went on, bit by bit"}
+        known: dict[str, object] = {"compared": "losses and gradient norms of the uninterrupted run, bit by bit"}
         known |= {"tolerance": 0.0, "difference": float(len(wrong))}
         if wrong:
             known["reason"] = f"iteration {wrong[0]}: {second[wrong[0]]} instead of {first[wrong[0]]}"

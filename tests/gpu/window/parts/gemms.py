@@ -31,7 +31,9 @@ def run(window: Window) -> None:
                 with window.attempt(name):
                     milliseconds = clock.milliseconds(work)
                     flops = 2.0 * shape.tokens * shape.inner * shape.outer
-                    window.value(name, milliseconds, "ms", key=name, tflops=flops / max(milliseconds, 1e-9) / 1e9)
+                    rate = flops / max(milliseconds, 1e-9) / 1e9
+                    size = f"{shape.tokens} x {shape.inner} x {shape.outer}"
+                    window.value(name, milliseconds, "ms", key=name, tokens_inner_outer=size, tflops=rate)
 
 
 def _operands(window: Window, shape: GemmShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Part 3: kernels and Triton programs against their twins, and the inputs that kernels get wrong most often."""
+"""Part 3: kernels and Triton programs against torch's operators, and inputs that kernels often get wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.gpu.kernels import ALLOWED, KernelSizes, compare_all, kernel_pairs
 from tests.gpu.window import findings
 from tests.gpu.window.window import Unsupported, Window
 
-_TWIN = "its twin in single operators of torch"
+_TWIN = "the same computation in single torch operators"
 _CPU = "the same on the CPU"
 
 
