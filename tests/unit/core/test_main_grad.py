@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.kernels.matrix_product import has_library, product
 from megatron.core.main_grad import (
     MainGrad,
     attach_main_grad,
@@ -164,6 +165,25 @@ def test_every_way_of_adding_adds(dtype: torch.dtype) -> None:
             else:
                 main_grad.add_rows(indices, rows)
         torch.testing.assert_close(main_grad.tensor, (left @ right + scattered).to(dtype))
+
+
+def test_products_come_from_the_library_that_is_asked_for() -> None:
+    """oneDNN's product is added after it is rounded; torch's adds while it sums."""
+    if not has_library("onednn", torch.float32):
+        pytest.skip("this build of torch has no oneDNN")
+    generator = torch.Generator().manual_seed(1)
+    left, right = torch.randn(64, 999, generator=generator), torch.randn(999, 64, generator=generator)
+    before = torch.randn(64, 64, generator=generator)
+    sums = {}
+    for library in ("onednn", "mkl", "mixed"):
+        main_grad = MainGrad(torch.empty(64, 64))
+        main_grad.add(before)
+        main_grad.add_matmul(left, right, library)
+        sums[library] = main_grad.tensor
+    assert torch.equal(sums["onednn"], before + product(left, right, "onednn"))
+    assert torch.equal(sums["mkl"], torch.addmm(before, left, right))
+    assert torch.equal(sums["mixed"], sums["mkl"])
+    assert not torch.equal(sums["onednn"], sums["mkl"])
 
 
 def test_a_gradient_that_never_came_is_zero() -> None:

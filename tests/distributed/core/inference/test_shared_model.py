@@ -76,6 +76,7 @@ def found_by_rank(sizes: ParallelSizes, fields: dict[str, Any], ddp: Distributed
     texts = engine.generate(REQUEST)
     scores = engine.score(ROWS)
     assert all(chunk.training for chunk in chunks)
+    assert all(chunk.cp.ranks == (state.rank,) and chunk.cp.axes == ("cp",) for chunk in shared)
     assert all(chunk.config.sequence_parallel == bool(fields.get("sequence_parallel")) for chunk in chunks)
     return [list(text.tokens) for text in texts], [list(text.log_probabilities or ()) for text in texts], scores
 

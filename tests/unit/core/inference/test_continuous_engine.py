@@ -14,6 +14,8 @@ from megatron.core.inference.continuous import running_batch
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
 from megatron.core.inference.continuous.progress import NewToken, PromptFailed, PromptSeen
+from megatron.core.inference.continuous.row import Row
+from megatron.core.inference.continuous.row_choice import NOT_FINITE, choose_for_rows, read_value
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.request import Continuation, GenerationRequest, StopRule, TokenPairs
 from megatron.core.inference.sampling_config import SamplingConfig
@@ -52,6 +54,29 @@ REQUESTS = (
         stop=StopRule(end_tokens=frozenset(range(50)), closing_tokens=frozenset(range(50, 60))),
     ),
 )
+
+
+def test_each_row_of_a_batch_has_its_own_token_and_values() -> None:
+    """A row that cannot be chosen for has no values; one that asks for none gets none."""
+    wants = GenerationRequest(
+        prompts=((3, 1), (4, 1), (5, 9)), max_new_tokens=2, sampling=GREEDY, log_probabilities=True
+    )
+    wants_none = GenerationRequest(prompts=((2, 6),), max_new_tokens=2, sampling=GREEDY)
+    rows = [Row(0, wants, prompt, torch.device("cpu")) for prompt in range(3)]
+    rows.append(Row(1, wants_none, 0, torch.device("cpu")))
+    logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(1))
+    logits[1, 3] = float("nan")
+    chosen = choose_for_rows(logits, rows, 9)
+    best = logits.argmax(dim=-1)
+    assert chosen[:, 0].tolist() == [best[0], NOT_FINITE, best[2], best[3]]
+    assert chosen[1, 1:].eq(0).all()
+    assert chosen[3, 1:].eq(0).all()
+    for row in (0, 2):
+        known = logits[row].double().log_softmax(0)
+        value = read_value(chosen[row, 1:].tolist(), 2)
+        assert value.log_probability == pytest.approx(known.max().item(), rel=1e-6)
+        assert [token for token, _ in value.alternatives] == known.topk(2).indices.tolist()
+        assert len(read_value(chosen[row, 1:].tolist(), 9).alternatives) == 7
 
 
 @pytest.fixture(scope="module")

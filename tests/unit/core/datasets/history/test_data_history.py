@@ -172,6 +172,17 @@ def test_weights_of_another_scale_are_no_change(texts: tuple[str, ...], tmp_path
     assert run.history == whole.history
 
 
+def test_new_weights_have_the_samples_of_a_run_that_begins_with_them(texts: tuple[str, ...], tmp_path: Path) -> None:
+    """Each data set's share of the rest is rounded up, as in a run that is new."""
+    run = Run(tmp_path).train(Blend(texts[:3], (0.2, 0.5, 0.3)), 90, 40)
+    blend = Blend(texts[:3], (0.37, 0.37, 0.26))
+    rest = Run(tmp_path).build(blend, 50).train
+    whole = run.build(blend, 90).train
+    assert rest is not None
+    assert whole is not None
+    assert len(whole) == 40 + len(rest) == 40 + 19 + 19 + 13
+
+
 def test_a_longer_run_appends_to_the_order_that_was_begun(texts: tuple[str, ...], tmp_path: Path) -> None:
     blend = Blend((texts[0],))
     run = Run(tmp_path).train(blend, 40)
@@ -184,6 +195,9 @@ def test_a_longer_run_appends_to_the_order_that_was_begun(texts: tuple[str, ...]
     assert run.history is not None
     (record,) = run.history.data_sets
     assert [(segment.num_samples, segment.seed) for segment in record.segments] == [(None, 5), (79, 6)]
+    # What is read more than once is reported, and what is read once is not.
+    (usage,) = [line for line in run.lines if "epochs" in line]
+    assert usage == f" > train data {texts[0]}: need 130 samples, have 51 in one epoch, reading 3 epochs"
     again = Run(tmp_path).train(blend, 40).train(blend, 130, 60).train(blend, 130)
     assert again.places == run.places
     assert again.history == run.history

@@ -274,3 +274,24 @@ def test_a_blend_whose_counts_are_damaged_is_built_again(tmp_path: Path) -> None
     BlendedDatasetBuilder(config, (30, 0, 0), lines.append).build()
     assert [line for line in lines if "samples_taken are not 30 in all" in line]
     assert path.read_bytes() == whole
+
+
+def test_a_text_is_computed_once_per_key_and_again_where_its_file_is_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    cache = IndexCache(folder, pytest.fail)
+    computed = []
+
+    def compute() -> str:
+        computed.append(len(computed))
+        return f"text{computed[-1]}"
+
+    assert cache.remember("sum", {"size": 3, "name": "a"}, compute) == "text0"
+    assert cache.remember("sum", {"size": 4, "name": "a"}, compute) == "text1"
+    assert cache.remember("sum", {"name": "a", "size": 3}, compute) == "text0"
+    assert cache.remember("sum", {"size": 4, "name": "a"}, compute) == "text1"
+    assert computed == [0, 1]
+    for path in folder.iterdir():
+        path.write_text(path.read_text().replace("text", "next"))
+    assert cache.remember("sum", {"size": 3, "name": "a"}, compute) == "text2"
+    assert cache.remember("sum", {"size": 3, "name": "a"}, compute) == "text2"
+    assert IndexCache(None, pytest.fail).remember("sum", {"size": 3, "name": "a"}, compute) == "text3"

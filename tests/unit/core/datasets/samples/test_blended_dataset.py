@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.samples.blended_dataset import BlendedDataset, samples_per_dataset
+from megatron.core.datasets.samples.blended_dataset import BlendedDataset, normalize_weights, samples_per_dataset
 from megatron.core.datasets.samples.gpt_dataset import GPTDataset
 from megatron.core.datasets.samples.gpt_dataset_config import (
     Blend,
@@ -278,6 +278,15 @@ def test_extreme_weights_stay_in_range(tmp_path: Path) -> None:
         assert wanted <= len(train) <= wanted + 13
         for i in range(len(train)):
             assert train[i]["tokens"].shape == (8,)
+
+
+def test_weights_are_normalized_twice_as_in_megatron() -> None:
+    """The second division changes the last bit of some weights; the first has to come before it."""
+    random = np.random.RandomState(3)
+    for _ in range(50):
+        weights = random.uniform(size=7)
+        once = weights / weights.sum()
+        assert normalize_weights(weights.tolist()).tolist() == (once / once.sum()).tolist()
 
 
 def test_many_equal_data_sets_get_no_more_than_they_hold(tmp_path: Path) -> None:

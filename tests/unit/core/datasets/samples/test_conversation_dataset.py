@@ -123,6 +123,34 @@ def test_packing_fills_samples_and_splits_nothing() -> None:
     assert not np.array_equal(order, other[0])
 
 
+def test_a_damaged_index_is_reported_and_built_again_and_a_whole_one_is_read(tmp_path: Path) -> None:
+    config = config_of(Blend((write(tmp_path / "talk", of_lengths([6, 5, 4, 4, 3, 7])),)), tmp_path)
+
+    def tokens() -> tuple[list[list[int]], list[str]]:
+        lines: list[str] = []
+        dataset = build(config, 1, report=lines.append).train
+        return [sample["tokens"].tolist() for sample in dataset], [line for line in lines if "WARNING" in line]
+
+    first = tokens()
+    assert tokens() == first
+    assert first[1] == []
+    for name, damage in (
+        ("sample_index", lambda starts: starts + (starts == 0)),
+        ("sample_index", lambda starts: starts[:-1]),
+        ("sample_index", lambda starts: starts[:0]),
+        ("sample_index", lambda starts: starts.astype(np.int32)),
+        ("sample_index", lambda starts: starts[None]),
+        ("conversation_index", lambda order: order[:-1]),
+        ("conversation_index", lambda order: order.astype(np.int32)),
+        ("conversation_index", lambda order: order[None]),
+    ):
+        (path,) = (tmp_path / "cache").glob(f"*-ConversationDataset-{name}.npy")
+        np.save(path, damage(np.load(path)))
+        again, (warning,) = tokens()
+        assert again == first[0]
+        assert "it does not hold these conversations" in warning
+
+
 def firsts(sample: GPTSample) -> tuple[int, ...]:
     starts = np.flatnonzero(sample["position_ids"] == 0)
     return tuple(int(sample["tokens"][start]) for start in starts if sample["tokens"][start] != EOD)
