@@ -215,7 +215,7 @@ class GPTModel(Model):
         losses += found
         # All logits are one product, and use the output layer's weight once.
         all_labels = torch.cat((labels, *targets.labels))
-        per_token = self._loss(torch.cat((hidden, *states), dim=1), all_labels, losses, loss_mask)
+        per_token = self._loss(torch.cat((hidden, *states), dim=1), all_labels, losses, loss_mask, len(labels))
         own, *further = per_token.chunk(1 + len(states))
         losses += further_losses(further, targets, self.config, self.cp)
         return own
@@ -226,18 +226,20 @@ class GPTModel(Model):
         labels: torch.Tensor,
         losses: list[AuxiliaryLoss] | None = None,
         loss_mask: torch.Tensor | None = None,
+        num_own: int | None = None,
     ) -> torch.Tensor:
-        """Return the loss of every token, and add the z-loss of the first ones, those of the mask, to ``losses``.
+        """Return the loss of every token, and add the z-loss of the first ``num_own`` sequences to ``losses``.
 
-        Shapes: ``[s, b, h], [b, s] -> [b, s]``.
+        The other sequences predict further tokens.
+
+        Shapes: ``hidden: [s, b, h], labels: [b, s], loss_mask: [num_own, s] -> [b, s]``.
         """
         logits = self._logits(hidden, self._logits_memory)
         vocab_size, coefficient = self.config.vocab_size, self.config.z_loss_coeff
         if losses is None or not coefficient:
             return vocab_parallel_cross_entropy(logits, labels.t(), vocab_size, self.tp).t()
         per_token, log_normalizers = vocab_parallel_losses_and_normalizers(logits, labels.t(), vocab_size, self.tp)
-        own = slice(None) if loss_mask is None else slice(len(loss_mask))
-        losses.append(logit_z_loss(log_normalizers.t()[own], loss_mask, coefficient, self.cp))
+        losses.append(logit_z_loss(log_normalizers.t()[:num_own], loss_mask, coefficient, self.cp))
         return per_token.t()
 
     def _dropout(self, samples: DropoutSamples | None, first: torch.Tensor) -> DropoutKeys | None:

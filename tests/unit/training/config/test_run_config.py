@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -157,3 +158,22 @@ def test_list_files(tmp_path: Path) -> None:
         lists.write_text(text)
         with pytest.raises(ConfigurationError):
             read_per_split_lists(str(lists), "--x")
+
+
+def test_a_flag_beside_what_it_needs_is_not_said_to_have_no_effect() -> None:
+    """The values and companions are those of the end-to-end tests, which show that each flag has an effect."""
+    folder = Path(__file__).parents[3] / "e2e" / "flags"
+    with open(folder / "flag_values.tsv", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    checked = 0
+    for row in rows:
+        words = [row["flag"], *row["value"].split(), *row["companions"].split()]
+        if row["without"] or not row["companions"] or any("{" in word for word in words):  # "{": a file
+            continue
+        try:
+            resolved = resolve_arguments([*MINIMAL, *words], int(row["processes"]))
+        except ConfigurationError:  # made for the sizes of the end-to-end tests
+            continue
+        assert not [note for note in resolved.notes if note.startswith(f"{row['flag']} ") and "no effect" in note]
+        checked += 1
+    assert checked > 100

@@ -11,8 +11,10 @@ import torch
 from megatron.core.device import Device
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dropout_keys import DropoutSamples
+from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.logit_z_loss import LOGIT_Z_LOSS
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
@@ -255,3 +257,24 @@ def test_embeddings_may_begin_with_a_deviation_of_their_own(is_tied: bool) -> No
     last_stage = GPTModel(whole.config, ALONE, make_rng(ALONE), seed=SEED, device="cpu", pre_process=False)
     assert last_stage.output_layer is not None
     assert torch.equal(last_stage.output_layer.weight, whole.output_weight), "both ends hold the same values"
+
+
+@pytest.mark.parametrize("further", [None, 2], ids=["next token", "further tokens"])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_the_z_loss_is_of_the_next_tokens_that_count(further: int | None, is_masked: bool) -> None:
+    """Tokens outside of the mask have none, nor have the logits of further tokens."""
+    model = make_model(ALONE, z_loss_coeff=0.25, mtp_num_layers=further)
+    generator = torch.Generator().manual_seed(3)
+    tokens, labels = torch.randint(model.config.vocab_size, (2, 2, 6), generator=generator)
+    positions = torch.arange(6).expand(2, 6)
+    mask = torch.ones(2, 6)
+    mask[0, 2:] = 0.0
+    losses: list[AuxiliaryLoss] = []
+    model(tokens, positions, labels=labels, losses=losses, loss_mask=mask if is_masked else None)
+    (z_loss,) = [loss for loss in losses if loss.name == LOGIT_Z_LOSS]
+    logits = model(tokens, positions).transpose(0, 1)[..., : model.config.vocab_size]
+    squares = logits.logsumexp(dim=-1).square()
+    counted = squares[mask.bool()] if is_masked else squares
+    assert z_loss.loss_sum.item() == pytest.approx(counted.sum().item(), rel=1e-5)
+    assert z_loss.num_tokens.item() == counted.numel()
+    assert z_loss.coefficient == 0.25
