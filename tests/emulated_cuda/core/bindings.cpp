@@ -240,6 +240,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   }, Unlocked());
   module.def("run_python_work", &run_python_work, Unlocked());
   module.def("operation_counts", &operation_counts, Unlocked());
+  module.def("host_wait_count", &host_wait_count);
   module.def("reports", &reports, Unlocked());
   module.def("clear_reports", &clear_reports, Unlocked());
 }

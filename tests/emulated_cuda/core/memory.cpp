@@ -235,6 +235,19 @@ struct Fault {
   Lane owner;
 };
 
+// The bytes that the allocator has around a suspect block once it is free: it joins neighbors that are free.
+size_t joined_size(const Block* block) {
+  const auto can_join = [](const Block* each) { return each != nullptr && (each->is_suspect || is_free(each)); };
+  size_t size = block->size;
+  for (const Block* each = block->previous; can_join(each); each = each->previous) {
+    size += each->size;
+  }
+  for (const Block* each = block->next; can_join(each); each = each->next) {
+    size += each->size;
+  }
+  return size;
+}
+
 // A block that the allocator could give out now although another stream may still use it.
 std::optional<Fault> unsafe_reuse(Stream& stream, PoolId pool, bool is_small, size_t size) {
   auto& suspects = memory().devices.at(stream.device).suspects;
@@ -247,7 +260,7 @@ std::optional<Fault> unsafe_reuse(Stream& stream, PoolId pool, bool is_small, si
       make_free(block);
       continue;
     }
-    if (key_of(*block->segment) == PoolKey{pool, is_small, &stream} && block->size >= size) {
+    if (key_of(*block->segment) == PoolKey{pool, is_small, &stream} && joined_size(block) >= size) {
       return Fault{block->size, *access, stream.lane};
     }
     ++each;

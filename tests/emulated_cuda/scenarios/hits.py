@@ -92,6 +92,12 @@ def _read(file: Path | None) -> dict[str, Result]:
         return {}
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return {
-        name: Result(values["fault"], tuple(values["metrics"]), values["seconds"], frozenset(values["hits"]))
+        name: Result(
+            values["fault"],
+            tuple(values["metrics"]),
+            values["seconds"],
+            frozenset(values["hits"]),
+            tuple(values["host_waits"]),
+        )
         for name, values in rows
     }

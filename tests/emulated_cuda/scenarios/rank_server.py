@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 
 from tests.emulated_cuda.activation import is_active, load_bindings
-from tests.emulated_cuda.environment import REPORTS_VARIABLE
+from tests.emulated_cuda.environment import MEMORY_VARIABLE, REPORTS_VARIABLE
 from tests.emulated_cuda.scenarios.changed_source import (
     PROBE,
     REPOSITORY,
@@ -37,7 +37,7 @@ from tests.emulated_cuda.scenarios.changed_source import (
     with_probes,
 )
 from tests.emulated_cuda.scenarios.observed_calls import BUILT_IN_NAME, NONE, ObservedCalls, with_observed_calls
-from tests.emulated_cuda.scenarios.running import CALLS, MODULES_FILE, STATEMENTS
+from tests.emulated_cuda.scenarios.running import CALLS, MODULES_FILE, STATEMENTS, WAITS_FILE
 from tests.emulated_cuda.synchronizations.calls import removable_calls
 from tests.harness.free_port import free_port
 
@@ -106,6 +106,8 @@ def _rank_main(request: Mapping[str, Any], rank: int, port: int, observation: Ob
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     size = request["ranks"]
     os.environ.update(request["variables"])
+    if request["memory"]:
+        os.environ[MEMORY_VARIABLE] = str(request["memory"][rank])
     if size > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -122,11 +124,24 @@ def _rank_main(request: Mapping[str, Any], rank: int, port: int, observation: Ob
         status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:  # noqa: BLE001 the log has it, and the status says so
         traceback.print_exc()
-    reports = load_bindings().reports() if is_active() else []
+    reports = _reports_at_end() if is_active() else []
+    if is_active():
+        with (folder / f"{WAITS_FILE}{rank}").open("a") as file:
+            file.write(f"{load_bindings().host_wait_count()}\n")
     if reports:
         print(f"emulated CUDA: {len(reports)} reports, of which the first: {reports[0]}", file=sys.stderr)
         return _STATUS_OF_REPORTS
     return status
+
+
+def _reports_at_end() -> list[str]:
+    """Return the reports of this process, also those of copies that end with it."""
+    core = load_bindings()
+    for device in range(core.device_count()):
+        with contextlib.suppress(RuntimeError):  # it is a report
+            core.synchronize_device(device)
+    reports: list[str] = core.reports()
+    return reports
 
 
 def _note_modules_at_exit(path: Path) -> None:

@@ -21,11 +21,10 @@ NOTHING, STATEMENTS, CALLS = "nothing", "statements", "calls"
 """What a server observes."""
 MODULES_FILE = "imported-modules"
 """The file in the folder of a run with the names of the modules of the project that were imported."""
-_COMPARED = (
-    *("iteration", "split", "lm_loss", "grad_norm", "params_norm", "num_zeros", "loss_scale", "skipped"),
-    *("max_attention_logit", "expert_load", "dropped_tokens", "samples", "scores", "name", "value"),
-)
-"""Metrics that are the same in each run of a program."""
+WAITS_FILE = "host-waits-"
+"""The beginning of the name of a rank's file with the numbers of its launches' waits for the device."""
+_VARYING = ("second", "time", "tflops", "mfu", "stragglers", "started", "commit", "throughput")
+"""Parts of the names of metrics that no two runs of a program have alike."""
 _ERROR_CHARACTERS = 400
 
 
@@ -33,7 +32,8 @@ _ERROR_CHARACTERS = 400
 class Launch:
     """One start of a program on some ranks. ``{folder}`` in an argument is the folder of the run.
 
-    A program is a path relative to the repository. ``statuses`` are the exit statuses of its ranks.
+    A program is a path relative to the repository. ``statuses`` are the exit statuses of its ranks. ``memory`` has the
+    bytes of each rank's device, where they are not those of the GPU type.
     """
 
     arguments: tuple[str, ...]
@@ -41,6 +41,7 @@ class Launch:
     program: str = "pretrain_gpt.py"
     statuses: tuple[int, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    memory: tuple[int, ...] = ()
 
     @property
     def expected(self) -> list[int]:
@@ -55,6 +56,7 @@ class Scenario:
     name: str
     launches: tuple[Launch, ...]
     triton: bool = False
+    gpu: str = "h100"
     limit_s: float = 180.0
 
 
@@ -63,20 +65,24 @@ class Result:
     """What a run of a scenario left: ``fault`` is empty, or what went wrong in one line.
 
     ``metrics`` are the lines of its metrics files, ``hits`` the numbers of what it executed, as the server observes it.
+    ``host_waits`` counts how often the host has waited for a device: of each launch and rank.
     """
 
     fault: str
     metrics: tuple[Mapping[str, Any], ...]
     seconds: float
     hits: frozenset[int] = frozenset()
+    host_waits: tuple[int, ...] = ()
 
 
 class RankServer:
     """A process that forks the ranks of runs, on emulated devices or on the CPU."""
 
-    def __init__(self, *, emulated: bool = True, triton: bool = False, observes: str = NOTHING) -> None:
+    def __init__(
+        self, *, emulated: bool = True, triton: bool = False, gpu: str = "h100", observes: str = NOTHING
+    ) -> None:
         if emulated:
-            variables = emulated_environment(NUM_DEVICES, triton=triton)
+            variables = emulated_environment(NUM_DEVICES, gpu, triton=triton)
         else:
             variables = {**os.environ, "MEGATRON_DEVICE": "cpu"}
             variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), variables.get("PYTHONPATH", "")])
@@ -144,6 +150,7 @@ class RankServer:
                     "limit_s": scenario.limit_s,
                     "may_fail": any(launch.expected),
                     "variables": dict(launch.variables),
+                    "memory": list(launch.memory),
                 }
                 found = self.ask(request)
                 seconds += found["seconds"]
@@ -151,7 +158,8 @@ class RankServer:
                 fault = _fault(folder, found, launch)
                 if fault:
                     break
-            return Result(fault, tuple(_metrics(folder)), round(seconds, 2), frozenset(hits))
+            waits = () if any(any(launch.expected) for launch in scenario.launches) else _host_waits(folder)
+            return Result(fault, tuple(_metrics(folder)), round(seconds, 2), frozenset(hits), waits)
         finally:
             if keep:
                 print(f"{scenario.name}: {folder}", file=sys.stderr)
@@ -160,20 +168,21 @@ class RankServer:
 
 
 class Servers:
-    """Servers of ranks, with and without Triton, which are started when they are needed."""
+    """Servers of ranks for each GPU type, with and without Triton, which are started when they are needed."""
 
     def __init__(self, *, emulated: bool = True, observes: str = NOTHING) -> None:
         self._emulated = emulated
         self._observes = observes
-        self._started: dict[bool, RankServer] = {}
+        self._started: dict[tuple[bool, str], RankServer] = {}
 
     def of(self, scenario: Scenario) -> RankServer:
         """Return the server that runs a scenario."""
-        if scenario.triton not in self._started:
-            self._started[scenario.triton] = RankServer(
-                emulated=self._emulated, triton=scenario.triton, observes=self._observes
+        key = (scenario.triton, scenario.gpu)
+        if key not in self._started:
+            self._started[key] = RankServer(
+                emulated=self._emulated, triton=scenario.triton, gpu=scenario.gpu, observes=self._observes
             )
-        return self._started[scenario.triton]
+        return self._started[key]
 
     def __enter__(self) -> Servers:
         return self
@@ -212,7 +221,14 @@ def _last_error(folder: Path) -> str:
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     """Return what is the same in each run of the metrics files, in the order of their names."""
     rows = (json.loads(line) for path in sorted(folder.rglob("*.jsonl")) for line in path.read_text().splitlines())
-    return [{key: row[key] for key in _COMPARED if key in row} for row in rows]
+    return [{key: row[key] for key in row if not any(part in key for part in _VARYING)} for row in rows]
+
+
+def _host_waits(folder: Path) -> tuple[int, ...]:
+    """Return how often each rank has waited in each launch."""
+    return tuple(
+        int(line) for path in sorted(folder.glob(f"{WAITS_FILE}*")) for line in path.read_text().splitlines()
+    )
 
 
 def difference(result: Result, expected: Result) -> str:
@@ -222,8 +238,10 @@ def difference(result: Result, expected: Result) -> str:
     if len(result.metrics) != len(expected.metrics):
         return f"{len(result.metrics)} lines of metrics in place of {len(expected.metrics)}"
     for found, known in zip(result.metrics, expected.metrics):
-        changed = [key for key in _COMPARED if found.get(key) != known.get(key)]
+        changed = [key for key in {**known, **found} if found.get(key) != known.get(key)]
         if changed:
             key = changed[0]
             return f"{key} is {found.get(key)} in place of {known.get(key)}"
+    if result.host_waits != expected.host_waits:
+        return f"the host waits for its device {result.host_waits} times in place of {expected.host_waits}"
     return ""
