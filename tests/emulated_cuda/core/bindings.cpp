@@ -1,6 +1,7 @@
 // What Python sees of the emulator. torch/cuda in Python runs on it unchanged.
 #include "generator.h"
 #include "graphs.h"
+#include "host_waits.h"
 #include "kernel_rules.h"
 #include "memory.h"
 #include "nccl.h"

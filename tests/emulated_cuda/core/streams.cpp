@@ -1,6 +1,7 @@
 #include "streams.h"
 
 #include "graphs.h"
+#include "host_waits.h"
 #include "memory.h"
 
 #include <c10/util/Exception.h>

@@ -26,6 +26,7 @@ WAITS_FILE = "host-waits-"
 _VARYING = ("second", "time", "tflops", "mfu", "stragglers", "started", "commit", "throughput")
 """Parts of the names of metrics that no two runs of a program have alike."""
 _ERROR_CHARACTERS = 400
+TIMED_OUT = "the run did not end"
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def _fault(folder: Path, found: Mapping[str, Any], launch: Launch) -> str:
     if reports.exists():
         return " ".join(reports.read_text().splitlines()[0].partition(": ")[2].split())
     if found["timed_out"]:
-        return "the run did not end"
+        return TIMED_OUT
     if found["statuses"] != launch.expected:
         return f"exit statuses {found['statuses']}: {_last_error(folder)}"
     return ""

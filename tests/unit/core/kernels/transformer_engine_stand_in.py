@@ -65,7 +65,8 @@ class DotProductAttention(nn.Module):
         assert right == 0 if is_causal else (left >= 0) == (right >= 0)
         grouped = query_layer.float().unflatten(2, (self.num_groups, -1))
         scores = torch.einsum("qbghd,kbgd->bghqk", grouped, key_layer.float()) / math.sqrt(self.width)
-        behind = torch.arange(length)[:, None] - torch.arange(length)
+        positions = torch.arange(length, device=query_layer.device)
+        behind = positions[:, None] - positions
         if left >= 0:
             scores = scores.masked_fill(behind > left, -math.inf)
         if right >= 0:
