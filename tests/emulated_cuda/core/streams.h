@@ -115,8 +115,6 @@ void host_waits(const Clock& clock);
 void synchronize_stream(Stream& stream);
 void synchronize_event(const Event& event);
 void synchronize_device(c10::DeviceIndex device);
-// How often the host has waited for a stream, an event or a device; a query is no wait.
-uint64_t host_wait_count();
 // Whether it is done. A positive reply is as good as a wait.
 bool query_event(const Event& event);
 bool query_stream(Stream& stream);
