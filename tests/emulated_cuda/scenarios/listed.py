@@ -555,12 +555,6 @@ _OF_EXPERTS = (
     ),
     training("experts on a B200", f"{_EXPERTS} --bf16 --moe-grouped-gemm", gpu="b200"),
     training("experts on an A100", f"{_EXPERTS} --bf16 --moe-grouped-gemm {_SENT}", 2, gpu="a100"),
-    training(
-        "graphs, experts with capacity",
-        f"{_GRAPHS} {_EXPERTS} --moe-expert-capacity-factor 1.0 "
-        "--moe-pad-expert-input-to-capacity --moe-token-dispatcher-type alltoall "
-        "--moe-router-load-balancing-type none --bf16",
-    ),
 )
 _UPDATES = (
     prepared(
@@ -681,7 +675,7 @@ _HOST = (
     training(
         "weight offload, evaluation",
         "--cpu-offloading --cpu-offloading-num-layers 2 --cpu-offloading-weights --num-layers 3 --bf16 "
-        f"--eval-iters 1 --eval-interval 1 {_OVERLAPS}",
+        "--eval-iters 1 --eval-interval 1",
         2,
     ),
     training(
@@ -719,10 +713,9 @@ _HOST = (
         2,
     ),
     training("fully sharded, fp8", f"{_SHARDS} optim_grads_params {_FP8} tensorwise {_OVERLAPS}", 2),
-    training("fully sharded, adapters", f"{_SHARDS} optim_grads_params --lora-rank 4 {_OVERLAPS}", 2),
-    training("profile by torch", "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2"),
-    training("gradients compared", "--check-for-nan-in-loss-and-grad --log-num-zeros-in-grad --bf16", 2),
-    training("no bucket", f"{_OVERLAPS} --ddp-num-buckets 2 --bf16", 2),
+    training("gradients sharded, adapters", f"{_SHARDS} optim_grads --lora-rank 4 {_OVERLAPS}", 2),
+    training("profile by torch", "--tensorboard-dir {folder}/board --profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2"),
+    training("gradients compared", "--log-num-zeros-in-grad --bf16 --log-params-norm", 2),
 )
 SCENARIOS += (
     *_GRAPHED,

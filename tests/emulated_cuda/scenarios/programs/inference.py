@@ -17,7 +17,7 @@ from megatron.core.inference.beam_config import BeamConfig
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationCancelled, GenerationRequest
+from megatron.core.inference.request import GenerationCancelled, GenerationRequest, TokenPairs
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.scored_batch import ScoredRow
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -76,21 +76,66 @@ def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
             GenerationRequest(prompts=PROMPTS[:2], max_new_tokens=5, sampling=SamplingConfig(top_k=20, seed=7)),
         ),
         ("beams", GenerationRequest(prompts=PROMPTS[:1], max_new_tokens=4, beams=BeamConfig(num_beams=3))),
+        (
+            "penalties",
+            GenerationRequest(
+                prompts=PROMPTS,
+                max_new_tokens=6,
+                sampling=SamplingConfig(
+                    top_p=0.9, temperature=1.3, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, seed=9
+                ),
+                bias=((5, 1.5), (9, -2.0)),
+                new_log_probabilities=True,
+                num_alternatives=3,
+            ),
+        ),
+        (
+            "no repetition",
+            GenerationRequest(
+                prompts=PROMPTS,
+                max_new_tokens=6,
+                sampling=SamplingConfig(greedy=True, no_repeat_ngram_size=2),
+                never=TokenPairs(first=frozenset({3, 7}), second=frozenset({42})),
+            ),
+        ),
     ):
         yield name, [[list(text.tokens), text.log_probabilities] for text in engine.generate(request)]
     yield "scores", [[score.log_probability, score.is_greedy] for score in engine.score(ROWS)]
     request = GenerationRequest(prompts=PROMPTS, max_new_tokens=5, sampling=GREEDY)
-    continuous, answer = ContinuousEngine(engine, 4, 200), GatheredAnswer(request)
-    continuous.add(0, request)
-    while not answer.is_whole:
-        for _, happened in continuous.step():
-            answer.add(happened)
-    yield "continuous", [list(text.tokens) for text in answer.continuations()]
+    yield from continuous_results(engine, request)
     questions = iter((False, False, True))
     try:
         engine.generate(request, is_cancelled=lambda: next(questions))
     except GenerationCancelled:
         yield "cancelled", True
+
+
+def continuous_results(engine: InferenceEngine, request: GenerationRequest) -> Iterator[tuple[str, Any]]:
+    """Yield what requests give that run together: they begin one after the other, and one is given up."""
+    known = GenerationRequest(
+        prompts=PROMPTS[::-1], max_new_tokens=7, sampling=GREEDY, log_probabilities=True, num_alternatives=2
+    )
+    drawn = GenerationRequest(
+        prompts=PROMPTS[:2],
+        max_new_tokens=3,
+        sampling=SamplingConfig(top_k=9, top_p=0.8, seed=3, no_repeat_ngram_size=2, frequency_penalty=0.5),
+        bias=((8, 2.0),),
+        new_log_probabilities=True,
+    )
+    beams = GenerationRequest(prompts=PROMPTS[:2], max_new_tokens=4, beams=BeamConfig(num_beams=2))
+    continuous, requests = ContinuousEngine(engine, 6, 200), [request, known, drawn, beams, request]
+    answers = [GatheredAnswer(each) for each in requests]
+    for job, each in enumerate(requests):
+        continuous.add(job, each)
+        for number, happened in continuous.step():
+            answers[number].add(happened)
+    continuous.drop([4])
+    while not all(answer.is_whole for answer in answers[:4]):
+        for number, happened in continuous.step():
+            answers[number].add(happened)
+    for job, answer in enumerate(answers[:4]):
+        yield f"continuous {job}", [[list(text.tokens), text.log_probabilities] for text in answer.continuations()]
+    continuous.reset()
 
 
 def main(path: str, pp: str, tp: str) -> None:
