@@ -263,7 +263,13 @@ def test_waits_of_the_host_are_counted() -> None:
     x, event = torch.ones(4, device="cuda"), torch.cuda.Event()
     event.record()
     before = core.host_wait_count()
-    for wait in (x.sum().item, torch.cuda.synchronize, event.synchronize, x.cpu, lambda: torch.tensor(1.0, device="cuda")):
+    for wait in (
+        x.sum().item,
+        torch.cuda.synchronize,
+        event.synchronize,
+        x.cpu,
+        lambda: torch.tensor(1.0, device="cuda"),
+    ):
         wait()
     x.add_(1.0).mul_(torch.tensor(2.0))
     event.query()

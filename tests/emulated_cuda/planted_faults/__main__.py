@@ -20,7 +20,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from tests.emulated_cuda.environment import REPOSITORY
 from tests.emulated_cuda.planted_faults.patches import PatchError, apply_patch, copy_tree, restore, scenarios_of
 from tests.emulated_cuda.scenarios.hits import Recording, all_statements, read_recorded, record
 from tests.emulated_cuda.scenarios.listed import SCENARIOS
@@ -91,7 +90,9 @@ def find(patch: Path, tree: Path, recording: Recording, arguments: argparse.Name
         names = scenarios_of(files, tree, all_statements(), recording, SCENARIOS)
         recorded = arguments.folder / _RECORDED
         found = _in_tree(tree, ["-m", __package__, str(recorded), "--run", json.dumps(names)])
-        place, shown = json.loads(found.stdout.splitlines()[-1]) if found.stdout.strip() else ("the runner", found.stderr)
+        place, shown = (
+            json.loads(found.stdout.splitlines()[-1]) if found.stdout.strip() else ("the runner", found.stderr)
+        )
         if not place and not arguments.scenarios_only:
             place, shown = _in_further_tests(tree)
     finally:
@@ -126,7 +127,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.run is not None:
         print(json.dumps(run_until_found(json.loads(arguments.run), arguments.folder) or ("", "")))
         return 0
-    patches = [path for path in sorted(arguments.folder.glob("*.patch")) if path.stem in (arguments.only or [path.stem])]
+    patches = [
+        path for path in sorted(arguments.folder.glob("*.patch")) if path.stem in (arguments.only or [path.stem])
+    ]
     recording = record_all(arguments.folder, SCENARIOS, arguments.jobs)
     trees: SimpleQueue[Path] = SimpleQueue()
     lock, num_found = threading.Lock(), 0

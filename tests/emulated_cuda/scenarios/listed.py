@@ -378,15 +378,14 @@ _BY_TRITON = (
     prepared(
         "Triton: small parts, norms of queries and keys",
         "small-programs",
-        f"{_SHORT} --bf16 {_GROUPED} --qk-layernorm --add-qkv-bias --fp16 --micro-batch-size 2 --global-batch-size 2".replace(
-            "--bf16 ", ""
-        ),
+        f"{_SHORT} --fp16 {_GROUPED} --qk-layernorm --add-qkv-bias --micro-batch-size 2 --global-batch-size 2",
         triton=True,
     ),
     prepared(
         "Triton: small parts, float32",
         "small-programs",
-        f"{_SHORT} {_ROPE} --geglu --micro-batch-size 2 --global-batch-size 2".replace("--swiglu ", ""),
+        f"{_SHORT} --position-embedding-type rope --geglu --normalization RMSNorm --micro-batch-size 2 "
+        "--global-batch-size 2",
         triton=True,
     ),
     prepared(
@@ -475,8 +474,8 @@ _MODELS = (
     ),
     training(
         "parts recomputed, experts",
-        f"{_EXPERTS} {_SENT} --recompute-granularity selective --recompute-modules moe_act moe shared_experts layernorm "
-        "--moe-shared-expert-intermediate-size 16",
+        f"{_EXPERTS} {_SENT} --recompute-granularity selective "
+        "--recompute-modules moe_act moe shared_experts layernorm --moe-shared-expert-intermediate-size 16",
         2,
     ),
     training(
@@ -714,7 +713,10 @@ _HOST = (
     ),
     training("fully sharded, fp8", f"{_SHARDS} optim_grads_params {_FP8} tensorwise {_OVERLAPS}", 2),
     training("gradients sharded, adapters", f"{_SHARDS} optim_grads --lora-rank 4 {_OVERLAPS}", 2),
-    training("profile by torch", "--tensorboard-dir {folder}/board --profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2"),
+    training(
+        "profile by torch",
+        "--tensorboard-dir {folder}/board --profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2",
+    ),
     training("gradients compared", "--log-num-zeros-in-grad --bf16 --log-params-norm", 2),
 )
 SCENARIOS += (

@@ -227,9 +227,7 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
 
 def _host_waits(folder: Path) -> tuple[int, ...]:
     """Return how often each rank has waited in each launch."""
-    return tuple(
-        int(line) for path in sorted(folder.glob(f"{WAITS_FILE}*")) for line in path.read_text().splitlines()
-    )
+    return tuple(int(line) for path in sorted(folder.glob(f"{WAITS_FILE}*")) for line in path.read_text().splitlines())
 
 
 def difference(result: Result, expected: Result) -> str:

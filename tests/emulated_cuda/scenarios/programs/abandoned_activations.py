@@ -1,4 +1,4 @@
-"""Differentiate with regard to a layer's input alone, so that offloaded tensors come back unused, and take their memory."""
+"""Differentiate up to the second layer, so that tensors of the first come back unused, and take their memory."""
 
 from __future__ import annotations
 

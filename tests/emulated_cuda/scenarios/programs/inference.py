@@ -82,7 +82,12 @@ def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
                 prompts=PROMPTS,
                 max_new_tokens=6,
                 sampling=SamplingConfig(
-                    top_p=0.9, temperature=1.3, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, seed=9
+                    top_p=0.9,
+                    temperature=1.3,
+                    repetition_penalty=1.2,
+                    presence_penalty=0.3,
+                    frequency_penalty=0.2,
+                    seed=9,
                 ),
                 bias=((5, 1.5), (9, -2.0)),
                 new_log_probabilities=True,
