@@ -80,5 +80,5 @@ def test_a_program_is_compiled_before_it_is_captured() -> None:
             with capture:
                 launch(x, y)
         else:
-            with pytest.raises(RuntimeError, match="operation not permitted .* compilation of the Triton"), capture:
+            with pytest.raises(RuntimeError, match=r"operation not permitted .* compilation of the Triton"), capture:
                 launch(x, y)

@@ -113,8 +113,7 @@ def _rank_main(request: Mapping[str, Any], rank: int, port: int, observation: Ob
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.chdir(folder)
     observation.begin(request["removed"])
-    if rank == 0:
-        _note_modules_at_exit(folder / MODULES_FILE)
+    _act_at_exit(folder, rank)
     sys.argv = [request["program"], *request["arguments"]]
     status = 1
     try:
@@ -124,35 +123,37 @@ def _rank_main(request: Mapping[str, Any], rank: int, port: int, observation: Ob
         status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:  # noqa: BLE001 the log has it, and the status says so
         traceback.print_exc()
-    reports = _reports_at_end() if is_active() else []
-    if is_active():
-        with (folder / f"{WAITS_FILE}{rank}").open("a") as file:
-            file.write(f"{load_bindings().host_wait_count()}\n")
+    reports = load_bindings().reports() if is_active() else []
     if reports:
         print(f"emulated CUDA: {len(reports)} reports, of which the first: {reports[0]}", file=sys.stderr)
         return _STATUS_OF_REPORTS
     return status
 
 
-def _reports_at_end() -> list[str]:
-    """Return the reports of this process, also those of copies that end with it."""
-    core = load_bindings()
-    for device in range(core.device_count()):
-        with contextlib.suppress(RuntimeError):  # it is a report
-            core.synchronize_device(device)
-    reports: list[str] = core.reports()
-    return reports
-
-
-def _note_modules_at_exit(path: Path) -> None:
-    """Let this process write the modules of the project that it has imported, before it ends."""
-    leave = os._exit
+def _act_at_exit(folder: Path, rank: int) -> None:
+    """Let this process note what it has imported, on rank 0, and how often it has waited, before it ends."""
+    leave, process = os._exit, os.getpid()
 
     def note_and_leave(status: int) -> NoReturn:
-        path.write_text("\n".join(name for name in sys.modules if name.startswith("megatron.")))
+        if os.getpid() == process:
+            if rank == 0:
+                names = "\n".join(name for name in sys.modules if name.startswith("megatron."))
+                (folder / MODULES_FILE).write_text(names)
+            if is_active():
+                _end_devices(folder / f"{WAITS_FILE}{rank}")
         leave(status)
 
     os._exit = note_and_leave
+
+
+def _end_devices(waits: Path) -> None:
+    """Note how often the host has waited, and let copies end, which may report what has become of their memory."""
+    core = load_bindings()
+    with waits.open("a") as file:
+        file.write(f"{core.host_wait_count()}\n")
+    for device in range(core.device_count()):
+        with contextlib.suppress(RuntimeError):  # the file of reports has it
+            core.synchronize_device(device)
 
 
 class _Ranks:
