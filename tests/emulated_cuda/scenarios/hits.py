@@ -99,6 +99,7 @@ def read_recorded(file: Path | None) -> dict[str, Result]:
             values["seconds"],
             frozenset(values["hits"]),
             tuple(values["host_waits"]),
+            tuple(tuple(devices) for devices in values["devices"]),
         )
         for name, values in rows
     }

@@ -719,7 +719,30 @@ _HOST = (
     ),
     training("gradients compared", "--log-num-zeros-in-grad --bf16 --log-params-norm", 2),
 )
+_REPLICAS = (
+    training(
+        "flash dropout, replicas, saved and resumed",
+        "--bf16 --attention-dropout 0.1 --hidden-dropout 0.1 --recompute-activations --save {folder}/saved "
+        "--save-interval 2 --use-distributed-optimizer",
+        2,
+        launch(
+            "--bf16 --attention-dropout 0.1 --hidden-dropout 0.1 --recompute-activations --load {folder}/saved "
+            "--train-iters 5 --use-distributed-optimizer --metrics-jsonl {folder}/resumed.jsonl",
+            2,
+        ),
+    ),
+    training(
+        "dropout, stages and tensor parallelism",
+        f"{_STAGES} {_TENSOR} --bf16 --attention-dropout 0.1 --hidden-dropout 0.1 --pipeline-schedule zero-bubble "
+        "--num-layers 4",
+        4,
+    ),
+    training("experts exchanged by stages", f"{_EXPERTS} {_SENT} {_STAGES} --num-layers 4 --bf16 {_OVERLAPS}", 4),
+    training("timers of all ranks", f"--timing-log-level 2 --timing-log-option minmax {_STAGES}", 2),
+    training("timers, graphs", f"--timing-log-level 2 {_GRAPHS}"),
+)
 SCENARIOS += (
+    *_REPLICAS,
     *_GRAPHED,
     *_IN_FP8,
     *_BY_TRITON,

@@ -37,7 +37,7 @@ from tests.emulated_cuda.scenarios.changed_source import (
     with_probes,
 )
 from tests.emulated_cuda.scenarios.observed_calls import BUILT_IN_NAME, NONE, ObservedCalls, with_observed_calls
-from tests.emulated_cuda.scenarios.running import CALLS, MODULES_FILE, STATEMENTS, WAITS_FILE
+from tests.emulated_cuda.scenarios.running import CALLS, DEVICES_FILE, MODULES_FILE, STATEMENTS
 from tests.emulated_cuda.synchronizations.calls import removable_calls
 from tests.harness.free_port import free_port
 
@@ -140,18 +140,20 @@ def _act_at_exit(folder: Path, rank: int) -> None:
                 names = "\n".join(name for name in sys.modules if name.startswith("megatron."))
                 (folder / MODULES_FILE).write_text(names)
             if is_active():
-                _end_devices(folder / f"{WAITS_FILE}{rank}")
+                _end_devices(folder / f"{DEVICES_FILE}{rank}")
         leave(status)
 
     os._exit = note_and_leave
 
 
-def _end_devices(waits: Path) -> None:
-    """Note how often the host has waited, and let copies end, which may report what has become of their memory."""
+def _end_devices(notes: Path) -> None:
+    """Note what `DeviceUse` holds, and let copies end, which may report what has become of their memory."""
     core = load_bindings()
-    with waits.open("a") as file:
-        file.write(f"{core.host_wait_count()}\n")
-    for device in range(core.device_count()):
+    devices = range(core.device_count())
+    used = [device for device in devices if "allocation" in core.memory_counts(device)]
+    with notes.open("a") as file:
+        file.write(json.dumps([core.host_wait_count(), used]) + "\n")
+    for device in devices:
         with contextlib.suppress(RuntimeError):  # the file of reports has it
             core.synchronize_device(device)
 

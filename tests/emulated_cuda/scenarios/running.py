@@ -21,8 +21,8 @@ NOTHING, STATEMENTS, CALLS = "nothing", "statements", "calls"
 """What a server observes."""
 MODULES_FILE = "imported-modules"
 """The file in the folder of a run with the names of the modules of the project that were imported."""
-WAITS_FILE = "host-waits-"
-"""The beginning of the name of a rank's file with the numbers of its launches' waits for the device."""
+DEVICES_FILE = "devices-of-rank-"
+"""The beginning of the name of a rank's file with its use of devices in each launch."""
 _VARYING = ("second", "time", "tflops", "mfu", "stragglers", "started", "commit", "throughput")
 """Parts of the names of metrics that no two runs of a program have alike."""
 _ERROR_CHARACTERS = 400
@@ -66,7 +66,8 @@ class Result:
     """What a run of a scenario left: ``fault`` is empty, or what went wrong in one line.
 
     ``metrics`` are the lines of its metrics files, ``hits`` the numbers of what it executed, as the server observes it.
-    ``host_waits`` counts how often the host has waited for a device: of each launch and rank.
+    ``host_waits`` counts how often the host has waited for a device: of each rank and launch. ``devices`` are those on
+    which it has had memory.
     """
 
     fault: str
@@ -74,6 +75,7 @@ class Result:
     seconds: float
     hits: frozenset[int] = frozenset()
     host_waits: tuple[int, ...] = ()
+    devices: tuple[tuple[int, ...], ...] = ()
 
 
 class RankServer:
@@ -159,8 +161,10 @@ class RankServer:
                 fault = _fault(folder, found, launch)
                 if fault:
                     break
-            waits = () if any(any(launch.expected) for launch in scenario.launches) else _host_waits(folder)
-            return Result(fault, tuple(_metrics(folder)), round(seconds, 2), frozenset(hits), waits)
+            may_fail = any(any(launch.expected) for launch in scenario.launches)
+            uses = [] if may_fail else _uses_of_devices(folder)
+            waits, devices = tuple(use[0] for use in uses), tuple(tuple(use[1]) for use in uses)
+            return Result(fault, tuple(_metrics(folder)), round(seconds, 2), frozenset(hits), waits, devices)
         finally:
             if keep:
                 print(f"{scenario.name}: {folder}", file=sys.stderr)
@@ -225,9 +229,10 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if not any(part in key for part in _VARYING)} for row in rows]
 
 
-def _host_waits(folder: Path) -> tuple[int, ...]:
-    """Return how often each rank has waited in each launch."""
-    return tuple(int(line) for path in sorted(folder.glob(f"{WAITS_FILE}*")) for line in path.read_text().splitlines())
+def _uses_of_devices(folder: Path) -> list[tuple[int, list[int]]]:
+    """Return how often each rank has waited in each launch, and on which devices it has had memory."""
+    files = sorted(folder.glob(f"{DEVICES_FILE}*"))
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
 def difference(result: Result, expected: Result) -> str:
@@ -243,4 +248,6 @@ def difference(result: Result, expected: Result) -> str:
             return f"{key} is {found.get(key)} in place of {known.get(key)}"
     if result.host_waits != expected.host_waits:
         return f"the host waits for its device {result.host_waits} times in place of {expected.host_waits}"
+    if result.devices != expected.devices:
+        return f"ranks have memory on the devices {result.devices} in place of {expected.devices}"
     return ""
