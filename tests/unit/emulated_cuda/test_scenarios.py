@@ -158,6 +158,40 @@ def test_metrics_that_differ_are_shown() -> None:
     assert difference(waiting, known) == "the host waits for its device (3, 3) times in place of ()"
 
 
+NOT_ON_CPU = (
+    "--bf16",
+    "--fp16",
+    "--cuda-graph-impl",
+    "--profile",
+    "--record-memory-history",
+    "symmetric-memory",
+    "small",
+)
+"""Words of the command lines of scenarios whose losses are others on the CPU, or that do not run there."""
+
+
+def are_comparable(scenario: Scenario) -> bool:
+    """Return whether a scenario computes the same on the CPU: in float32 or float64, and without a fault."""
+    words = {word for launch in scenario.launches for word in launch.arguments}
+    has_metrics = any("--metrics-jsonl" in launch.arguments for launch in scenario.launches)
+    may_fail = any(any(launch.expected) for launch in scenario.launches)
+    return has_metrics and not may_fail and not scenario.triton and words.isdisjoint(NOT_ON_CPU)
+
+
+@pytest.mark.long
+def test_scenarios_have_the_losses_of_the_cpu(servers: Servers) -> None:
+    chosen = [scenario for scenario in SCENARIOS if are_comparable(scenario)]
+    differing = {}
+    with Servers(emulated=False) as on_cpu:
+        for scenario in chosen:
+            found, known = (each.of(scenario).run(scenario) for each in (servers, on_cpu))
+            losses, expected = ([row.get("lm_loss") for row in each.metrics] for each in (found, known))
+            if found.fault or known.fault or losses != pytest.approx(expected, rel=1e-4):
+                differing[scenario.name] = (found.fault, known.fault, losses, expected)
+    assert differing == {}
+    assert len(chosen) > 60
+
+
 @pytest.mark.long
 def test_every_removal_is_reported_or_known(tmp_path: Path) -> None:
     assert synchronizations.unexplained(synchronizations.run(tmp_path / "results.jsonl")) == []
