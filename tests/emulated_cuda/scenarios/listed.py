@@ -739,6 +739,35 @@ _REPLICAS = (
     ),
     training("experts exchanged by stages", f"{_EXPERTS} {_SENT} {_STAGES} --num-layers 4 --bf16 {_OVERLAPS}", 4),
     training("timers of all ranks", f"--timing-log-level 2 --timing-log-option minmax {_STAGES}", 2),
+    training("averages in collectives", f"{_OVERLAPS} --ddp-average-in-collective --bf16", 2),
+    training("averages in collectives, gradients sharded", f"{_SHARDS} optim_grads --ddp-average-in-collective", 2),
+    training(
+        "fp8 parameters gathered with the step",
+        f"{_FP8} tensorwise --fp8-param-gather {_OVERLAPS} --overlap-param-gather-with-optimizer-step {_STAGES} "
+        "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+        4,
+    ),
+    training("replicas' gradients compared", "--check-gradient-hash-across-dp-replicas-interval 1 --bf16", 2),
+    training(
+        "fully sharded, untied",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --untie-embeddings-and-output-weights --bf16 --sample-interval 1 "
+        "--sample-prompts 3 --sample-tokens 3",
+        2,
+    ),
+    training(
+        "fully sharded, saved and resumed",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --untie-embeddings-and-output-weights --bf16 --save {{folder}}/saved "
+        "--save-interval 2 --async-save",
+        2,
+        launch(
+            f"{_SHARDS} optim_grads_params {_OVERLAPS} --untie-embeddings-and-output-weights --bf16 --train-iters 5 "
+            "--load {folder}/saved --metrics-jsonl {folder}/resumed.jsonl",
+            2,
+        ),
+    ),
+    training("sums in float32", f"--bf16 --disable-bf16-reduced-precision-matmul --manual-gc {_GROUPED}"),
+    program("inference in windows", "inference.py", 1, "{folder}/inference.jsonl", "1", "1", "windows"),
+    program("inference in windows, stages", "inference.py", 2, "{folder}/inference.jsonl", "2", "1", "windows"),
     training("timers, graphs", f"--timing-log-level 2 {_GRAPHS}"),
 )
 SCENARIOS += (

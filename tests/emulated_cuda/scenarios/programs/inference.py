@@ -33,8 +33,8 @@ PROMPTS = ((3, 1, 4), (15, 42, 6, 53, 58), (9,))
 ROWS = (ScoredRow((3, 1, 4, 15), 2), ScoredRow((42, 6, 53, 58, 9, 59, 32), 6))
 
 
-def build_engine(sizes: ParallelSizes) -> InferenceEngine:
-    """Return the engine of this rank, which is a stage of the pipeline or alone."""
+def build_engine(sizes: ParallelSizes, **fields: Any) -> InferenceEngine:
+    """Return the engine of this rank, which is a stage of the pipeline or alone; ``fields`` are those of the model."""
     device = select_device(int(os.environ.get("LOCAL_RANK", "0")))
     device.make_current()
     state = describe_parallel_state(0, 1)
@@ -51,6 +51,7 @@ def build_engine(sizes: ParallelSizes) -> InferenceEngine:
         attention_dropout=0.0,
         init_method_std=0.3,
         **sizes.model_fields(),
+        **fields,
     )
     (contents,) = plan_stage_layout(config, config.num_layers).chunks(state.pp.rank)
     model = GPTModel(
@@ -143,10 +144,11 @@ def continuous_results(engine: InferenceEngine, request: GenerationRequest) -> I
     continuous.reset()
 
 
-def main(path: str, pp: str, tp: str) -> None:
+def main(path: str, pp: str, tp: str, kind: str = "") -> None:
     """Write the results of rank 0 to a file."""
     torch.manual_seed(1)
-    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)))
+    windows = {"window_size": "4,0", "window_attn_skip_freq": "2", "position_embedding_type": "rope"}
+    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **(windows if kind == "windows" else {}))
     with torch.no_grad():
         found = list(results(engine))
     if not dist.is_initialized() or dist.get_rank() == 0:
