@@ -756,8 +756,8 @@ _REPLICAS = (
     ),
     training(
         "fully sharded, saved and resumed",
-        f"{_SHARDS} optim_grads_params {_OVERLAPS} --untie-embeddings-and-output-weights --bf16 --save {{folder}}/saved "
-        "--save-interval 2 --async-save",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --untie-embeddings-and-output-weights --bf16 "
+        "--save {folder}/saved --save-interval 2 --async-save",
         2,
         launch(
             f"{_SHARDS} optim_grads_params {_OVERLAPS} --untie-embeddings-and-output-weights --bf16 --train-iters 5 "
