@@ -713,10 +713,6 @@ _HOST = (
     ),
     training("fully sharded, fp8", f"{_SHARDS} optim_grads_params {_FP8} tensorwise {_OVERLAPS}", 2),
     training("gradients sharded, adapters", f"{_SHARDS} optim_grads --lora-rank 4 {_OVERLAPS}", 2),
-    training(
-        "profile by torch",
-        "--tensorboard-dir {folder}/board --profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2",
-    ),
     training("gradients compared", "--log-num-zeros-in-grad --bf16 --log-params-norm", 2),
 )
 _REPLICAS = (
