@@ -764,6 +764,8 @@ _REPLICAS = (
     training("sums in float32", f"--bf16 --disable-bf16-reduced-precision-matmul --manual-gc {_GROUPED}"),
     program("inference in windows", "inference.py", 1, "{folder}/inference.jsonl", "1", "1", "windows"),
     program("inference in windows, stages", "inference.py", 2, "{folder}/inference.jsonl", "2", "1", "windows"),
+    prepared("communications of a device", "look-at-device", f"{_OVERLAPS} --hang-report-seconds 0 --bf16", 2),
+    prepared("messages of a device", "look-at-device", f"{_STAGES} --hang-report-seconds 0", 2),
     training("timers, graphs", f"--timing-log-level 2 {_GRAPHS}"),
 )
 SCENARIOS += (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,15 @@ from torch.nn.attention import SDPBackend
 
 import pretrain_gpt
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.samples.batch import Batch
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.model import Model
+from megatron.core.pipeline_parallel.executor import ChunkResult
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.training.config.run_config import RunConfig
+from megatron.training.process.initialize import Runtime
 from megatron.training.process.process_exit import run_program
 
 STAND_INS = Path(__file__).resolve().parents[3] / "unit" / "core" / "kernels"
@@ -137,7 +146,32 @@ def make_own_samples() -> None:
     pretrain_gpt.provide_datasets = lambda *_: _OwnSets()  # type: ignore[assignment, return-value]
 
 
+def look_at_device() -> None:
+    """Let rank 0 write before each forward pass how far its device has come with communications."""
+    provide, step = pretrain_gpt.provide_model, pretrain_gpt.forward_step
+    flights: list[FlightRecorder] = []
+
+    def provide_and_mark(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+        runtime.flight.mark = runtime.device.marker()
+        flights[:] = [runtime.flight] if runtime.state.rank == 0 else []
+        return provide(config, runtime, contents)
+
+    def look_and_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
+        for flight in flights:
+            view = flight.on_device()
+            assert view is not None, "the device is marked"
+            entries = {"inside": view.inside, "beside": view.beside, "ahead": (view.ahead,) if view.ahead else ()}
+            operations = {name: [flight.describe(each).operation for each in some] for name, some in entries.items()}
+            with open("view.jsonl", "a") as file:
+                file.write(json.dumps({**operations, "entered": view.entered}) + "\n")
+        return step(batch, model, hidden)
+
+    pretrain_gpt.provide_model = provide_and_mark
+    pretrain_gpt.forward_step = look_and_step
+
+
 PREPARATIONS: dict[str, Callable[[], None]] = {
+    "look-at-device": look_at_device,
     "small": make_sizes_small,
     "small-programs": make_programs_small,
     "cudnn": prefer_cudnn,
