@@ -237,6 +237,23 @@ def test_a_graph_computes_when_it_is_replayed() -> None:
     assert total.tolist() == [9.0] * 4
 
 
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_memory_of_a_graph_that_is_released(is_taken: bool) -> None:
+    x = torch.ones(3000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 3
+    graph.replay()
+    assert y[0].item() == 3
+    address = x.data_ptr()
+    del x
+    if is_taken:
+        other = torch.ones(3000, device="cuda")
+        assert other.data_ptr() == address
+    with pytest.raises(RuntimeError, match="memory of a graph was released: aten::mul in a replayed graph"):
+        graph.replay()
+
+
 def test_a_graph_has_the_scalars_of_its_capture() -> None:
     x, scale = torch.ones(4, device="cuda"), torch.tensor(3.0)
     graph = torch.cuda.CUDAGraph()

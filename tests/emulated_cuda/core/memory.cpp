@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include "addresses.h"
+#include "graph_memory.h"
 #include "graphs.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -631,6 +632,17 @@ std::optional<c10::DeviceIndex> device_of_block(const void* address) {
   }
   const Block* block = std::prev(after)->second;
   return place < block->address + block->size ? std::optional(block->segment->device) : std::nullopt;
+}
+
+uint64_t lasting_allocation(uintptr_t address) {
+  StateGuard guard(state_lock());
+  const auto after = memory().blocks.upper_bound(address);
+  if (after == memory().blocks.begin()) {
+    return 0;
+  }
+  const Block* block = std::prev(after)->second;
+  const bool is_used = address < block->address + block->size && block->is_allocated;
+  return is_used && block->segment->pool == kDefaultPool ? block->number : 0;
 }
 
 PoolId new_pool() {

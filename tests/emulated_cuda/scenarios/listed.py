@@ -314,7 +314,7 @@ SCENARIOS: tuple[Scenario, ...] = (
 _GRAPHED = (
     training("Triton: graphs, one micro-batch", f"{_SHORT} {_GRAPHS} --bf16", triton=True),
     training("Triton: graphs, fp8", f"{_SHORT} {_GRAPHS} {_FP8} delayed {_ROPE}", triton=True),
-    training("graphs, fp8 delayed", f"{_GRAPHS} {_FP8} delayed --fp8-amax-history-len 2"),
+    training("graphs, fp8 delayed", f"{_GRAPHS} {_FP8} delayed --fp8-amax-history-len 2 --train-iters 7"),
     training("graphs, fp8 by blocks", f"{_GRAPHS} {_E4M3} blockwise {_WIDE} --train-iters 4"),
     training("graphs, ring of keys", f"{_GRAPHS} {_CONTEXT} --cp-comm-type p2p", 2),
     training("graphs, ring of keys, bf16", f"{_GRAPHS} {_CONTEXT} --cp-comm-type p2p --bf16", 2),
@@ -402,10 +402,17 @@ _BY_TRITON = (
     training("Triton: activations recomputed", f"{_SHORT} {_ROPE} --bf16 --recompute-activations", triton=True),
 )
 _ATTENTION = (
-    training("FlexAttention, window", f"{_LONG} {_GROUPED} --window-size 40,0 --bf16"),
-    training("FlexAttention, capped scores", f"{_LONG} {_GROUPED} --attn-logit-softcapping 20"),
-    training("FlexAttention, documents", f"{_LONG} {_ROPE} --reset-attention-mask --bf16"),
-    training("FlexAttention, sinks", f"{_LONG} {_ROPE} --softmax-type learnable --window-size 40,0 --bf16"),
+    prepared("FlexAttention, window", "no-programs", f"{_LONG} {_GROUPED} --window-size 40,0 --bf16", triton=True),
+    prepared(
+        "FlexAttention, capped scores", "no-programs", f"{_LONG} {_GROUPED} --attn-logit-softcapping 20", triton=True
+    ),
+    prepared("FlexAttention, documents", "no-programs", f"{_LONG} {_ROPE} --reset-attention-mask --bf16", triton=True),
+    prepared(
+        "FlexAttention, sinks",
+        "no-programs",
+        f"{_LONG} {_ROPE} --softmax-type learnable --window-size 40,0 --bf16",
+        triton=True,
+    ),
     training("attention sinks, bf16", f"--softmax-type learnable {_GROUPED} --bf16"),
     training("attention sinks, dropout", f"--softmax-type learnable {_ROPE} --bf16 --attention-dropout 0.1"),
     training("attention sinks in a window, bf16", f"--softmax-type learnable {_ROPE} --bf16 {_WINDOWS}"),
@@ -766,6 +773,54 @@ _REPLICAS = (
     program("inference in windows, stages", "inference.py", 2, "{folder}/inference.jsonl", "2", "1", "windows"),
     prepared("communications of a device", "look-at-device", f"{_OVERLAPS} --hang-report-seconds 0 --bf16", 2),
     prepared("messages of a device", "look-at-device", f"{_STAGES} --hang-report-seconds 0", 2),
+    training(
+        "latent attention, recomputed",
+        f"{_LATENT} --recompute-granularity selective --recompute-modules core_attn mla_up_proj --bf16",
+    ),
+    training(
+        "narrow state of another kind",
+        f"{_NARROW} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp32 {_OVERLAPS}",
+        2,
+    ),
+    training(
+        "narrow state in 16 bits",
+        f"{_NARROW} --exp-avg-dtype fp16 --exp-avg-sq-dtype bf16 --main-grads-dtype fp32 --num-layers 1",
+    ),
+    faulty("a loss is not a number, fp8", "nan_loss_at=6", f"--rerun-mode validate_results {_FP8} delayed", 1, 1),
+    training("gradients without fusion", f"--no-gradient-accumulation-fusion --bf16 {_OVERLAPS}", 2),
+    training("constant loss scale", "--fp16 --loss-scale 128"),
+    training(
+        "fine-tuned",
+        "--save {folder}/saved --save-interval 3 --bf16",
+        1,
+        launch(f"--finetune --load {{folder}}/saved --bf16 {_OVERLAPS} --metrics-jsonl {{folder}}/tuned.jsonl", 2),
+    ),
+    training(
+        "further tokens, ring of keys", f"{_CONTEXT} {_FURTHER} --cp-comm-type p2p --reset-attention-mask {_DROPOUT}", 2
+    ),
+    training("further tokens in fp8", f"{_FP8} tensorwise {_ROPE} {_FURTHER} --fp8-param-gather {_OVERLAPS}", 2),
+    training(
+        "parameters of experts gathered in fp8", f"{_EXPERTS} {_FP8} tensorwise --fp8-param-gather {_OVERLAPS}", 2
+    ),
+    training(
+        "lora of parts",
+        f"{_GROUPED} --lora-rank 3 --lora-dropout 0.2 {_TENSOR} --sequence-parallel --bf16 "
+        "--lora-target-modules q_proj v_proj o_proj gate_proj up_proj down_proj",
+        2,
+    ),
+    training(
+        "experts with capacity, ring of keys",
+        f"{_EXPERTS} {_CONTEXT} --moe-expert-capacity-factor 1.0 --moe-token-drop-policy position --bf16 "
+        "--moe-token-dispatcher-type alltoall --cp-comm-type p2p",
+        2,
+    ),
+    training(
+        "experts scored by sigmoid, losses",
+        f"{_EXPERTS} --moe-router-score-function sigmoid --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 "
+        f"--moe-router-load-balancing-type aux_loss {_OVERLAPS}",
+        2,
+    ),
+    training("rotary positions scaled", f"{_ROPE} --use-rope-scaling --bf16"),
     training("timers, graphs", f"--timing-log-level 2 {_GRAPHS}"),
 )
 SCENARIOS += (

@@ -84,6 +84,8 @@ def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
                 max_new_tokens=6,
                 sampling=SamplingConfig(
                     top_p=0.9,
+                    top_p_decay=0.9,
+                    top_p_bound=0.3,
                     temperature=1.3,
                     repetition_penalty=1.2,
                     presence_penalty=0.3,
@@ -101,7 +103,7 @@ def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
                 prompts=PROMPTS,
                 max_new_tokens=6,
                 sampling=SamplingConfig(greedy=True, no_repeat_ngram_size=2),
-                never=TokenPairs(first=frozenset({3, 7}), second=frozenset({42})),
+                never=TokenPairs(first=frozenset(range(63)), second=frozenset({42, 7})),
             ),
         ),
     ):
@@ -129,17 +131,21 @@ def continuous_results(engine: InferenceEngine, request: GenerationRequest) -> I
         new_log_probabilities=True,
     )
     beams = GenerationRequest(prompts=PROMPTS[:2], max_new_tokens=4, beams=BeamConfig(num_beams=2))
-    continuous, requests = ContinuousEngine(engine, 6, 200), [request, known, drawn, beams, request]
+    never = TokenPairs(first=frozenset(range(63)), second=frozenset({42}))
+    given_up = GenerationRequest(prompts=PROMPTS, max_new_tokens=9, sampling=GREEDY, never=never)
+    continuous, requests = ContinuousEngine(engine, 12, 400), [request, given_up, known, drawn, beams]
     answers = [GatheredAnswer(each) for each in requests]
     for job, each in enumerate(requests):
         continuous.add(job, each)
         for number, happened in continuous.step():
             answers[number].add(happened)
-    continuous.drop([4])
-    while not all(answer.is_whole for answer in answers[:4]):
+    continuous.drop([1])
+    del answers[1]
+    places = {0: 0, 2: 1, 3: 2, 4: 3}
+    while not all(answer.is_whole for answer in answers):
         for number, happened in continuous.step():
-            answers[number].add(happened)
-    for job, answer in enumerate(answers[:4]):
+            answers[places[number]].add(happened)
+    for job, answer in enumerate(answers):
         yield f"continuous {job}", [[list(text.tokens), text.log_probabilities] for text in answer.continuations()]
     continuous.reset()
 

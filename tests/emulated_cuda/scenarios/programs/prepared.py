@@ -77,6 +77,11 @@ def make_programs_small() -> None:
         _set_all(f"megatron.core.kernels.triton_programs.{name}", values)
 
 
+def leave_programs_out() -> None:
+    """Let torch compute what Triton programs would, where Triton is installed: FlexAttention needs it."""
+    _set_all("megatron.core.kernels.triton_choice", {"_DTYPES": frozenset()})
+
+
 def prefer_cudnn() -> None:
     """Let cuDNN's attention come first, as with CUDA 13."""
     order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -174,6 +179,7 @@ PREPARATIONS: dict[str, Callable[[], None]] = {
     "look-at-device": look_at_device,
     "small": make_sizes_small,
     "small-programs": make_programs_small,
+    "no-programs": leave_programs_out,
     "cudnn": prefer_cudnn,
     "flash-attn": install_flash_attn,
     "transformer-engine": install_transformer_engine,
