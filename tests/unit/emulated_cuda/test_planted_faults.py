@@ -33,8 +33,8 @@ def line() -> int:
 
 def write_patch(folder: Path) -> Path:
     old = (REPOSITORY / FILE).read_text()
-    lines = (text.splitlines(keepends=True) for text in (old, old.replace(LINE, CHANGED)))
-    (folder / "1.patch").write_text("".join(difflib.unified_diff(*lines, f"a/{FILE}", f"b/{FILE}")))
+    before, after = (text.splitlines(keepends=True) for text in (old, old.replace(LINE, CHANGED)))
+    (folder / "1.patch").write_text("".join(difflib.unified_diff(before, after, f"a/{FILE}", f"b/{FILE}")))
     return folder / "1.patch"
 
 

@@ -102,17 +102,16 @@ def install_transformer_engine() -> None:
 
 def train_in_float64() -> None:
     """Give parameters 64 bits, for which there is no flag."""
-    parse = pretrain_gpt.parse_arguments_or_exit
+    program: Any = pretrain_gpt
+    parse = program.parse_arguments_or_exit
 
-    def parse_and_widen(*arguments: Any) -> Any:
-        config = parse(*arguments)
-        model, optimizer = (
-            dataclasses.replace(part, params_dtype="float64")  # type: ignore[type-var]
-            for part in (config.model, config.optimizer)
-        )
+    def parse_and_widen(*arguments: Any) -> RunConfig:
+        config: RunConfig = parse(*arguments)
+        model = dataclasses.replace(config.model, params_dtype="float64")
+        optimizer = dataclasses.replace(config.optimizer, params_dtype="float64")
         return dataclasses.replace(config, model=model, optimizer=optimizer)
 
-    pretrain_gpt.parse_arguments_or_exit = parse_and_widen
+    program.parse_arguments_or_exit = parse_and_widen
 
 
 class OwnSamples:
@@ -148,7 +147,7 @@ class _OwnSets:
 
 def make_own_samples() -> None:
     """Let this script make the samples."""
-    pretrain_gpt.provide_datasets = lambda *_: _OwnSets()  # type: ignore[assignment, return-value]
+    pretrain_gpt.provide_datasets = lambda *_: _OwnSets()  # type: ignore[assignment]
 
 
 def look_at_device() -> None:
