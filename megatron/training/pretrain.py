@@ -26,7 +26,13 @@ from megatron.training.data.data_setup import build_datasets, sample_order
 from megatron.training.data.evaluation_sets import plan_evaluation
 from megatron.training.faults.fault_guard import FaultGuard
 from megatron.training.faults.verdict import Rewind
-from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts, with_transformer_impl
+from megatron.training.model_setup import (
+    ModelProvider,
+    TrainingParts,
+    build_training_parts,
+    graph_warmup_steps,
+    with_transformer_impl,
+)
 from megatron.training.process.console import print_line
 from megatron.training.process.hang.watching import phase_marker, watching
 from megatron.training.process.initialize import (
@@ -178,7 +184,7 @@ def _pretrain_once(
 def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[None]:
     """Return a context in which a run that hangs is reported and ended."""
     graphs = config.training.cuda_graph_impl != "none"
-    settling = 1 + (config.training.cuda_graph_warmup_steps if graphs else 0)
+    settling = 1 + (graph_warmup_steps(config) if graphs else 0)
     seconds, folder = config.initialization.hang_report_seconds, config.checkpoint.local_save
     leave_with = REPLACE if config.restart.inprocess_restart else 1
     return watching(runtime.flight, runtime.state, runtime.device, seconds, folder, settling, leave_with)

@@ -123,6 +123,25 @@ def test_memory_that_is_reused_while_another_stream_uses_it(is_recorded: bool) -
     assert y[0].item() == 2
 
 
+def test_memory_that_joins_its_neighbor_is_reused_too_early() -> None:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        # A segment of two blocks, of which only the first is in use by another stream.
+        x, rest = torch.ones(128, device="cuda"), torch.ones(128, device="cuda")
+        assert rest.data_ptr() == x.data_ptr() + 512
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        del x
+        # Too large for the block alone: it is taken from behind both.
+        torch.empty(200, device="cuda")
+        del rest
+        with pytest.raises(RuntimeError, match="memory reused too early"):
+            torch.empty(200, device="cuda")
+        torch.cuda.current_stream().wait_stream(side)
+        assert y[0].item() == 2
+
+
 def test_freed_memory_is_reused_and_poisoned() -> None:
     x = torch.zeros(1000, device="cuda")
     address = x.data_ptr()
@@ -216,6 +235,62 @@ def test_a_graph_computes_when_it_is_replayed() -> None:
     graph.replay()
     assert y.tolist() == [6.0] * 4
     assert total.tolist() == [9.0] * 4
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_memory_of_a_graph_that_is_released(is_taken: bool) -> None:
+    x = torch.ones(3000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 3
+    graph.replay()
+    assert y[0].item() == 3
+    address = x.data_ptr()
+    del x
+    if is_taken:
+        other = torch.ones(3000, device="cuda")
+        assert other.data_ptr() == address
+    with pytest.raises(RuntimeError, match="memory of a graph was released: aten::mul in a replayed graph"):
+        graph.replay()
+
+
+def test_a_graph_has_the_scalars_of_its_capture() -> None:
+    x, scale = torch.ones(4, device="cuda"), torch.tensor(3.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * scale
+    scale.fill_(5.0)
+    graph.replay()
+    assert y.tolist() == [3.0] * 4
+
+
+def test_indices_of_the_host_are_copied_and_waited_for() -> None:
+    core = load_bindings()
+    x = torch.arange(4.0, device="cuda")
+    before = core.host_wait_count()
+    assert x[torch.tensor([2, 0])].add(1).is_cuda
+    assert core.host_wait_count() > before
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"), capture:
+        x[torch.tensor([2, 0])]
+
+
+def test_waits_of_the_host_are_counted() -> None:
+    core = load_bindings()
+    x, event = torch.ones(4, device="cuda"), torch.cuda.Event()
+    event.record()
+    before = core.host_wait_count()
+    for wait in (
+        x.sum().item,
+        torch.cuda.synchronize,
+        event.synchronize,
+        x.cpu,
+        lambda: torch.tensor(1.0, device="cuda"),
+    ):
+        wait()
+    x.add_(1.0).mul_(torch.tensor(2.0))
+    event.query()
+    assert core.host_wait_count() == before + 5
 
 
 def test_freed_memory_of_a_graph_is_poisoned() -> None:

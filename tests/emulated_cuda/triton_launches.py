@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -159,6 +160,13 @@ def run_on_emulated_devices() -> None:
                 )
         if len(devices) > 1:
             raise ValueError(f"{self.fn.__name__} is launched with tensors of several devices: {sorted(devices)}")
+        if devices != {core.current_device()}:
+            # Triton launches on the current device, whatever device its pointers are of.
+            raise RuntimeError(
+                f"CUDA error: an illegal memory access was encountered: {self.fn.__name__} is launched on device "
+                f"{core.current_device()} with tensors of device {tensors[0].device.index}"
+            )
+        spans = [(each.untyped_storage().data_ptr(), each.untyped_storage().nbytes()) for each in tensors]
         key = (self.fn, *map(_specialization, arguments), *sorted((k, _specialization(v)) for k, v in named.items()))
         if key not in compiled:
             core.forbid_in_capture(f"cuModuleLoadData, by the compilation of the Triton program {self.fn.__name__}")
@@ -170,7 +178,9 @@ def run_on_emulated_devices() -> None:
             host_named = {name: next(twins) if _is_emulated(value) else value for name, value in named.items()}
             with _observed(memory) as accesses:
                 run_on_host(self, *host_arguments, **host_named)
-            return accesses.intervals()
+            reads, writes = accesses.intervals()
+            _check_inside(self.fn.__name__, (*reads, *writes), spans)
+            return reads, writes
 
         core.run_python_work(f"triton:{self.fn.__name__}", tensors[0].device.index, tensors, interpret)
 
@@ -184,6 +194,30 @@ def run_on_emulated_devices() -> None:
     # The tensors are in host memory, or twins of emulated ones: a copy to the host and back would race.
     interpreter.GridExecutor._init_args_hst = keep
     interpreter.GridExecutor._restore_args_dev = leave
+
+
+def _check_inside(name: str, intervals: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> None:
+    """Raise if a program has accessed bytes that are in no storage of its tensors; both are (address, size)."""
+    joined = _joined(spans)
+    starts = [start for start, _ in joined]
+    for address, size in intervals:
+        place = bisect.bisect_right(starts, address) - 1
+        if place < 0 or address + size > joined[place][1]:
+            raise RuntimeError(
+                f"CUDA error: an illegal memory access was encountered: {name} accesses {size} bytes at {address:#x}, "
+                "which are not all in the memory of its tensors"
+            )
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the first and the last address of stretches of memory, each as long as it can be."""
+    found: list[tuple[int, int]] = []
+    for start, size in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], start + size)
+        else:
+            found.append((start, start + size))
+    return found
 
 
 def _is_emulated(value: Any) -> bool:

@@ -1,6 +1,7 @@
 // What Python sees of the emulator. torch/cuda in Python runs on it unchanged.
 #include "generator.h"
 #include "graphs.h"
+#include "host_waits.h"
 #include "kernel_rules.h"
 #include "memory.h"
 #include "nccl.h"
@@ -240,6 +241,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   }, Unlocked());
   module.def("run_python_work", &run_python_work, Unlocked());
   module.def("operation_counts", &operation_counts, Unlocked());
+  module.def("host_wait_count", &host_wait_count);
   module.def("reports", &reports, Unlocked());
   module.def("clear_reports", &clear_reports, Unlocked());
 }

@@ -1,6 +1,7 @@
 #include "graphs.h"
 
 #include "generator.h"
+#include "graph_memory.h"
 #include "peers.h"
 
 #include <c10/util/Exception.h>
@@ -67,6 +68,24 @@ void save_before_write(Capture& capture, const at::Tensor& written) {
 
 void add_work(Capture& capture, RecordedWork work) {
   StateGuard guard(state_lock());
+  // The addresses are part of the graph: memory from outside of its pool must stay allocated.
+  std::vector<std::pair<uintptr_t, uint64_t>> used;
+  for (const auto* regions : {&work.reads, &work.writes}) {
+    for (const auto& region : *regions) {
+      if (const uint64_t number = lasting_allocation(region.start)) {
+        used.emplace_back(region.start, number);
+      }
+    }
+  }
+  work.run = [run = std::move(work.run), used, operation = work.operation, site = work.site] {
+    for (const auto& [address, number] : used) {
+      if (lasting_allocation(address) != number) {
+        report("memory of a graph was released: " + operation + " in a replayed graph uses memory that was allocated at its "
+               "capture and released since\n  the capture, innermost frame first:\n" + stack_of(site));
+      }
+    }
+    run();
+  };
   capture.work.push_back(std::move(work));
 }
 

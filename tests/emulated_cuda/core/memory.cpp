@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include "addresses.h"
+#include "graph_memory.h"
 #include "graphs.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -235,6 +236,19 @@ struct Fault {
   Lane owner;
 };
 
+// The bytes that the allocator has around a suspect block once it is free: it joins neighbors that are free.
+size_t joined_size(const Block* block) {
+  const auto can_join = [](const Block* each) { return each != nullptr && (each->is_suspect || is_free(each)); };
+  size_t size = block->size;
+  for (const Block* each = block->previous; can_join(each); each = each->previous) {
+    size += each->size;
+  }
+  for (const Block* each = block->next; can_join(each); each = each->next) {
+    size += each->size;
+  }
+  return size;
+}
+
 // A block that the allocator could give out now although another stream may still use it.
 std::optional<Fault> unsafe_reuse(Stream& stream, PoolId pool, bool is_small, size_t size) {
   auto& suspects = memory().devices.at(stream.device).suspects;
@@ -247,7 +261,7 @@ std::optional<Fault> unsafe_reuse(Stream& stream, PoolId pool, bool is_small, si
       make_free(block);
       continue;
     }
-    if (key_of(*block->segment) == PoolKey{pool, is_small, &stream} && block->size >= size) {
+    if (key_of(*block->segment) == PoolKey{pool, is_small, &stream} && joined_size(block) >= size) {
       return Fault{block->size, *access, stream.lane};
     }
     ++each;
@@ -618,6 +632,17 @@ std::optional<c10::DeviceIndex> device_of_block(const void* address) {
   }
   const Block* block = std::prev(after)->second;
   return place < block->address + block->size ? std::optional(block->segment->device) : std::nullopt;
+}
+
+uint64_t lasting_allocation(uintptr_t address) {
+  StateGuard guard(state_lock());
+  const auto after = memory().blocks.upper_bound(address);
+  if (after == memory().blocks.begin()) {
+    return 0;
+  }
+  const Block* block = std::prev(after)->second;
+  const bool is_used = address < block->address + block->size && block->is_allocated;
+  return is_used && block->segment->pool == kDefaultPool ? block->number : 0;
 }
 
 PoolId new_pool() {

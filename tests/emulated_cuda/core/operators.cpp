@@ -140,7 +140,7 @@ class Call {
     const c10::DeviceIndex device = device_ ? device_->index() : current_device();
     Stream& stream = current_stream(device);
     Capture* capture = capture_of(stream);
-    const bool is_waiting = waits_for_stream(op_, arguments_);
+    const bool is_waiting = waits_for_stream(op_, arguments_) || copies_indices();
     if (is_waiting) {
       forbid_in_capture(name_ + ", which waits for the stream", &stream);
     }
@@ -231,9 +231,17 @@ class Call {
     }
   }
 
+  // Indices on the CPU are copied to the device from pageable memory, for which the host waits.
+  bool copies_indices() const {
+    const bool is_indexing = name_.rfind("aten::index", 0) == 0 || name_.rfind("aten::_index_put", 0) == 0;
+    return is_indexing && !originals_.empty() &&
+        std::any_of(host_tensors_.begin(), host_tensors_.end(), [](const Tensor& each) { return each.dim() > 0; });
+  }
+
+  // Work of a graph has the tensors of the host as they were: a kernel's arguments hold their values.
   Tensor host_twin(const Tensor& tensor, bool is_unowned) {
     if (!tensor.defined() || !tensor.is_cuda()) {
-      return tensor;
+      return is_unowned && tensor.defined() && tensor.is_cpu() ? tensor.clone() : tensor;
     }
     if (is_unowned) {
       return on_host_unowned(tensor);

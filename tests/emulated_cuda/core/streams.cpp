@@ -1,12 +1,14 @@
 #include "streams.h"
 
 #include "graphs.h"
+#include "host_waits.h"
 #include "memory.h"
 
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <deque>
@@ -39,6 +41,8 @@ Registry& registry() {
   static auto* instance = new Registry;
   return *instance;
 }
+
+std::atomic<uint64_t> num_host_waits{0};
 
 thread_local c10::DeviceIndex this_device = 0;
 thread_local std::array<Stream*, kMaxDevices> these_streams{};
@@ -252,6 +256,10 @@ void stream_waits(Stream& stream, Stream& other) {
   stream_waits(stream, event);
 }
 
+uint64_t host_wait_count() {
+  return num_host_waits;
+}
+
 const Clock& host_clock() {
   return registry().host;
 }
@@ -273,11 +281,13 @@ void host_waits(const Clock& clock) {
 
 void synchronize_stream(Stream& stream) {
   forbid_in_capture("cudaStreamSynchronize", &stream);
+  ++num_host_waits;
   host_waits(Clock(stream.clock));
 }
 
 void synchronize_event(const Event& event) {
   forbid_in_capture("cudaEventSynchronize", nullptr);
+  ++num_host_waits;
   if (event.is_recorded) {
     host_waits(Clock(event.clock));
   }
@@ -285,6 +295,7 @@ void synchronize_event(const Event& event) {
 
 void synchronize_device(c10::DeviceIndex device) {
   forbid_in_capture("cudaDeviceSynchronize", nullptr);
+  ++num_host_waits;
   Clock all;
   {
     StateGuard guard(state_lock());

@@ -72,7 +72,7 @@ def record(
     Raises:
         AssertionError: a scenario fails that may not.
     """
-    recording = Recording(_read(file))
+    recording = Recording(read_recorded(file))
     for number, scenario in enumerate(scenarios, 1):
         if scenario.name in recording.results:
             continue
@@ -88,11 +88,19 @@ def record(
     return recording
 
 
-def _read(file: Path | None) -> dict[str, Result]:
+def read_recorded(file: Path | None) -> dict[str, Result]:
+    """Return the results that a file has, by the names of the scenarios."""
     if file is None or not file.exists():
         return {}
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return {
-        name: Result(values["fault"], tuple(values["metrics"]), values["seconds"], frozenset(values["hits"]))
+        name: Result(
+            values["fault"],
+            tuple(values["metrics"]),
+            values["seconds"],
+            frozenset(values["hits"]),
+            tuple(values["host_waits"]),
+            tuple(tuple(devices) for devices in values["devices"]),
+        )
         for name, values in rows
     }

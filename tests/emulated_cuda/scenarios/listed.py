@@ -28,11 +28,52 @@ _STAGES = "--pipeline-model-parallel-size 2"
 _SHORT = "--train-iters 1 --global-batch-size 1 --num-layers 1 --seq-length 16 --max-position-embeddings 16"
 _BLOCKS = "--seq-length 128 --max-position-embeddings 128 --hidden-size 64 --reset-attention-mask"
 _CONTEXT = f"--context-parallel-size 2 {_ROPE}"
+_GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1 --train-iters 4"
+_FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
+_E4M3 = "--bf16 --fp8-format e4m3 --fp8-recipe"
+_WIDE = "--hidden-size 128 --num-layers 1 --train-iters 2"
+_LONG = "--seq-length 128 --max-position-embeddings 128 --hidden-size 64 --global-batch-size 2 --train-iters 2"
+_GROUPED = f"{_ROPE} --group-query-attention --num-query-groups 2"
+_WINDOWS = "--window-size 8,0 --window-attn-skip-freq 2"
+_DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1 --attention-backend unfused"
+_FURTHER = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5"
+_LATENT = (
+    "--position-embedding-type rope --multi-latent-attention --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+    "--num-query-groups 4 --v-head-dim 16 --q-lora-rank 12 --qk-layernorm --swiglu --normalization RMSNorm "
+    "--disable-bias-linear"
+)
+_SENT = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+_NARROW = (
+    "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype fp8"
+)
+_OVERLAPPED_OFFLOAD = f"{_OFFLOADS} --overlap-cpu-optimizer-d2h-h2d"
+# So much memory that a share of what is free differs where the other rank has a GPU's.
+_LITTLE, _MUCH = 48 << 20, 80 << 30
 
 
-def training(name: str, flags: str, ranks: int = 1, *more: Launch, triton: bool = False) -> Scenario:
+def training(name: str, flags: str, ranks: int = 1, *more: Launch, triton: bool = False, gpu: str = "h100") -> Scenario:
     """Return the scenario of one training with more flags, and of launches after it."""
-    return Scenario(name, (launch(flags, ranks), *more), triton)
+    return Scenario(name, (launch(flags, ranks), *more), triton, gpu)
+
+
+def prepared(
+    name: str,
+    preparations: str,
+    flags: str,
+    ranks: int = 1,
+    *,
+    triton: bool = False,
+    gpu: str = "h100",
+    memory: tuple[int, ...] = (),
+) -> Scenario:
+    """Return the scenario of one training in processes that `programs.prepared` has prepared."""
+    plain = launch(flags, ranks)
+    if "external" in flags:
+        plain = replace(plain, arguments=tuple(word for word in plain.arguments if word != "--mock-data"))
+    arguments = (preparations, *plain.arguments)
+    changed = replace(plain, arguments=arguments, program=f"{PROGRAMS}/prepared.py", memory=memory)
+    return Scenario(name, (changed,), triton, gpu)
 
 
 def launch(flags: str, ranks: int = 1, *statuses: int) -> Launch:
@@ -323,4 +364,528 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     training("Triton: FlexAttention, capped", f"{_SHORT} {_BLOCKS} {_ROPE} --attn-logit-softcapping 20", triton=True),
     training("Triton: fp8", f"{_SHORT} --bf16 --fp8-format hybrid --fp8-recipe tensorwise {_ROPE}", triton=True),
+)
+
+_GRAPHED = (
+    training("Triton: graphs, one micro-batch", f"{_SHORT} {_GRAPHS} --bf16", triton=True),
+    training("Triton: graphs, fp8", f"{_SHORT} {_GRAPHS} {_FP8} delayed {_ROPE}", triton=True),
+    training("graphs, fp8 delayed", f"{_GRAPHS} {_FP8} delayed --fp8-amax-history-len 2 --train-iters 7"),
+    training("graphs, fp8 by blocks", f"{_GRAPHS} {_E4M3} blockwise {_WIDE} --train-iters 4"),
+    training("graphs, ring of keys", f"{_GRAPHS} {_CONTEXT} --cp-comm-type p2p", 2),
+    training("graphs, ring of keys, bf16", f"{_GRAPHS} {_CONTEXT} --cp-comm-type p2p --bf16", 2),
+    training("graphs, keys gathered", f"{_GRAPHS} {_CONTEXT} --cp-comm-type all_gather --bf16", 2),
+    training("graphs, pipeline", f"{_GRAPHS} {_STAGES} --num-layers 4", 2),
+    training(
+        "graphs, interleaved pipeline, weight gradients delayed",
+        f"{_GRAPHS} {_STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --delay-wgrad-compute --bf16",
+        2,
+    ),
+    training("graphs, zero-bubble pipeline", f"{_GRAPHS} {_STAGES} --num-layers 4 --pipeline-schedule zero-bubble", 2),
+    training("graphs, distributed optimizer", f"{_GRAPHS} {_OVERLAPS} --num-layers 3", 2),
+    training("graphs, attention dropout", f"{_GRAPHS} {_DROPOUT} --bf16"),
+    training("graphs, tensor parallel", f"{_GRAPHS} {_TENSOR} --sequence-parallel --bf16", 2),
+    training("graphs, evaluation", f"{_GRAPHS} --eval-iters 1 --eval-interval 2 --global-batch-size 1"),
+    training("graphs, optimizer offload", f"{_GRAPHS} --bf16 {_OVERLAPPED_OFFLOAD}"),
+)
+_IN_FP8 = (
+    training("fp8, rows", f"{_FP8} rowwise {_WIDE}"),
+    training("fp8, rows, on a B200", f"{_FP8} rowwise {_WIDE}", gpu="b200"),
+    training("fp8, blocks of 32, on a B200", f"{_E4M3} mxfp8 {_WIDE} {_ROPE}", gpu="b200"),
+    training("fp8, blocks of 128", f"{_E4M3} blockwise {_WIDE} {_ROPE}"),
+    training("fp8, blocks of 128, on a B200", f"{_E4M3} blockwise {_WIDE}", gpu="b200"),
+    training("fp8 on an A100", f"{_FP8} tensorwise", gpu="a100"),
+    training("fp8, rows, tensor parallel", f"{_FP8} rowwise {_WIDE} {_TENSOR} --sequence-parallel", 2),
+    training(
+        "fp8, blocks of 32, tensor parallel", f"{_E4M3} mxfp8 {_WIDE} {_TENSOR} --sequence-parallel", 2, gpu="b200"
+    ),
+    training(
+        "fp8, blocks of 128, tensor parallel",
+        f"{_E4M3} blockwise {_WIDE} --ffn-hidden-size 256 {_TENSOR} --sequence-parallel",
+        2,
+    ),
+    training("fp8, some layers in bf16", f"{_FP8} tensorwise --no-fp8-wgrad --first-last-layers-bf16 --num-layers 3"),
+    training(
+        "fp8, delayed, saved and resumed",
+        f"{_FP8} delayed --save {{folder}}/saved --save-interval 2",
+        1,
+        launch(
+            f"{_FP8} delayed --save {{folder}}/saved --load {{folder}}/saved --train-iters 5 "
+            "--metrics-jsonl {folder}/resumed.jsonl"
+        ),
+    ),
+    training(
+        "fp8, delayed, recomputed",
+        f"{_FP8} delayed --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--rerun-mode validate_results --check-for-spiky-loss",
+    ),
+    training("fp8, delayed, pipeline", f"{_FP8} delayed {_STAGES} --num-layers 4 --delay-wgrad-compute", 2),
+    training("experts in fp8, delayed, exchanged", f"{_EXPERTS} {_FP8} delayed {_SENT}", 2),
+    training("experts in fp8, rows", f"{_EXPERTS} {_FP8} rowwise --add-qkv-bias"),
+    training("experts in fp8 on a B200", f"{_EXPERTS} {_E4M3} mxfp8 --hidden-size 64", gpu="b200"),
+    training("Triton: fp8, rows", f"{_SHORT} {_FP8} rowwise", triton=True),
+    training("Triton: fp8 on a B200", f"{_SHORT} {_E4M3} mxfp8 --hidden-size 64", triton=True, gpu="b200"),
+    training("fp8 parameters gathered, delayed", f"{_FP8} delayed --fp8-param-gather {_OVERLAPS} --num-layers 3", 2),
+)
+_BY_TRITON = (
+    prepared(
+        "Triton: small parts, GELU and dropout", "small-programs", f"{_SHORT} --bf16 --hidden-dropout 0.1", triton=True
+    ),
+    prepared(
+        "Triton: small parts, norms of queries and keys",
+        "small-programs",
+        f"{_SHORT} --fp16 {_GROUPED} --qk-layernorm --add-qkv-bias --micro-batch-size 2 --global-batch-size 2",
+        triton=True,
+    ),
+    prepared(
+        "Triton: small parts, float32",
+        "small-programs",
+        f"{_SHORT} --position-embedding-type rope --geglu --normalization RMSNorm --micro-batch-size 2 "
+        "--global-batch-size 2",
+        triton=True,
+    ),
+    prepared(
+        "Triton: small parts, two ranks",
+        "small-programs",
+        f"{_SHORT} --bf16 {_TENSOR} --sequence-parallel --hidden-dropout 0.1 --squared-relu",
+        2,
+        triton=True,
+    ),
+    prepared("Triton: float64", "float64", f"{_SHORT} --hidden-dropout 0.1 --train-iters 2", triton=True),
+    prepared("Triton: float64, rotary positions", "float64", f"{_SHORT} {_ROPE} --train-iters 2", triton=True),
+    prepared("float64", "float64", f"{_ROPE} {_OVERLAPS}", 2),
+    training("Triton: experts", f"{_SHORT} {_EXPERTS} --num-layers 1 --bf16 --moe-grouped-gemm", triton=True),
+    training("Triton: activations recomputed", f"{_SHORT} {_ROPE} --bf16 --recompute-activations", triton=True),
+)
+_ATTENTION = (
+    prepared("FlexAttention, window", "no-programs", f"{_LONG} {_GROUPED} --window-size 40,0 --bf16", triton=True),
+    prepared(
+        "FlexAttention, capped scores", "no-programs", f"{_LONG} {_GROUPED} --attn-logit-softcapping 20", triton=True
+    ),
+    prepared("FlexAttention, documents", "no-programs", f"{_LONG} {_ROPE} --reset-attention-mask --bf16", triton=True),
+    prepared(
+        "FlexAttention, sinks",
+        "no-programs",
+        f"{_LONG} {_ROPE} --softmax-type learnable --window-size 40,0 --bf16",
+        triton=True,
+    ),
+    training("attention sinks, bf16", f"--softmax-type learnable {_GROUPED} --bf16"),
+    training("attention sinks, dropout", f"--softmax-type learnable {_ROPE} --bf16 --attention-dropout 0.1"),
+    training("attention sinks in a window, bf16", f"--softmax-type learnable {_ROPE} --bf16 {_WINDOWS}"),
+    training("ring of keys, bf16", f"{_CONTEXT} --cp-comm-type p2p --bf16 {_OVERLAPS}", 2),
+    training("ring of keys, sinks", f"{_CONTEXT} --cp-comm-type p2p --softmax-type learnable --bf16", 2),
+    training(
+        "ring of keys, documents and dropout", f"{_CONTEXT} --cp-comm-type p2p --reset-attention-mask {_DROPOUT}", 2
+    ),
+    training(
+        "keys gathered, documents and dropout",
+        f"{_CONTEXT} --cp-comm-type all_gather --reset-attention-mask {_DROPOUT}",
+        2,
+    ),
+    training("heads exchanged, dropout", f"{_CONTEXT} --cp-comm-type a2a --bf16 {_DROPOUT}", 2),
+    training("ring of keys in windows", f"{_CONTEXT} --cp-comm-type p2p {_WINDOWS} --attn-logit-softcapping 5", 2),
+    training("ring of keys on a B200", f"{_CONTEXT} --cp-comm-type p2p --bf16", 2, gpu="b200"),
+    prepared("ring of keys by cuDNN", "cudnn", f"{_CONTEXT} --cp-comm-type p2p --bf16", 2),
+    prepared("attention by cuDNN", "cudnn", f"{_ROPE} --bf16"),
+    prepared("ring of keys, small blocks", "small", f"{_CONTEXT} --cp-comm-type p2p --hidden-dropout 0.1", 2),
+    prepared("flash-attn", "flash-attn", f"{_GROUPED} --bf16 --use-flash-attn --attention-dropout 0.1"),
+    prepared("flash-attn, same bits", "flash-attn", f"{_ROPE} --bf16 --use-flash-attn --deterministic-mode"),
+    prepared(
+        "transformer-engine",
+        "transformer-engine",
+        f"{_LONG} {_GROUPED} --bf16 --transformer-impl transformer_engine --micro-batch-size 2",
+    ),
+    training("same bits on a B200", f"--deterministic-mode --bf16 {_ROPE}", gpu="b200"),
+    training("attention step by step", f"--bf16 {_GROUPED} {_DROPOUT}"),
+    training("latent attention", f"{_LATENT} --bf16 {_TENSOR} --sequence-parallel", 2),
+    training("latent attention, ring of keys", f"{_LATENT} --context-parallel-size 2 --cp-comm-type p2p", 2),
+    training(
+        "latent attention, stretched",
+        f"{_LATENT} --rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale 0.8 --mscale-all-dim 0.5 "
+        f"{_FURTHER} --untie-embeddings-and-output-weights",
+    ),
+)
+_MODELS = (
+    training("further tokens", f"{_GROUPED} {_FURTHER} {_STAGES} --num-layers 4 --bf16", 2),
+    training(
+        "further tokens, tensor parallel", f"{_ROPE} {_FURTHER} {_TENSOR} --sequence-parallel --z-loss-coeff 0.05", 2
+    ),
+    training(
+        "norms before and after",
+        f"{_GROUPED} --norm-placement both --apply-layernorm-1p --scale-embeddings --qk-layernorm {_WINDOWS} "
+        "--rotary-base-local 500 --final-logit-softcapping 3 --query-pre-attn-scalar 9 --bf16",
+    ),
+    training(
+        "norms across heads",
+        f"{_GROUPED} --norm-placement after --qk-layernorm --qk-layernorm-across-heads {_TENSOR} --sequence-parallel "
+        "--untie-embeddings-and-output-weights",
+        2,
+    ),
+    training(
+        "residuals in parallel",
+        "--position-embedding-type rope --rotary-percent 0.5 --use-parallel-residual --bf16 --hidden-dropout 0.1",
+    ),
+    training(
+        "a shared group of keys", f"{_ROPE} --group-query-attention --num-query-groups 1 {_TENSOR} --add-qkv-bias", 2
+    ),
+    training("widths scaled", "--use-mup --mup-width-mult 3 --mup-embedding-mult 2 --mup-output-mult 1.5 --bf16"),
+    training("limited gates", f"{_ROPE} --glu-linear-offset 1 --activation-func-clamp-value 0.5 --bf16"),
+    training(
+        "parts recomputed",
+        f"{_ROPE} --bf16 --hidden-dropout 0.1 --recompute-granularity selective "
+        "--recompute-modules core_attn layernorm mlp",
+    ),
+    training(
+        "parts recomputed, experts",
+        f"{_EXPERTS} {_SENT} --recompute-granularity selective "
+        "--recompute-modules moe_act moe shared_experts layernorm --moe-shared-expert-intermediate-size 16",
+        2,
+    ),
+    training(
+        "saved inputs distributed",
+        f"{_TENSOR} --distribute-saved-activations --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1 --hidden-dropout 0.1",
+        2,
+    ),
+    training("lora, tensor parallel", f"--lora-rank 4 --lora-dropout 0.2 {_TENSOR} --bf16", 2),
+    training("lora, sequence parallel", f"--lora-rank 4 --lora-dropout 0.2 {_TENSOR} --sequence-parallel", 2),
+    training(
+        "lora of experts", f"{_EXPERTS} {_SENT} --lora-rank 3 --lora-target-modules linear_fc1 linear_fc2 --bf16", 2
+    ),
+    training("tensor parallel, dropout", f"{_TENSOR} --sequence-parallel {_DROPOUT} --bf16 {_OVERLAPS}", 4),
+    training("tensor and context parallel", f"{_CONTEXT} --cp-comm-type p2p {_TENSOR} --sequence-parallel --bf16", 4),
+    training("tensor parallel stages", f"{_STAGES} {_TENSOR} --sequence-parallel --bf16", 4),
+    training(
+        "stages and replicas", f"{_STAGES} {_OVERLAPS} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 4
+    ),
+    training("four stages", "--pipeline-model-parallel-size 4 --num-layers 4 --global-batch-size 8 --bf16", 4),
+    training("context parallel stages", f"{_STAGES} {_CONTEXT} --cp-comm-type p2p --bf16", 4),
+    training(
+        "tensor parallel, symmetric memory",
+        f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl symmetric-memory --bf16",
+        2,
+    ),
+)
+_OF_EXPERTS = (
+    training("experts, overlapped", f"{_EXPERTS} --bf16 --moe-grouped-gemm {_OVERLAPS}", 2),
+    training("experts, gradients sharded", f"{_EXPERTS} --bf16 --moe-grouped-gemm {_SHARDS} optim_grads", 2),
+    training(
+        "experts exchanged, overlapped", f"{_EXPERTS} --bf16 --moe-grouped-gemm {_SENT} {_OVERLAPS} --num-layers 3", 4
+    ),
+    training("experts, fully sharded", f"{_EXPERTS} {_SENT} {_SHARDS} optim_grads_params {_OVERLAPS} --bf16", 4),
+    training("experts with biases", f"{_EXPERTS} {_SENT}".replace("--swiglu --disable-bias-linear", ""), 2),
+    training(
+        "experts, losses of sequences",
+        f"{_EXPERTS} {_SENT} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --moe-router-pre-softmax "
+        "--moe-router-load-balancing-type seq_aux_loss --bf16",
+        2,
+    ),
+    training(
+        "experts, losses of batches",
+        f"{_EXPERTS} {_SENT} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss "
+        "--moe-router-dtype fp64",
+        2,
+    ),
+    training(
+        "experts, losses, stages",
+        f"{_EXPERTS} {_STAGES} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss --num-layers 4",
+        2,
+    ),
+    training(
+        "experts in groups",
+        f"{_EXPERTS} {_SENT} --moe-router-score-function sigmoid --moe-router-num-groups 2 --moe-router-group-topk 1 "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-router-topk-scaling-factor 1.5 "
+        "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
+        2,
+    ),
+    training(
+        "experts, tokens dropped",
+        f"{_EXPERTS} {_SENT} --moe-expert-capacity-factor 0.75 --moe-router-load-balancing-type none --bf16 "
+        "--eval-iters 1 --eval-interval 2 --moe-token-drop-policy position",
+        2,
+    ),
+    training(
+        "experts at random",
+        f"{_EXPERTS} {_TENSOR} --expert-tensor-parallel-size 1 --moe-router-force-load-balancing "
+        "--moe-token-dispatcher-type alltoall --hidden-dropout 0.1",
+        2,
+    ),
+    training(
+        "experts cut by tensor parallelism",
+        f"{_EXPERTS} {_TENSOR} --sequence-parallel --moe-token-dispatcher-type allgather --bf16",
+        2,
+    ),
+    training("experts on a B200", f"{_EXPERTS} --bf16 --moe-grouped-gemm", gpu="b200"),
+    training("experts on an A100", f"{_EXPERTS} --bf16 --moe-grouped-gemm {_SENT}", 2, gpu="a100"),
+)
+_UPDATES = (
+    prepared(
+        "muon, rounds",
+        "small",
+        f"--optimizer muon {_OVERLAPS} {_ROPE} --hidden-size 64 --bf16",
+        2,
+        memory=(_LITTLE, _MUCH),
+    ),
+    prepared(
+        "muon, replicas",
+        "small",
+        f"--optimizer muon --muon-nesterov {_GROUPED} --hidden-size 64",
+        2,
+        memory=(_MUCH, _LITTLE),
+    ),
+    prepared(
+        "muon, tensor parallel",
+        "small",
+        f"--optimizer muon {_TENSOR} --sequence-parallel --hidden-size 64",
+        2,
+        memory=(_LITTLE, _MUCH),
+    ),
+    training("muon of experts", f"--optimizer muon {_EXPERTS} {_SENT} --use-distributed-optimizer --bf16", 4),
+    training(
+        "muon, kinds of gradients",
+        f"--optimizer muon --muon-scalar-optimizer lion {_TENSOR} --clip-grad-matrices 0.3 --clip-grad-embeddings 0.1 "
+        "--clip-grad-vectors 0.02 --log-num-zeros-in-grad",
+        2,
+    ),
+    prepared("lion, pieces", "small", f"--optimizer lion --lr 1e-4 {_OVERLAPS} --bf16", 2),
+    training("sgd", f"--optimizer sgd {_OVERLAPS}", 2),
+    training("narrow state", f"{_NARROW} {_OVERLAPS} --log-params-norm --log-num-zeros-in-grad", 2),
+    training(
+        "narrow state, saved and resumed",
+        f"{_NARROW} --save {{folder}}/saved --save-interval 2",
+        1,
+        launch(
+            f"{_NARROW} --save {{folder}}/saved --load {{folder}}/saved --train-iters 5 "
+            "--metrics-jsonl {folder}/resumed.jsonl"
+        ),
+    ),
+    training(
+        "gradients clipped by kind",
+        f"{_OVERLAPS} --clip-grad-matrices 0.3 --clip-grad-embeddings 0.1 --clip-grad-vectors 0.02 "
+        "--param-group-overrides *.mlp.*:lr_mult=0.25,wd_mult=0 --decoupled-lr 3e-2 --bf16",
+        2,
+    ),
+    training(
+        "overflows", f"--fp16 --initial-loss-scale 4294967296 --hysteresis 1 --loss-scale-window 2 {_OVERLAPS}", 2
+    ),
+    training("overflows, optimizer offload", f"--fp16 --initial-loss-scale 4294967296 --hysteresis 1 {_OFFLOADS}"),
+    training(
+        "fp16, saved and resumed",
+        f"--fp16 --initial-loss-scale 1024 --save {{folder}}/saved --save-interval 2 --hidden-dropout 0.1 {_TENSOR}",
+        2,
+        launch(
+            f"--fp16 --initial-loss-scale 1024 --load {{folder}}/saved --train-iters 5 --hidden-dropout 0.1 {_TENSOR} "
+            "--metrics-jsonl {folder}/resumed.jsonl",
+            2,
+        ),
+    ),
+    prepared("optimizer offload, replicas", "small", f"--bf16 {_OVERLAPPED_OFFLOAD} {_OVERLAPS} --hidden-size 64", 2),
+    prepared("optimizer offload, fp16", "small", f"--fp16 --initial-loss-scale 1024 {_OFFLOADS}"),
+    prepared(
+        "optimizer offload of chosen size",
+        "small",
+        "--bf16 --optimizer-cpu-offload --optimizer-offload-policy auto --optimizer-offload-auto-threshold 1000000 "
+        f"{_OVERLAPS} --hidden-size 64",
+        2,
+        memory=(_LITTLE, _MUCH),
+    ),
+    training(
+        "optimizer offload, saved and resumed",
+        f"--bf16 {_OVERLAPPED_OFFLOAD} --save {{folder}}/saved --save-interval 2 --async-save",
+        1,
+        launch(
+            f"--bf16 {_OVERLAPPED_OFFLOAD} --load {{folder}}/saved --train-iters 5 "
+            "--metrics-jsonl {folder}/resumed.jsonl"
+        ),
+    ),
+    prepared(
+        "copies of the state, small pieces",
+        "small",
+        f"--inprocess-restart --non-persistent-save-interval 1 --replication {_OVERLAPS} --bf16 --hidden-size 64",
+        2,
+        memory=(_LITTLE, _MUCH),
+    ),
+    prepared(
+        "small pieces everywhere",
+        "small",
+        f"{_OVERLAPS} --log-max-attention-logit --check-weight-hash-across-dp-replicas-interval 1 --hidden-dropout 0.1 "
+        "--save {folder}/saved --save-interval 2 --async-save --sample-interval 2 --sample-prompts 3 --sample-tokens 3",
+        2,
+        memory=(_LITTLE, _MUCH),
+    ),
+)
+_HOST = (
+    training(
+        "activation offload, adapters", "--lora-rank 4 --cpu-offloading --cpu-offloading-num-layers 2 --num-layers 3"
+    ),
+    prepared(
+        "activation offload, small blocks",
+        "small",
+        f"--cpu-offloading --cpu-offloading-num-layers 2 --num-layers 3 --bf16 {_ROPE} --hidden-dropout 0.1",
+    ),
+    training(
+        "activation offload, stages",
+        f"{_STAGES} --num-layers 4 --cpu-offloading --cpu-offloading-num-layers 1 --bf16",
+        2,
+    ),
+    training(
+        "weight offload, adapters",
+        f"{_STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --cpu-offloading --lora-rank 4 "
+        "--cpu-offloading-num-layers 1 --cpu-offloading-weights",
+        2,
+    ),
+    training(
+        "weight offload, evaluation",
+        "--cpu-offloading --cpu-offloading-num-layers 2 --cpu-offloading-weights --num-layers 3 --bf16 "
+        "--eval-iters 1 --eval-interval 1",
+        2,
+    ),
+    training(
+        "weight offload, recomputed",
+        "--cpu-offloading --cpu-offloading-num-layers 3 --cpu-offloading-weights --num-layers 3 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    program("offloaded activations that are not used", "unused_activations.py"),
+    prepared(
+        "samples of the caller", "own-samples", "--dataloader-type external --global-batch-size 16 --train-iters 2"
+    ),
+    prepared(
+        "samples of the caller, tensor parallel",
+        "own-samples",
+        f"--dataloader-type external --global-batch-size 32 --train-iters 2 {_TENSOR}",
+        4,
+    ),
+    training("many micro-batches", "--global-batch-size 24 --train-iters 2 --num-workers 4 --bf16"),
+    training("a growing batch", f"--rampup-batch-size 2 2 6 --global-batch-size 6 {_OVERLAPS}", 2),
+    training(
+        "fully sharded, recomputed",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --num-layers 3 --bf16 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        2,
+    ),
+    training(
+        "fully sharded, instances",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --num-distributed-optimizer-instances 2",
+        4,
+    ),
+    training("fully sharded stages", f"{_SHARDS} optim_grads_params {_OVERLAPS} {_STAGES} --num-layers 4", 4),
+    training(
+        "fully sharded, texts sampled",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --sample-interval 1 --sample-prompts 3 --sample-tokens 3",
+        2,
+    ),
+    training("fully sharded, fp8", f"{_SHARDS} optim_grads_params {_FP8} tensorwise {_OVERLAPS}", 2),
+    training("gradients sharded, adapters", f"{_SHARDS} optim_grads --lora-rank 4 {_OVERLAPS}", 2),
+    training("gradients compared", "--log-num-zeros-in-grad --bf16 --log-params-norm", 2),
+)
+_REPLICAS = (
+    training(
+        "flash dropout, replicas, saved and resumed",
+        "--bf16 --attention-dropout 0.1 --hidden-dropout 0.1 --recompute-activations --save {folder}/saved "
+        "--save-interval 2 --use-distributed-optimizer",
+        2,
+        launch(
+            "--bf16 --attention-dropout 0.1 --hidden-dropout 0.1 --recompute-activations --load {folder}/saved "
+            "--train-iters 5 --use-distributed-optimizer --metrics-jsonl {folder}/resumed.jsonl",
+            2,
+        ),
+    ),
+    training(
+        "dropout, stages and tensor parallelism",
+        f"{_STAGES} {_TENSOR} --bf16 --attention-dropout 0.1 --hidden-dropout 0.1 --pipeline-schedule zero-bubble "
+        "--num-layers 4",
+        4,
+    ),
+    training("experts exchanged by stages", f"{_EXPERTS} {_SENT} {_STAGES} --num-layers 4 --bf16 {_OVERLAPS}", 4),
+    training("timers of all ranks", f"--timing-log-level 2 --timing-log-option minmax {_STAGES}", 2),
+    training("averages in collectives", f"{_OVERLAPS} --ddp-average-in-collective --bf16", 2),
+    training("averages in collectives, gradients sharded", f"{_SHARDS} optim_grads --ddp-average-in-collective", 2),
+    training(
+        "fp8 parameters gathered with the step",
+        f"{_FP8} tensorwise --fp8-param-gather {_OVERLAPS} --overlap-param-gather-with-optimizer-step {_STAGES} "
+        "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+        4,
+    ),
+    training("replicas' gradients compared", "--check-gradient-hash-across-dp-replicas-interval 1 --bf16", 2),
+    training(
+        "fully sharded, untied",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --untie-embeddings-and-output-weights --bf16 --sample-interval 1 "
+        "--sample-prompts 3 --sample-tokens 3",
+        2,
+    ),
+    training(
+        "fully sharded, saved and resumed",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --untie-embeddings-and-output-weights --bf16 "
+        "--save {folder}/saved --save-interval 2 --async-save",
+        2,
+        launch(
+            f"{_SHARDS} optim_grads_params {_OVERLAPS} --untie-embeddings-and-output-weights --bf16 --train-iters 5 "
+            "--load {folder}/saved --metrics-jsonl {folder}/resumed.jsonl",
+            2,
+        ),
+    ),
+    training("sums in float32", f"--bf16 --disable-bf16-reduced-precision-matmul --manual-gc {_GROUPED}"),
+    program("inference in windows", "inference.py", 1, "{folder}/inference.jsonl", "1", "1", "windows"),
+    program("inference in windows, stages", "inference.py", 2, "{folder}/inference.jsonl", "2", "1", "windows"),
+    prepared("communications of a device", "look-at-device", f"{_OVERLAPS} --hang-report-seconds 0 --bf16", 2),
+    prepared("messages of a device", "look-at-device", f"{_STAGES} --hang-report-seconds 0", 2),
+    training(
+        "latent attention, recomputed",
+        f"{_LATENT} --recompute-granularity selective --recompute-modules core_attn mla_up_proj --bf16",
+    ),
+    training(
+        "narrow state of another kind",
+        f"{_NARROW} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp32 {_OVERLAPS}",
+        2,
+    ),
+    training(
+        "narrow state in 16 bits",
+        f"{_NARROW} --exp-avg-dtype fp16 --exp-avg-sq-dtype bf16 --main-grads-dtype fp32 --num-layers 1",
+    ),
+    faulty("a loss is not a number, fp8", "nan_loss_at=6", f"--rerun-mode validate_results {_FP8} delayed", 1, 1),
+    training("gradients without fusion", f"--no-gradient-accumulation-fusion --bf16 {_OVERLAPS}", 2),
+    training("constant loss scale", "--fp16 --loss-scale 128"),
+    training(
+        "fine-tuned",
+        "--save {folder}/saved --save-interval 3 --bf16",
+        1,
+        launch(f"--finetune --load {{folder}}/saved --bf16 {_OVERLAPS} --metrics-jsonl {{folder}}/tuned.jsonl", 2),
+    ),
+    training(
+        "further tokens, ring of keys", f"{_CONTEXT} {_FURTHER} --cp-comm-type p2p --reset-attention-mask {_DROPOUT}", 2
+    ),
+    training("further tokens in fp8", f"{_FP8} tensorwise {_ROPE} {_FURTHER} --fp8-param-gather {_OVERLAPS}", 2),
+    training(
+        "parameters of experts gathered in fp8", f"{_EXPERTS} {_FP8} tensorwise --fp8-param-gather {_OVERLAPS}", 2
+    ),
+    training(
+        "lora of parts",
+        f"{_GROUPED} --lora-rank 3 --lora-dropout 0.2 {_TENSOR} --sequence-parallel --bf16 "
+        "--lora-target-modules q_proj v_proj o_proj gate_proj up_proj down_proj",
+        2,
+    ),
+    training(
+        "experts with capacity, ring of keys",
+        f"{_EXPERTS} {_CONTEXT} --moe-expert-capacity-factor 1.0 --moe-token-drop-policy position --bf16 "
+        "--moe-token-dispatcher-type alltoall --cp-comm-type p2p",
+        2,
+    ),
+    training(
+        "experts scored by sigmoid, losses",
+        f"{_EXPERTS} --moe-router-score-function sigmoid --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 "
+        f"--moe-router-load-balancing-type aux_loss {_OVERLAPS}",
+        2,
+    ),
+    training("rotary positions scaled", f"{_ROPE} --use-rope-scaling --bf16"),
+    training("timers, graphs", f"--timing-log-level 2 {_GRAPHS}"),
+)
+SCENARIOS += (
+    *_REPLICAS,
+    *_GRAPHED,
+    *_IN_FP8,
+    *_BY_TRITON,
+    *_ATTENTION,
+    *_MODELS,
+    *_OF_EXPERTS,
+    *_UPDATES,
+    *_HOST,
 )

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 
 from tests.emulated_cuda.activation import is_active, load_bindings
-from tests.emulated_cuda.environment import REPORTS_VARIABLE
+from tests.emulated_cuda.environment import MEMORY_VARIABLE, REPORTS_VARIABLE
 from tests.emulated_cuda.scenarios.changed_source import (
     PROBE,
     REPOSITORY,
@@ -37,7 +37,7 @@ from tests.emulated_cuda.scenarios.changed_source import (
     with_probes,
 )
 from tests.emulated_cuda.scenarios.observed_calls import BUILT_IN_NAME, NONE, ObservedCalls, with_observed_calls
-from tests.emulated_cuda.scenarios.running import CALLS, MODULES_FILE, STATEMENTS
+from tests.emulated_cuda.scenarios.running import CALLS, DEVICES_FILE, MODULES_FILE, STATEMENTS
 from tests.emulated_cuda.synchronizations.calls import removable_calls
 from tests.harness.free_port import free_port
 
@@ -106,13 +106,14 @@ def _rank_main(request: Mapping[str, Any], rank: int, port: int, observation: Ob
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     size = request["ranks"]
     os.environ.update(request["variables"])
+    if request["memory"]:
+        os.environ[MEMORY_VARIABLE] = str(request["memory"][rank])
     if size > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.chdir(folder)
     observation.begin(request["removed"])
-    if rank == 0:
-        _note_modules_at_exit(folder / MODULES_FILE)
+    _act_at_exit(folder, rank)
     sys.argv = [request["program"], *request["arguments"]]
     status = 1
     try:
@@ -129,15 +130,32 @@ def _rank_main(request: Mapping[str, Any], rank: int, port: int, observation: Ob
     return status
 
 
-def _note_modules_at_exit(path: Path) -> None:
-    """Let this process write the modules of the project that it has imported, before it ends."""
-    leave = os._exit
+def _act_at_exit(folder: Path, rank: int) -> None:
+    """Let this process note what it has imported, on rank 0, and how often it has waited, before it ends."""
+    leave, process = os._exit, os.getpid()
 
     def note_and_leave(status: int) -> NoReturn:
-        path.write_text("\n".join(name for name in sys.modules if name.startswith("megatron.")))
+        if os.getpid() == process:
+            if rank == 0:
+                names = "\n".join(name for name in sys.modules if name.startswith("megatron."))
+                (folder / MODULES_FILE).write_text(names)
+            if is_active():
+                _end_devices(folder / f"{DEVICES_FILE}{rank}")
         leave(status)
 
     os._exit = note_and_leave
+
+
+def _end_devices(notes: Path) -> None:
+    """Note what `DeviceUse` holds, and let copies end, which may report what has become of their memory."""
+    core = load_bindings()
+    devices = range(core.device_count())
+    used = [device for device in devices if "allocation" in core.memory_counts(device)]
+    with notes.open("a") as file:
+        file.write(json.dumps([core.host_wait_count(), used]) + "\n")
+    for device in devices:
+        with contextlib.suppress(RuntimeError):  # the file of reports has it
+            core.synchronize_device(device)
 
 
 class _Ranks:

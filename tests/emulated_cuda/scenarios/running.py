@@ -21,19 +21,20 @@ NOTHING, STATEMENTS, CALLS = "nothing", "statements", "calls"
 """What a server observes."""
 MODULES_FILE = "imported-modules"
 """The file in the folder of a run with the names of the modules of the project that were imported."""
-_COMPARED = (
-    *("iteration", "split", "lm_loss", "grad_norm", "params_norm", "num_zeros", "loss_scale", "skipped"),
-    *("max_attention_logit", "expert_load", "dropped_tokens", "samples", "scores", "name", "value"),
-)
-"""Metrics that are the same in each run of a program."""
+DEVICES_FILE = "devices-of-rank-"
+"""The beginning of the name of a rank's file with its use of devices in each launch."""
+_VARYING = ("second", "time", "tflops", "mfu", "stragglers", "started", "commit", "throughput")
+"""Parts of the names of metrics that no two runs of a program have alike."""
 _ERROR_CHARACTERS = 400
+TIMED_OUT = "the run did not end"
 
 
 @dataclass(frozen=True)
 class Launch:
     """One start of a program on some ranks. ``{folder}`` in an argument is the folder of the run.
 
-    A program is a path relative to the repository. ``statuses`` are the exit statuses of its ranks.
+    A program is a path relative to the repository. ``statuses`` are the exit statuses of its ranks. ``memory`` has the
+    bytes of each rank's device, where they are not those of the GPU type.
     """
 
     arguments: tuple[str, ...]
@@ -41,6 +42,7 @@ class Launch:
     program: str = "pretrain_gpt.py"
     statuses: tuple[int, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    memory: tuple[int, ...] = ()
 
     @property
     def expected(self) -> list[int]:
@@ -55,6 +57,7 @@ class Scenario:
     name: str
     launches: tuple[Launch, ...]
     triton: bool = False
+    gpu: str = "h100"
     limit_s: float = 180.0
 
 
@@ -63,20 +66,26 @@ class Result:
     """What a run of a scenario left: ``fault`` is empty, or what went wrong in one line.
 
     ``metrics`` are the lines of its metrics files, ``hits`` the numbers of what it executed, as the server observes it.
+    ``host_waits`` counts how often the host has waited for a device: of each rank and launch. ``devices`` are those on
+    which it has had memory.
     """
 
     fault: str
     metrics: tuple[Mapping[str, Any], ...]
     seconds: float
     hits: frozenset[int] = frozenset()
+    host_waits: tuple[int, ...] = ()
+    devices: tuple[tuple[int, ...], ...] = ()
 
 
 class RankServer:
     """A process that forks the ranks of runs, on emulated devices or on the CPU."""
 
-    def __init__(self, *, emulated: bool = True, triton: bool = False, observes: str = NOTHING) -> None:
+    def __init__(
+        self, *, emulated: bool = True, triton: bool = False, gpu: str = "h100", observes: str = NOTHING
+    ) -> None:
         if emulated:
-            variables = emulated_environment(NUM_DEVICES, triton=triton)
+            variables = emulated_environment(NUM_DEVICES, gpu, triton=triton)
         else:
             variables = {**os.environ, "MEGATRON_DEVICE": "cpu"}
             variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), variables.get("PYTHONPATH", "")])
@@ -144,6 +153,7 @@ class RankServer:
                     "limit_s": scenario.limit_s,
                     "may_fail": any(launch.expected),
                     "variables": dict(launch.variables),
+                    "memory": list(launch.memory),
                 }
                 found = self.ask(request)
                 seconds += found["seconds"]
@@ -151,7 +161,10 @@ class RankServer:
                 fault = _fault(folder, found, launch)
                 if fault:
                     break
-            return Result(fault, tuple(_metrics(folder)), round(seconds, 2), frozenset(hits))
+            may_fail = any(any(launch.expected) for launch in scenario.launches)
+            uses = [] if may_fail else _uses_of_devices(folder)
+            waits, devices = tuple(use[0] for use in uses), tuple(tuple(use[1]) for use in uses)
+            return Result(fault, tuple(_metrics(folder)), round(seconds, 2), frozenset(hits), waits, devices)
         finally:
             if keep:
                 print(f"{scenario.name}: {folder}", file=sys.stderr)
@@ -160,20 +173,21 @@ class RankServer:
 
 
 class Servers:
-    """Servers of ranks, with and without Triton, which are started when they are needed."""
+    """Servers of ranks for each GPU type, with and without Triton, which are started when they are needed."""
 
     def __init__(self, *, emulated: bool = True, observes: str = NOTHING) -> None:
         self._emulated = emulated
         self._observes = observes
-        self._started: dict[bool, RankServer] = {}
+        self._started: dict[tuple[bool, str], RankServer] = {}
 
     def of(self, scenario: Scenario) -> RankServer:
         """Return the server that runs a scenario."""
-        if scenario.triton not in self._started:
-            self._started[scenario.triton] = RankServer(
-                emulated=self._emulated, triton=scenario.triton, observes=self._observes
+        key = (scenario.triton, scenario.gpu)
+        if key not in self._started:
+            self._started[key] = RankServer(
+                emulated=self._emulated, triton=scenario.triton, gpu=scenario.gpu, observes=self._observes
             )
-        return self._started[scenario.triton]
+        return self._started[key]
 
     def __enter__(self) -> Servers:
         return self
@@ -191,7 +205,7 @@ def _fault(folder: Path, found: Mapping[str, Any], launch: Launch) -> str:
     if reports.exists():
         return " ".join(reports.read_text().splitlines()[0].partition(": ")[2].split())
     if found["timed_out"]:
-        return "the run did not end"
+        return TIMED_OUT
     if found["statuses"] != launch.expected:
         return f"exit statuses {found['statuses']}: {_last_error(folder)}"
     return ""
@@ -212,18 +226,31 @@ def _last_error(folder: Path) -> str:
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     """Return what is the same in each run of the metrics files, in the order of their names."""
     rows = (json.loads(line) for path in sorted(folder.rglob("*.jsonl")) for line in path.read_text().splitlines())
-    return [{key: row[key] for key in _COMPARED if key in row} for row in rows]
+    return [{key: row[key] for key in row if not any(part in key for part in _VARYING)} for row in rows]
 
 
-def difference(result: Result, expected: Result) -> str:
-    """Return what a result shows that the unchanged program's does not: a fault, or other metrics; "" for none."""
+def _uses_of_devices(folder: Path) -> list[tuple[int, list[int]]]:
+    """Return how often each rank has waited in each launch, and on which devices it has had memory."""
+    files = sorted(folder.glob(f"{DEVICES_FILE}*"))
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
+def difference(result: Result, expected: Result, *, counts_waits: bool = True) -> str:
+    """Return what a result shows that the unchanged program's does not: a fault, or other metrics; "" for none.
+
+    Without ``counts_waits`` the host may wait more or less often.
+    """
     if result.fault:
         return result.fault
     if len(result.metrics) != len(expected.metrics):
         return f"{len(result.metrics)} lines of metrics in place of {len(expected.metrics)}"
     for found, known in zip(result.metrics, expected.metrics):
-        changed = [key for key in _COMPARED if found.get(key) != known.get(key)]
+        changed = [key for key in {**known, **found} if found.get(key) != known.get(key)]
         if changed:
             key = changed[0]
             return f"{key} is {found.get(key)} in place of {known.get(key)}"
+    if counts_waits and result.host_waits != expected.host_waits:
+        return f"the host waits for its device {result.host_waits} times in place of {expected.host_waits}"
+    if result.devices != expected.devices:
+        return f"ranks have memory on the devices {result.devices} in place of {expected.devices}"
     return ""

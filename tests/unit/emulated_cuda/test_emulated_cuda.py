@@ -40,6 +40,13 @@ def test_checks_of_the_emulator(file: str, gpu: str) -> None:
     assert result.returncode == 0, result.stdout
 
 
+def test_checks_of_triton_programs() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/emulated_cuda/checks_triton.py"]
+    result = run_command(command, timeout_s=300.0, env=emulated_environment(2), cwd=REPOSITORY)
+    assert result.returncode == 0, result.stdout
+
+
 def test_checks_of_two_ranks() -> None:
     command = [*launch_prefix(2), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     result = run_command(

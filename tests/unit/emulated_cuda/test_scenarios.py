@@ -14,7 +14,7 @@ from tests.emulated_cuda.build import BuildError, built_libraries
 from tests.emulated_cuda.cuda_lines import __main__ as cuda_lines
 from tests.emulated_cuda.cuda_lines.finding import truth_on_cuda
 from tests.emulated_cuda.scenarios.changed_source import statements_of, with_probes
-from tests.emulated_cuda.scenarios.listed import SCENARIOS
+from tests.emulated_cuda.scenarios.listed import SCENARIOS, training
 from tests.emulated_cuda.scenarios.observed_calls import with_observed_calls
 from tests.emulated_cuda.scenarios.running import CALLS, Result, Scenario, Servers, difference
 from tests.emulated_cuda.synchronizations import __main__ as synchronizations
@@ -126,11 +126,69 @@ def test_the_norm_of_parameters_waits_for_their_gather(servers: Servers) -> None
     assert servers.of(scenario).run(scenario).fault == ""
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("--bf16", 1),
+        ("--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
+        ("--cuda-graph-impl local --cuda-graph-warmup-steps 1 --train-iters 4", 1),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --bf16 --fp8-format hybrid --fp8-recipe delayed", 2),
+        ("--pipeline-model-parallel-size 2 --bf16", 2),
+    ],
+)
+def test_the_host_waits_as_often_with_more_layers_and_micro_batches(servers: Servers, flags: str, ranks: int) -> None:
+    waits = []
+    for more in ("--num-layers 2 --global-batch-size 4", "--num-layers 4 --global-batch-size 8"):
+        scenario = training("waits", f"{flags} {more}", ranks)
+        result = servers.of(scenario).run(scenario)
+        assert result.fault == ""
+        waits.append(result.host_waits)
+    assert len(waits[0]) == ranks
+    assert waits[0] == waits[1]
+
+
 def test_metrics_that_differ_are_shown() -> None:
     known = Result("", ({"lm_loss": 1.0, "iteration": 1},), 1.0)
     assert difference(known, known) == ""
     assert difference(Result("", ({"lm_loss": 2.0, "iteration": 1},), 1.0), known) == "lm_loss is 2.0 in place of 1.0"
     assert difference(Result("race", (), 1.0), known) == "race"
+    waiting = Result("", ({"lm_loss": 1.0, "iteration": 1},), 1.0, host_waits=(3, 3))
+    assert difference(waiting, known) == "the host waits for its device (3, 3) times in place of ()"
+
+
+NOT_ON_CPU = (
+    "--bf16",
+    "--fp16",
+    "--cuda-graph-impl",
+    "--profile",
+    "--record-memory-history",
+    "symmetric-memory",
+    "small",
+)
+"""Words of the command lines of scenarios whose losses are others on the CPU, or that do not run there."""
+
+
+def are_comparable(scenario: Scenario) -> bool:
+    """Return whether a scenario computes the same on the CPU: in float32 or float64, and without a fault."""
+    words = {word for launch in scenario.launches for word in launch.arguments}
+    has_metrics = any("--metrics-jsonl" in launch.arguments for launch in scenario.launches)
+    may_fail = any(any(launch.expected) for launch in scenario.launches)
+    return has_metrics and not may_fail and not scenario.triton and words.isdisjoint(NOT_ON_CPU)
+
+
+@pytest.mark.long
+def test_scenarios_have_the_losses_of_the_cpu(servers: Servers) -> None:
+    chosen = [scenario for scenario in SCENARIOS if are_comparable(scenario)]
+    differing = {}
+    with Servers(emulated=False) as on_cpu:
+        for scenario in chosen:
+            found, known = (each.of(scenario).run(scenario) for each in (servers, on_cpu))
+            losses, expected = ([row.get("lm_loss") for row in each.metrics] for each in (found, known))
+            if found.fault or known.fault or losses != pytest.approx(expected, rel=1e-4):
+                differing[scenario.name] = (found.fault, known.fault, losses, expected)
+    assert differing == {}
+    assert len(chosen) > 60
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from megatron.core.inference.beam_config import BeamConfig
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationCancelled, GenerationRequest
+from megatron.core.inference.request import GenerationCancelled, GenerationRequest, TokenPairs
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.scored_batch import ScoredRow
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -33,8 +33,8 @@ PROMPTS = ((3, 1, 4), (15, 42, 6, 53, 58), (9,))
 ROWS = (ScoredRow((3, 1, 4, 15), 2), ScoredRow((42, 6, 53, 58, 9, 59, 32), 6))
 
 
-def build_engine(sizes: ParallelSizes) -> InferenceEngine:
-    """Return the engine of this rank, which is a stage of the pipeline or alone."""
+def build_engine(sizes: ParallelSizes, **fields: Any) -> InferenceEngine:
+    """Return the engine of this rank, which is a stage of the pipeline or alone; ``fields`` are those of the model."""
     device = select_device(int(os.environ.get("LOCAL_RANK", "0")))
     device.make_current()
     state = describe_parallel_state(0, 1)
@@ -51,6 +51,7 @@ def build_engine(sizes: ParallelSizes) -> InferenceEngine:
         attention_dropout=0.0,
         init_method_std=0.3,
         **sizes.model_fields(),
+        **fields,
     )
     (contents,) = plan_stage_layout(config, config.num_layers).chunks(state.pp.rank)
     model = GPTModel(
@@ -76,16 +77,40 @@ def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
             GenerationRequest(prompts=PROMPTS[:2], max_new_tokens=5, sampling=SamplingConfig(top_k=20, seed=7)),
         ),
         ("beams", GenerationRequest(prompts=PROMPTS[:1], max_new_tokens=4, beams=BeamConfig(num_beams=3))),
+        (
+            "penalties",
+            GenerationRequest(
+                prompts=PROMPTS,
+                max_new_tokens=6,
+                sampling=SamplingConfig(
+                    top_p=0.9,
+                    top_p_decay=0.9,
+                    top_p_bound=0.3,
+                    temperature=1.3,
+                    repetition_penalty=1.2,
+                    presence_penalty=0.3,
+                    frequency_penalty=0.2,
+                    seed=9,
+                ),
+                bias=((5, 1.5), (9, -2.0)),
+                new_log_probabilities=True,
+                num_alternatives=3,
+            ),
+        ),
+        (
+            "no repetition",
+            GenerationRequest(
+                prompts=PROMPTS,
+                max_new_tokens=6,
+                sampling=SamplingConfig(greedy=True, no_repeat_ngram_size=2),
+                never=TokenPairs(first=frozenset(range(63)), second=frozenset({42, 7})),
+            ),
+        ),
     ):
         yield name, [[list(text.tokens), text.log_probabilities] for text in engine.generate(request)]
     yield "scores", [[score.log_probability, score.is_greedy] for score in engine.score(ROWS)]
     request = GenerationRequest(prompts=PROMPTS, max_new_tokens=5, sampling=GREEDY)
-    continuous, answer = ContinuousEngine(engine, 4, 200), GatheredAnswer(request)
-    continuous.add(0, request)
-    while not answer.is_whole:
-        for _, happened in continuous.step():
-            answer.add(happened)
-    yield "continuous", [list(text.tokens) for text in answer.continuations()]
+    yield from continuous_results(engine, request)
     questions = iter((False, False, True))
     try:
         engine.generate(request, is_cancelled=lambda: next(questions))
@@ -93,10 +118,43 @@ def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
         yield "cancelled", True
 
 
-def main(path: str, pp: str, tp: str) -> None:
+def continuous_results(engine: InferenceEngine, request: GenerationRequest) -> Iterator[tuple[str, Any]]:
+    """Yield what requests give that run together: they begin one after the other, and one is given up."""
+    known = GenerationRequest(
+        prompts=PROMPTS[::-1], max_new_tokens=7, sampling=GREEDY, log_probabilities=True, num_alternatives=2
+    )
+    drawn = GenerationRequest(
+        prompts=PROMPTS[:2],
+        max_new_tokens=3,
+        sampling=SamplingConfig(top_k=9, top_p=0.8, seed=3, no_repeat_ngram_size=2, frequency_penalty=0.5),
+        bias=((8, 2.0),),
+        new_log_probabilities=True,
+    )
+    beams = GenerationRequest(prompts=PROMPTS[:2], max_new_tokens=4, beams=BeamConfig(num_beams=2))
+    never = TokenPairs(first=frozenset(range(63)), second=frozenset({42}))
+    given_up = GenerationRequest(prompts=PROMPTS, max_new_tokens=9, sampling=GREEDY, never=never)
+    continuous, requests = ContinuousEngine(engine, 12, 400), [request, given_up, known, drawn, beams]
+    answers = [GatheredAnswer(each) for each in requests]
+    for job, each in enumerate(requests):
+        continuous.add(job, each)
+        for number, happened in continuous.step():
+            answers[number].add(happened)
+    continuous.drop([1])
+    del answers[1]
+    places = {0: 0, 2: 1, 3: 2, 4: 3}
+    while not all(answer.is_whole for answer in answers):
+        for number, happened in continuous.step():
+            answers[places[number]].add(happened)
+    for job, answer in enumerate(answers):
+        yield f"continuous {job}", [[list(text.tokens), text.log_probabilities] for text in answer.continuations()]
+    continuous.reset()
+
+
+def main(path: str, pp: str, tp: str, kind: str = "") -> None:
     """Write the results of rank 0 to a file."""
     torch.manual_seed(1)
-    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)))
+    windows = {"window_size": "4,0", "window_attn_skip_freq": "2", "position_embedding_type": "rope"}
+    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **(windows if kind == "windows" else {}))
     with torch.no_grad():
         found = list(results(engine))
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -40,6 +40,8 @@ def examine(device: Device) -> None:
     for bandwidth in measure_host_copies(device, NUM_BYTES).values():
         assert bandwidth.bus_bytes_per_s > 0
     assert measure_peer_copies([Device("cuda", 0), Device("cuda", 1)], NUM_BYTES)
+    x = torch.ones(64, 64, device=device.torch_device)
+    assert device.time_calls(lambda: x @ x, 3) >= 0.0
     device.empty_cache()
 
 

@@ -37,7 +37,8 @@ def flash_attn_func(
     scores = torch.einsum("bqghd,bkgd->bghqk", grouped, k.float()) / math.sqrt(q.shape[3])
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    behind = torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(num_keys)
+    behind = torch.arange(num_queries, device=q.device)[:, None] + num_keys - num_queries
+    behind = behind - torch.arange(num_keys, device=q.device)
     if left >= 0:
         scores = scores.masked_fill(behind > left, -math.inf)
     if right >= 0:

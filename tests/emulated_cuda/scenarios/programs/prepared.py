@@ -1,0 +1,208 @@
+"""Train in a prepared process: the first argument names what is prepared, separated by commas, before the flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend
+
+import pretrain_gpt
+from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.samples.batch import Batch
+from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.model import Model
+from megatron.core.pipeline_parallel.executor import ChunkResult
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.training.config.run_config import RunConfig
+from megatron.training.process.initialize import Runtime
+from megatron.training.process.process_exit import run_program
+
+STAND_INS = Path(__file__).resolve().parents[3] / "unit" / "core" / "kernels"
+SMALL: dict[str, dict[str, Any]] = {
+    "megatron.core.collectives": {"_PIECE_BYTES": 4096},
+    "megatron.core.dist_checkpointing.disk": {"CHUNK_BYTES": 8192},
+    "megatron.core.distributed.replica_check": {"_CHUNK_ELEMENTS": 1000},
+    "megatron.core.flight.recorder": {"_CAPACITY": 16},
+    "megatron.core.host_memory.pinned_memory": {"_BLOCKS": (2**14, 2**15, 2**16), "_SMALLEST_OF_MANY": 2**11},
+    "megatron.core.inference.continuous.running_batch": {"_PROMPT_TOKENS_AT_ONCE": 8},
+    "megatron.core.inference.prompt_batch": {"_PROMPT_TOKENS_AT_ONCE": 8},
+    "megatron.core.kernels.cross_entropy": {"_CUDA_SLAB_ELEMENTS": 500},
+    "megatron.core.kernels.dropout": {"_BLOCK": 300},
+    "megatron.core.optimizer.lion": {"_PIECE": 700},
+    "megatron.core.tensor_parallel.divided_initialization": {"_GATHERED_ELEMENTS": 4000},
+    "megatron.training.reporting.attention_logits": {"_BLOCK_ELEMENTS": 600},
+}
+"""Sizes of what is worked on at once, with which a small model takes several turns."""
+SMALL_PROGRAMS: dict[str, dict[str, Any]] = {
+    "activation": {"_BLOCK": 32, "_MAX_PARTS": 3},
+    "column_sums": {"_ROWS": 2, "_COLUMNS": 16},
+    "cross_entropy": {"_FORWARD_BLOCK": 32, "_BACKWARD_BLOCK": 16},
+    "dropout": {"_BLOCK": 64},
+    "gated_activation": {"_BLOCK": 64},
+    "residual_norm": {"_MAX_PARTS": 3},
+    "rotary": {"_TILE": 32},
+    "split": {"_TILE": 32, "_MAX_PARTS": 3},
+}
+"""Sizes of the blocks and parts of Triton programs."""
+
+
+def make_sizes_small() -> None:
+    """Let a small model have many update buckets, rounds of matrices, messages, slabs and blocks of attention."""
+    for name, values in SMALL.items():
+        _set_all(name, values)
+    update_bucket = importlib.import_module("megatron.core.optimizer.update_bucket")
+    update_bucket.cut_into_buckets.__defaults__ = (2000,)
+    owners = importlib.import_module("megatron.core.optimizer.matrix_owners").MatrixOwners
+    owners.__init__.__kwdefaults__["round_bytes"] = 16_000
+    importlib.import_module("megatron.core.dist_checkpointing.save_plan").SavePlanner.__init__.__defaults__ = (4096,)
+    kernel = importlib.import_module("megatron.core.kernels.attention_block").AttentionBlocks
+    kernel.__init__.__defaults__ = (*kernel.__init__.__defaults__[:-1], 1000)
+
+
+def make_programs_small() -> None:
+    """Let Triton programs have several blocks and parts of several rows."""
+    for name, values in SMALL_PROGRAMS.items():
+        _set_all(f"megatron.core.kernels.triton_programs.{name}", values)
+
+
+def leave_programs_out() -> None:
+    """Let torch compute what Triton programs would, where Triton is installed: FlexAttention needs it."""
+    _set_all("megatron.core.kernels.triton_choice", {"_DTYPES": frozenset()})
+
+
+def prefer_cudnn() -> None:
+    """Let cuDNN's attention come first, as with CUDA 13."""
+    order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    torch._C._set_sdp_priority_order([backend.value for backend in order])
+
+
+def install_flash_attn() -> None:
+    """Install what stands in for flash-attn."""
+    _install("flash_attn", "flash_attn_stand_in.py")
+
+
+def install_transformer_engine() -> None:
+    """Install what stands in for transformer-engine."""
+    package = sys.modules["transformer_engine"] = ModuleType("transformer_engine")
+    package.__path__ = []
+    _install("transformer_engine.pytorch", "transformer_engine_stand_in.py")
+
+
+def train_in_float64() -> None:
+    """Give parameters 64 bits, for which there is no flag."""
+    program: Any = pretrain_gpt
+    parse = program.parse_arguments_or_exit
+
+    def parse_and_widen(*arguments: Any) -> RunConfig:
+        config: RunConfig = parse(*arguments)
+        model = dataclasses.replace(config.model, params_dtype="float64")
+        optimizer = dataclasses.replace(config.optimizer, params_dtype="float64")
+        return dataclasses.replace(config, model=model, optimizer=optimizer)
+
+    program.parse_arguments_or_exit = parse_and_widen
+
+
+class OwnSamples:
+    """Make samples that count on from their numbers."""
+
+    def read_microbatches(
+        self, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+    ) -> Iterator[Sequence[GPTSample]]:
+        """Yield the micro-batches of a rank."""
+        first = consumed_samples + data_parallel_rank * micro_batch_size
+        while True:
+            yield [self._sample(first + number) for number in range(micro_batch_size)]
+            first += micro_batch_size * data_parallel_size
+
+    @staticmethod
+    def _sample(number: int) -> GPTSample:
+        text = (7 * number + np.arange(33) * (number % 5 + 1)) % 63
+        return {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": np.ones(32, np.float32),
+            "position_ids": np.arange(32),
+        }
+
+
+class _OwnSets:
+    def check(self) -> None:
+        pass
+
+    def build(self) -> DatasetSplits:
+        return DatasetSplits(train=OwnSamples(), valid=OwnSamples(), test=None)
+
+
+def make_own_samples() -> None:
+    """Let this script make the samples."""
+    pretrain_gpt.provide_datasets = lambda *_: _OwnSets()  # type: ignore[assignment]
+
+
+def look_at_device() -> None:
+    """Let rank 0 write before each forward pass how far its device has come with communications."""
+    provide, step = pretrain_gpt.provide_model, pretrain_gpt.forward_step
+    flights: list[FlightRecorder] = []
+
+    def provide_and_mark(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+        runtime.flight.mark = runtime.device.marker()
+        flights[:] = [runtime.flight] if runtime.state.rank == 0 else []
+        return provide(config, runtime, contents)
+
+    def look_and_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
+        for flight in flights:
+            view = flight.on_device()
+            assert view is not None, "the device is marked"
+            entries = {"inside": view.inside, "beside": view.beside, "ahead": (view.ahead,) if view.ahead else ()}
+            operations = {name: [flight.describe(each).operation for each in some] for name, some in entries.items()}
+            with open("view.jsonl", "a") as file:
+                file.write(json.dumps({**operations, "entered": view.entered}) + "\n")
+        return step(batch, model, hidden)
+
+    pretrain_gpt.provide_model = provide_and_mark
+    pretrain_gpt.forward_step = look_and_step
+
+
+PREPARATIONS: dict[str, Callable[[], None]] = {
+    "look-at-device": look_at_device,
+    "small": make_sizes_small,
+    "small-programs": make_programs_small,
+    "no-programs": leave_programs_out,
+    "cudnn": prefer_cudnn,
+    "flash-attn": install_flash_attn,
+    "transformer-engine": install_transformer_engine,
+    "float64": train_in_float64,
+    "own-samples": make_own_samples,
+}
+
+
+def _set_all(name: str, values: dict[str, Any]) -> None:
+    module = importlib.import_module(name)
+    for constant, value in values.items():
+        assert hasattr(module, constant), f"{name} has no {constant}"
+        setattr(module, constant, value)
+
+
+def _install(name: str, file: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, STAND_INS / file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+if __name__ == "__main__":
+    for preparation in sys.argv[1].split(","):
+        PREPARATIONS[preparation]()
+    run_program(lambda: pretrain_gpt.main(sys.argv[2:]))
