@@ -468,10 +468,10 @@ _ATTENTION = (
         f"{_LONG} {_ROPE} --softmax-type learnable --window-size 40,0 --bf16",
         triton=True,
     ),
-    training("attention sinks, bf16", f"--softmax-type learnable {_GROUPED} --bf16"),
+    training("attention sinks, grouped keys, bf16", f"--softmax-type learnable {_GROUPED} --bf16"),
     training("attention sinks, dropout", f"--softmax-type learnable {_ROPE} --bf16 --attention-dropout 0.1"),
     training("attention sinks in a window, bf16", f"--softmax-type learnable {_ROPE} --bf16 {_WINDOWS}"),
-    training("ring of keys, bf16", f"{_CONTEXT} --cp-comm-type p2p --bf16 {_OVERLAPS}", 2),
+    training("ring of keys, overlapped, bf16", f"{_CONTEXT} --cp-comm-type p2p --bf16 {_OVERLAPS}", 2),
     training("ring of keys, sinks", f"{_CONTEXT} --cp-comm-type p2p --softmax-type learnable --bf16", 2),
     training(
         "ring of keys, documents and dropout", f"{_CONTEXT} --cp-comm-type p2p --reset-attention-mask {_DROPOUT}", 2

@@ -43,6 +43,11 @@ def scenario_of(name: str) -> Scenario:
     return next(scenario for scenario in SCENARIOS if scenario.name == name)
 
 
+def test_scenarios_have_names_of_their_own() -> None:
+    names = [scenario.name for scenario in SCENARIOS]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_calls_are_found_and_removed() -> None:
     source = "def f(work, stream):\n    a = work.wait()\n    stream.wait_stream(other(1))\n    names.sort()\n"
     calls = calls_in("megatron/x.py", source)
