@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
+from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.action import Pass
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.expert_layer import ExpertLayer
 from megatron.planning.kept.further_memory import kept_by_join

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planning.activation_memory import saved_bytes
-from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.optimizer_memory import state_bytes
 

@@ -6,24 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed.param_layout import ParamLayout
+from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters, gathered_units
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 
 FIRST, REST = -1, -2
-"""Labels of what is in no layer: of an embedding that is used once, and of everything else."""
-
-
-def gathered_units(model: GPTConfig, chunk: StageContents) -> list[int]:
-    """Return a label for each of a chunk's parameters, in the order of the model: its layer's number, or one beside."""
-    has_further = chunk.has_loss and model.num_further_tokens > 0
-    begin = StageContents((), has_embedding=chunk.has_embedding or has_further, has_loss=False)
-    is_shared = has_further or (chunk.has_loss and not model.untie_embeddings_and_output_weights)
-    labels = [REST if is_shared else FIRST] * len(chunk_parameters(model, begin))
-    for number in chunk.layer_numbers:
-        layer = StageContents((number,), has_embedding=False, has_loss=False)
-        labels += [number] * len(chunk_parameters(model, layer))
-    return labels + [REST] * (len(chunk_parameters(model, chunk)) - len(labels))
+"""Labels of `gathered_units` outside the layers: of an embedding that is used once, and of everything else."""
 
 
 def parameters_of_buffers(

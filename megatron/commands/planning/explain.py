@@ -18,7 +18,6 @@ from megatron.advice.changes import find_changes
 from megatron.advice.explanation import explain
 from megatron.advice.page import to_page
 from megatron.advice.text_report import describe_changes, to_text
-from megatron.commands.arguments.built_model import warn_of_difference
 from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import (
@@ -101,6 +100,4 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         sys.stdout.write(to_text(explanation, changes))
         if arguments.verify:
             print("\n" + "\n".join(describe_verified(verified)))
-    sys.stdout.flush()
-    warn_of_difference(parsed.config, explanation.size)
     check_agreement(verified)

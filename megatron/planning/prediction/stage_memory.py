@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed.param_layout import ParamLayout, plan_buckets
+from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters, gathered_units
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planning.activation_memory import (
     LayerBytes,
@@ -14,7 +15,6 @@ from megatron.planning.activation_memory import (
     kept_of_chunks,
     layer_bytes,
 )
-from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.closed_forms import ELEMENT_BYTES
 from megatron.planning.deferred_products import deferred_products
 from megatron.planning.layer_kinds import layer_numbers
@@ -23,7 +23,7 @@ from megatron.planning.plan import Plan
 from megatron.planning.prediction.expert_time import expert_layer
 from megatron.planning.prediction.implementations import Implementation
 from megatron.planning.prediction.layer_work import join_product, layer_products, score_elements
-from megatron.planning.weight_gathers import WholeWeights, gathered_units, whole_weights
+from megatron.planning.weight_gathers import WholeWeights, whole_weights
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 """Parts of a stage's memory in the order in which they are shown."""

@@ -118,28 +118,6 @@ def test_epochs_are_counted_against_token_files(tmp_path: Path) -> None:
     assert need.epochs == 11  # 960 samples of 32 tokens and one more, in epochs of 2880
 
 
-def test_a_small_run_is_explained_before_torch_is_imported() -> None:
-    program = """import sys
-from megatron.commands.planning import explain
-
-def warn_of_difference(config, size):
-    # What is printed now is all that is printed without a difference.
-    assert "torch" not in sys.modules
-
-explain.warn_of_difference = warn_of_difference
-sys.exit(explain.main(sys.argv[1:]))
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program, *SMALL, "--world-size", "12", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["outcome"] == "ok"
-
-
 def test_the_training_script_explains_too() -> None:
     command = [sys.executable, "pretrain_gpt.py", *SMALL, "--explain", "--world-size", "12"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -8,6 +8,7 @@ import pytest
 
 import pretrain_gpt
 from megatron.core.device import Device
+from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.muon import is_orthogonalized
@@ -17,7 +18,6 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
-from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.theoretical_memory import model_size, theoretical_memory
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.model_setup import build_training_parts

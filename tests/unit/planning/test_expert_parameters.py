@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.device import Device
+from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.muon import is_orthogonalized
@@ -14,7 +15,6 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
-from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.theoretical_memory import model_size, theoretical_memory
 from megatron.training.config.arguments import resolve_arguments
 

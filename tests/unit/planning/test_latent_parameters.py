@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megatron.core.device import Device
+from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.muon import is_orthogonalized
@@ -16,7 +17,6 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.dry_run.vocabulary import with_known_vocabulary
-from megatron.planning.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.planning.gpu import H100
 from megatron.planning.plan import Plan
 from megatron.planning.prediction.implementations import OURS

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from megatron.core.device import Device
+from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.planning.chunk_parameters import chunk_parameters
 from megatron.verification.attention_cells import ATTENTION_SHAPES
 from megatron.verification.cells import BASE_FLAGS
 from megatron.verification.run_cell import resolve_cell
