@@ -49,7 +49,7 @@ def run_dry_runs(cases: Sequence[DryRunCase], cache: Path | None = None) -> dict
 
 def main() -> None:
     """Run the cases that standard input has, and print the results."""
-    from megatron.dry_run.pretended_cuda import load_pretended_cuda
+    from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
 
     given = json.load(sys.stdin)
     load_pretended_cuda(Path(given["cache"]) if given["cache"] else None)
@@ -69,11 +69,11 @@ def _results(cases: Sequence[DryRunCase]) -> Iterator[tuple[str, dict[str, Any]]
 
 def _report(case: DryRunCase) -> dict[str, Any]:
     import pretrain_gpt
-    from megatron.dry_run.dry_run import dry_run
-    from megatron.dry_run.estimate import EstimatedRun, estimate_step
-    from megatron.dry_run.report import to_json
-    from megatron.dry_run.vocabulary import with_known_vocabulary
-    from megatron.planning.gpu import find_gpu
+    from megatron.planner.gpu import find_gpu
+    from megatron.planner.simulation.dry_run import dry_run
+    from megatron.planner.simulation.estimate import EstimatedRun, estimate_step
+    from megatron.planner.simulation.report import to_json
+    from megatron.planner.simulation.vocabulary import with_known_vocabulary
     from megatron.training.config.arguments import resolve_arguments
 
     config = with_known_vocabulary(resolve_arguments(case.flags, case.world_size).config)

@@ -7,10 +7,10 @@ import math
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory.machine_memory import HostRoom
-from megatron.planning.activation_memory import offloaded_bytes
-from megatron.planning.optimizer_memory import host_state_bytes
-from megatron.planning.theoretical_memory import model_size
+from megatron.core.optimizer.state_memory import host_state_bytes
+from megatron.training.activation_estimate import offloaded_bytes
 from megatron.training.config.run_config import RunConfig
+from megatron.training.theoretical_memory import model_size
 
 _GIB = 2**30
 

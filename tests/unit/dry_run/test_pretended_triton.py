@@ -8,8 +8,8 @@ import pytest
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.kernels import triton_choice
-from megatron.dry_run.pretended.triton import recorded_programs
-from megatron.dry_run.recorder import Recorder
+from megatron.planner.simulation.recorder import Recorder
+from megatron.planner.simulation.triton import recorded_programs
 
 
 def test_a_machine_without_the_package_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.stage_layout import StageContents
+
+if TYPE_CHECKING:
+    from megatron.core.sharding import ParamSpec
 
 # Torch is imported by the function that builds a piece: a wrong command line is rejected before.
 
@@ -26,7 +30,8 @@ class ChunkParameter:
     ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient,
     ``is_sent_in_float8`` that it travels in fp8, with ``num_scales``, when it is gathered from shards, and
     ``is_matrix`` that it is a weight between the embeddings and the output layer. ``is_expert`` says that the ranks
-    that hold the same experts replicate it, and not those that hold the same of the rest.
+    that hold the same experts replicate it, and not those that hold the same of the rest. ``width`` is the number of
+    elements that a matrix reads and writes on this rank per token of the tensor-parallel group, 0 for other parameters.
     """
 
     size: int
@@ -37,6 +42,7 @@ class ChunkParameter:
     num_scales: int = 1
     is_matrix: bool = False
     is_expert: bool = False
+    width: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,7 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
                 num_scales=num_float8_scales(parameter) if in_float8 else 1,
                 is_matrix=is_orthogonalized(spec),
                 is_expert=spec.is_expert,
+                width=_width(model, spec, parameter.shape),
             )
         (front if name.startswith("embedding.") else back).append((described, labels[id(parameter)]))
     return _Piece(
@@ -172,3 +179,12 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
         tuple(label for _, label in front),
         tuple(label for _, label in back),
     )
+
+
+def _width(model: GPTConfig, spec: ParamSpec, local_shape: Sequence[int]) -> int:
+    """Return what a matrix reads and writes per token; sequence parallelism shards what is not sharded by features."""
+    if len(local_shape) < 2:
+        return 0
+    if model.sequence_parallel and not spec.is_expert:
+        return sum(spec.global_shape[-2:]) // model.tensor_model_parallel_size
+    return sum(local_shape[-2:])

@@ -8,11 +8,11 @@ import pytest
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory.machine_memory import HostRoom
-from megatron.planning.activation_memory import offloaded_bytes, saved_bytes
-from megatron.planning.theoretical_memory import model_size
+from megatron.training.activation_estimate import kept_layer_bytes, offloaded_bytes, tokens_of_rank
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.host_memory import check_host_memory
+from megatron.training.theoretical_memory import model_size
 from tests.unit.training.config.command_lines import MINIMAL
 
 PIPELINE = "--num-layers 8 --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 6"
@@ -25,7 +25,7 @@ def config_of(flags: str, layers: int = 3) -> RunConfig:
 
 
 def bytes_of_layer(config: RunConfig) -> int:
-    return sum(saved_bytes(config.model, config.data.seq_length, 1).values())
+    return kept_layer_bytes(config.model, tokens_of_rank(config), 0, 0)
 
 
 def test_bytes_are_of_the_microbatches_in_flight() -> None:

@@ -1,0 +1,105 @@
+"""An estimate of the activations that a rank keeps, before anything runs: what each matrix of a layer reads and writes.
+
+The matrices are those of the model that the code builds on the meta device. Inputs and outputs of the linear layers are
+what a layer with fused norms, attention and activations saves, but for a few numbers per token. The estimate decides
+how much to offload. The planner measures saved tensors instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.core.model_parallel_config import ELEMENT_BYTES
+from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+
+if TYPE_CHECKING:
+    from megatron.training.config.run_config import RunConfig
+
+
+def saved_layer_bytes(model: GPTConfig, tokens: int, number: int) -> int:
+    """Return what a layer keeps of a micro-batch of so many tokens of the tensor-parallel group, without recompute."""
+    return _saved_bytes(model, tokens, chunk_parameters(model, StageContents((number,))))
+
+
+def kept_layer_bytes(model: GPTConfig, tokens: int, number: int, place: int) -> int:
+    """Return what a layer keeps with the recompute that is configured; ``place`` counts the layers of its chunk."""
+    if model.recompute_granularity != "full":
+        return saved_layer_bytes(model, tokens, number)
+    length = model.recompute_num_layers or 1
+    if model.recompute_method == "block":
+        return _input_bytes(model, tokens) if place < length else saved_layer_bytes(model, tokens, number)
+    return _input_bytes(model, tokens) if place % length == 0 else 0
+
+
+def offloaded_bytes(config: RunConfig) -> int:
+    """Return the most that a rank leaves in host memory: weights, and activations of the passes in flight."""
+    model, most = config.model, 0
+    for stage in range(model.pipeline_model_parallel_size):
+        chunks = config.stage_layout.chunks(stage)
+        first = [StageContents(chunk.layer_numbers[: model.num_offloaded_layers]) for chunk in chunks]
+        weights = sum(parameter.size for chunk in first for parameter in chunk_parameters(model, chunk))
+        weights *= ELEMENT_BYTES[model.params_dtype] * model.cpu_offloading_weights
+        kept = [_kept_by(config, chunk) for chunk in first] if model.cpu_offloading_activations else [0]
+        most = max(most, weights + max(kept) * passes_in_flight(config, stage))
+    return most
+
+
+def activation_bytes(config: RunConfig, rank: int) -> int:
+    """Return the activations on a rank's device at the fullest moment of a step, offloaded ones left out.
+
+    A layer that is computed again counts once more, and so do the activations of two layers on their way to the host.
+    """
+    model, stage = config.model, config.parallel_sizes.place(rank)["pp"]
+    chunks, tokens = config.stage_layout.chunks(stage), tokens_of_rank(config)
+    offloads = model.cpu_offloading_activations
+    own = [StageContents(chunk.layer_numbers[model.num_offloaded_layers if offloads else 0 :]) for chunk in chunks]
+    total = max(_kept_by(config, chunk) for chunk in own) * passes_in_flight(config, stage)
+    layers = [saved_layer_bytes(model, tokens, number) for chunk in chunks for number in chunk.layer_numbers]
+    if layers and model.recompute_granularity is not None:
+        total += (model.recompute_num_layers or 1) * max(layers)
+    if layers and offloads:
+        total += 2 * max(layers)
+    if chunks[-1].has_loss:
+        predictions = tokens * (1 + model.num_further_tokens)
+        element = ELEMENT_BYTES[model.params_dtype]
+        total += 2 * (1 + model.num_further_tokens) * _input_bytes(model, tokens)
+        total += predictions * (model.padded_vocab_size // model.tensor_model_parallel_size) * (element + 8)
+    return total
+
+
+def tokens_of_rank(config: RunConfig) -> int:
+    """Return the tokens of a micro-batch that a tensor-parallel group holds."""
+    return config.data.seq_length // config.model.context_parallel_size * config.training.micro_batch_size
+
+
+def passes_in_flight(config: RunConfig, stage: int) -> int:
+    """Return how many forward passes of a stage's chunks wait for their backward passes at once, at most."""
+    sizes, chunks = config.parallel_sizes, config.stage_layout.num_chunks
+    passes = config.training.global_batch_size // (config.training.micro_batch_size * sizes.dp) * chunks
+    ahead = sizes.pp - stage - 1
+    return min(passes, 1 + ahead if chunks == 1 else 1 + 2 * ahead + (chunks - 1) * sizes.pp)
+
+
+def _kept_by(config: RunConfig, chunk: StageContents) -> int:
+    tokens = tokens_of_rank(config)
+    return sum(
+        kept_layer_bytes(config.model, tokens, number, place) for place, number in enumerate(chunk.layer_numbers)
+    )
+
+
+def _input_bytes(model: GPTConfig, tokens: int) -> int:
+    """Return the bytes of the hidden states that a rank holds of so many tokens."""
+    is_sharded = model.sequence_parallel or model.distribute_saved_activations
+    rows = tokens // (model.tensor_model_parallel_size if is_sharded else 1)
+    return rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
+
+
+def _saved_bytes(model: GPTConfig, tokens: int, parameters: Sequence[ChunkParameter]) -> int:
+    """Return what matrices read and write; an even load gives each rank's experts their share of the choices."""
+    sizes = model.parallel_sizes
+    choices = tokens * model.moe_router_topk * sizes.expert_tp // sizes.tp
+    width = sum((choices if each.is_expert else tokens) * each.width for each in parameters)
+    return width * ELEMENT_BYTES[model.params_dtype]
