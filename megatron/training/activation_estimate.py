@@ -7,6 +7,7 @@ how much to offload. The planner measures saved tensors instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,18 @@ def offloaded_bytes(config: RunConfig) -> int:
         kept = [_kept_by(config, chunk) for chunk in first] if model.cpu_offloading_activations else [0]
         most = max(most, weights + max(kept) * passes_in_flight(config, stage))
     return most
+
+
+def least_offloaded_bytes(config: RunConfig) -> int:
+    """Return the least that a rank leaves in host memory: the inputs of offloaded layers in flight. Needs no torch."""
+    model, most = config.model, 0
+    is_uniform = model.recompute_granularity == "full" and model.recompute_method != "block"
+    length = (model.recompute_num_layers or 1) if is_uniform else 1
+    for stage in range(model.pipeline_model_parallel_size if model.cpu_offloading_activations else 0):
+        numbers = (chunk.layer_numbers[: model.num_offloaded_layers] for chunk in config.stage_layout.chunks(stage))
+        inputs = max(math.ceil(len(first) / length) for first in numbers)
+        most = max(most, inputs * passes_in_flight(config, stage))
+    return most * _input_bytes(model, tokens_of_rank(config))
 
 
 def activation_bytes(config: RunConfig, rank: int) -> int:
