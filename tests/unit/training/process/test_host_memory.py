@@ -121,7 +121,7 @@ def test_the_least_names_the_most_layers_that_could_fit() -> None:
     check_least_host_memory(config, None)
     with pytest.raises(ConfigurationError, match=r"GiB for 3 of them.*; give --cpu-offloading-num-layers 2 at most$"):
         check_least_host_memory(config, HostRoom(2 * least, 3))
-    with pytest.raises(ConfigurationError, match="leave --cpu-offloading out$"):
+    with pytest.raises(ConfigurationError, match=r"leave --cpu-offloading out$"):
         check_least_host_memory(config, HostRoom(least // 4, 1))
     weights = config_of(f"{PIPELINE} --cpu-offloading-weights --no-cpu-offloading-activations")
     assert least_offloaded_bytes(weights) == 0
