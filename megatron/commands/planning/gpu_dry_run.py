@@ -82,6 +82,10 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     from megatron.planner.simulation.estimate import EstimatedRun, estimate_step, slowest_of
     from megatron.planner.simulation.memory_picture import draw_memory
     from megatron.planner.simulation.report import to_json, to_text
+    from megatron.planner.simulation.triton import has_triton_package
+
+    if not (arguments.without_triton or has_triton_package()):
+        print("Triton is not installed here: the kernels of this project are counted from their sources all the same")
 
     estimated = []
     for rank in ranks_to_run(config.parallel_sizes, arguments.rank):

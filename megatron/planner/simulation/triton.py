@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from megatron.core.errors import ConfigurationError
 from megatron.core.kernels import triton_choice
+from megatron.planner.simulation.program_reader import ReadProgram, readable_programs
 from megatron.planner.simulation.recorder import Recorder
 
 _DOTS = ("tl.dot", "tl.dot_scaled")
@@ -22,18 +22,9 @@ _DOTS = ("tl.dot", "tl.dot_scaled")
 def recorded_programs(recorder: Recorder) -> Iterator[None]:
     """Let Triton take tensors without values, and note each launch in place of it.
 
-    A tensor counts once where a program loads from it, and once where it stores to it, however often it does.
-
-    Raises:
-        ConfigurationError: the package is not installed, and the programs cannot be read without it.
+    A tensor counts once where a program loads from it, and once where it stores to it, however often it does. Without
+    the package the programs are read by a substitute for it.
     """
-    try:
-        from triton.runtime.jit import JITFunction
-    except ImportError as error:
-        raise ConfigurationError(
-            f"Triton's programs are counted from their sources, for which its package is missing ({error}); install "
-            "triton, or add --without-triton"
-        ) from error
 
     def launch(program: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         given = dict(zip(program.arg_names, arguments)) | constants
@@ -41,12 +32,29 @@ def recorded_programs(recorder: Recorder) -> Iterator[None]:
         name = f"{program.__module__.rpartition('.')[2]}.{program.__name__}"
         recorder.launch(name, loaded, stored, None if _multiplies(program) else 0.0)
 
+    program_type = _program_type()
     with (
-        patch.object(JITFunction, "run", launch),
+        nullcontext() if program_type is not None else readable_programs(),
+        patch.object(program_type or ReadProgram, "run", launch),
         patch.object(triton_choice, "has_readable_memory", lambda x: True),
         patch.object(triton_choice, "triton_works", lambda: True),
     ):
         yield
+
+
+def has_triton_package() -> bool:
+    """Return whether Triton is installed here."""
+    return _program_type() is not None
+
+
+def _program_type() -> type | None:
+    """Return the type of Triton's programs; None without the package."""
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        return None
+    found: type = JITFunction
+    return found
 
 
 def _tensors(given: dict[str, Any], names: frozenset[str]) -> list[torch.Tensor]:
