@@ -63,24 +63,24 @@ def least_offloaded_bytes(config: RunConfig) -> int:
 def activation_bytes(config: RunConfig, rank: int) -> int:
     """Return the activations on a rank's device at the fullest moment of a step, offloaded ones left out.
 
-    A layer that is computed again counts once more, and so do the activations of two layers on their way to the host.
+    Beside what waits for backward passes there is either a layer's backward pass, which makes no more than the layer
+    saves, or the loss. Layers that are computed again are there once more, and so are two layers on their way to the
+    host.
     """
     model, stage = config.model, config.parallel_sizes.place(rank)["pp"]
     chunks, tokens = config.stage_layout.chunks(stage), tokens_of_rank(config)
-    offloads = model.cpu_offloading_activations
-    own = [StageContents(chunk.layer_numbers[model.num_offloaded_layers if offloads else 0 :]) for chunk in chunks]
-    total = max(_kept_by(config, chunk) for chunk in own) * passes_in_flight(config, stage)
+    offloaded = model.num_offloaded_layers if model.cpu_offloading_activations else 0
+    own = [StageContents(chunk.layer_numbers[offloaded:]) for chunk in chunks]
+    waiting = max(_kept_by(config, chunk) for chunk in own) * passes_in_flight(config, stage)
     layers = [saved_layer_bytes(model, tokens, number) for chunk in chunks for number in chunk.layer_numbers]
-    if layers and model.recompute_granularity is not None:
-        total += (model.recompute_num_layers or 1) * max(layers)
-    if layers and offloads:
-        total += 2 * max(layers)
+    again = (model.recompute_num_layers or 1) if model.recompute_granularity is not None else 0
+    working, loss = max(again, 1) * max(layers, default=0), 0
     if chunks[-1].has_loss:
         predictions = tokens * (1 + model.num_further_tokens)
         element = ELEMENT_BYTES[model.params_dtype]
-        total += 2 * (1 + model.num_further_tokens) * _input_bytes(model, tokens)
-        total += predictions * (model.padded_vocab_size // model.tensor_model_parallel_size) * (element + 8)
-    return total
+        loss = 2 * (1 + model.num_further_tokens) * _input_bytes(model, tokens)
+        loss += predictions * (model.padded_vocab_size // model.tensor_model_parallel_size) * (element + 8)
+    return waiting + max(working, loss) + 2 * max(layers, default=0) * bool(offloaded)
 
 
 def tokens_of_rank(config: RunConfig) -> int:
