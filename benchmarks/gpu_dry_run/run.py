@@ -20,9 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.dry_run.pretended_cuda import load_pretended_cuda
-from megatron.dry_run.vocabulary import with_known_vocabulary
-from megatron.planning.gpu import find_gpu
+from megatron.planner.gpu import find_gpu
+from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.training.config.arguments import resolve_arguments
 
 GPT2_345M = (
@@ -101,10 +101,10 @@ CASES = (
 def predict(case: Case, gpu_name: str, num_layers: int | None = None) -> dict[str, Any]:
     """Return the report of a dry run, with so many layers in place of the model's own."""
     import pretrain_gpt
-    from megatron.dry_run.dry_run import dry_run
-    from megatron.dry_run.estimate import EstimatedRun, estimate_step, kernel_count, kind_of
-    from megatron.dry_run.report import to_json
-    from megatron.dry_run.roofline import operation_seconds
+    from megatron.planner.simulation.dry_run import dry_run
+    from megatron.planner.simulation.estimate import EstimatedRun, estimate_step, kernel_count, kind_of
+    from megatron.planner.simulation.report import to_json
+    from megatron.planner.simulation.roofline import operation_seconds
 
     flags = [*case.flags, *COMMON] + ([] if num_layers is None else ["--num-layers", str(num_layers)])
     config = with_known_vocabulary(resolve_arguments(flags, case.world_size).config)

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu_dry_run.run import COMMON, FP8, GPT2_345M, LLAMA_8B, TENSORWISE
-from megatron.dry_run.pretended_cuda import load_pretended_cuda
-from megatron.dry_run.vocabulary import with_known_vocabulary
-from megatron.planning.gpu import H100
+from megatron.planner.gpu import H100
+from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from megatron.dry_run.verified_stage import VerifiedStage
+    from megatron.planner.verified_stage import VerifiedStage
 
 LLAMA_70B = (
     *(*LLAMA_8B, "--num-layers", "80", "--hidden-size", "8192", "--num-attention-heads", "64"),
@@ -168,7 +168,7 @@ def main() -> None:
 
 def _verified(case: LayoutCase) -> Iterator[VerifiedStage]:
     import pretrain_gpt
-    from megatron.dry_run.verified_stage import verify_stage
+    from megatron.planner.verified_stage import verify_stage
 
     config = case.config()
     for stage in case.stages:

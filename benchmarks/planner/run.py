@@ -25,10 +25,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.planner.published import published_records
-from megatron.planning.prediction.evaluation import EvaluatedRun, describe_errors, evaluate
-from megatron.planning.prediction.implementations import MEGATRON_TE, OURS, FittedTimes
-from megatron.planning.prediction.measured_runs import MeasuredRun, read_runs
-from megatron.planning.prediction.prediction import HOPPER_MACHINES, Platform
+from megatron.planner.evaluation import EvaluatedRun, describe_errors, evaluate
+from megatron.planner.implementations import MEGATRON_TE, OURS, FittedTimes
+from megatron.planner.measured_runs import MeasuredRun, read_runs
+from megatron.planner.prediction import HOPPER_MACHINES, Platform
 
 HERE = Path(__file__).resolve().parent
 _MIB = 2**20

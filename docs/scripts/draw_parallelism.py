@@ -18,7 +18,6 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron.advice.pipeline_chart import draw_svg  # noqa: E402
 from megatron.core.context_parallel.partition import chunks_of  # noqa: E402
 from megatron.core.device import Device  # noqa: E402
 from megatron.core.distributed.param_layout import plan_layout  # noqa: E402
@@ -33,6 +32,7 @@ from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout  # no
 from megatron.core.sharding import Box, ParamSpec, spec_of  # noqa: E402
 from megatron.core.tensor_parallel.random import RngStreams  # noqa: E402
 from megatron.core.transformer.moe.expert_groups import ExpertGroups  # noqa: E402
+from megatron.planner.pipeline_chart import draw_svg  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 CELL = 34

@@ -7,6 +7,9 @@ import dataclasses
 from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.parallel_sizes import ParallelSizes
 
+ELEMENT_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element by the name of its dtype."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelParallelConfig(Config, in_args=True):

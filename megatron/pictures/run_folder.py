@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from megatron.advice.pipeline_chart import draw_svg
 from megatron.core.errors import DataError
 from megatron.core.pipeline_parallel.simulator import ScheduleError
 from megatron.core.pipeline_parallel.timeline import read_timeline
@@ -17,6 +16,7 @@ from megatron.pictures.checkpoint_health import HealthChecks
 from megatron.pictures.files_read import FilesRead
 from megatron.pictures.metrics_record import METRICS_FILE
 from megatron.pictures.planned_schedule import planned_timeline
+from megatron.planner.pipeline_chart import draw_svg
 from megatron.training.process.hang.hang_report import HangReportError, read_hang_report
 
 _DEEPEST, _MOST_RUNS, _MOST_SHOWN = 4, 200, 8

@@ -17,11 +17,11 @@ from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.recipes.param_rates import ParamRates
+from megatron.core.optimizer.state_memory import host_state_bytes, state_bytes
 from megatron.core.optimizer.update_rule import examine_rule
 from megatron.core.parallel_state import all_gather_from_world
 from megatron.core.sharding import spec_of
-from megatron.planning.activation_memory import activation_bytes
-from megatron.planning.optimizer_memory import host_state_bytes, state_bytes
+from megatron.training.activation_estimate import activation_bytes
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.host_memory import check_host_memory
 from megatron.training.process.initialize import Runtime

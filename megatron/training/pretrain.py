@@ -14,6 +14,7 @@ from megatron.core.datasets.history.left_out import LeftOutSamples
 from megatron.core.datasets.history.sample_keys import ReadCounter, blend_names
 from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
+from megatron.core.host_memory.machine_memory import HostRoom, available_bytes
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
@@ -35,6 +36,7 @@ from megatron.training.model_setup import (
 )
 from megatron.training.process.console import print_line
 from megatron.training.process.hang.watching import phase_marker, watching
+from megatron.training.process.host_memory import check_host_memory
 from megatron.training.process.initialize import (
     LaunchEnvironment,
     Runtime,
@@ -121,6 +123,11 @@ def pretrain(
     """
     start_time = time.time() if kept is None else kept.started
 
+    try:
+        _check_offload(config, launch, tokenizer)
+    except ConfigurationError as error:
+        return refuse_in_run(reasons_of(error), launch)
+
     def attempt(member: Membership | None) -> int:
         providers = (model_provider, datasets_provider, forward_step)
         return _pretrain_once(config, launch, tokenizer, *providers, start_time, member)
@@ -179,6 +186,14 @@ def _pretrain_once(
         return 1
     shut_down()
     return 0
+
+
+def _check_offload(config: RunConfig, launch: LaunchEnvironment, tokenizer: Tokenizer) -> None:
+    """Reject an offload that needs more host memory than is free; no process group is needed."""
+    available = available_bytes()
+    room = None if available is None else HostRoom(available, launch.local_world_size)
+    model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+    check_host_memory(dataclasses.replace(config, model=model), room)
 
 
 def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[None]:

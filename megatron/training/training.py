@@ -12,7 +12,6 @@ from megatron.core.datasets.history.sample_keys import ReadCounter
 from megatron.core.distributed.replica_check import check_replicas_equal, compare_over_replicas
 from megatron.core.errors import TrainingError
 from megatron.core.timers import Timers, format_report
-from megatron.planning.theoretical_memory import describe_theoretical_memory, model_size
 from megatron.training.agreement import Agreement, agree_to_exit
 from megatron.training.checkpointing.saver import RunCheckpoints
 from megatron.training.config.run_config import RunConfig
@@ -44,6 +43,7 @@ from megatron.training.reporting.profiling import Profiling
 from megatron.training.reporting.progress_log import ProgressLog
 from megatron.training.reporting.schedule_recorder import ScheduleRecorder
 from megatron.training.reporting.stragglers import StragglerReport, Stragglers
+from megatron.training.theoretical_memory import describe_theoretical_memory, model_size
 from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
 

@@ -21,7 +21,6 @@ from megatron.core.device import Device
 from megatron.core.distributed.replica_check import check_replicas_equal
 from megatron.core.process_group import CollectiveCall
 from megatron.core.timers import Timers
-from megatron.planning.traffic.volume import Traffic, Volume
 from megatron.training.config.run_config import RunConfig
 from megatron.training.evaluation import evaluate
 from megatron.training.faults.fault_guard import FaultGuard
@@ -32,6 +31,7 @@ from megatron.training.training_step import ForwardStep, TrainingStep
 from megatron.verification.cells import Cell
 from megatron.verification.communication_replay import Call, Operation
 from megatron.verification.run_cell import make_source, resolve_cell
+from megatron.verification.traffic import Traffic, Volume
 
 
 class CollectiveRecorder:

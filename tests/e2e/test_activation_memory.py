@@ -37,5 +37,15 @@ def test_offload_without_enough_memory_says_how_much_it_needs() -> None:
     done = run([*MINIMAL, *huge.split()])
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert "GiB of the machine's memory for each process" in line
+    assert "GiB of host memory for each process, for the inputs of layers alone" in line
     assert line.endswith("leave --cpu-offloading out")
+
+
+def test_offload_of_weights_is_counted_from_the_model() -> None:
+    huge = (
+        "--num-layers 64 --hidden-size 65536 --num-attention-heads 64 --cpu-offloading --cpu-offloading-num-layers 64"
+    )
+    done = run([*MINIMAL, *huge.split(), "--cpu-offloading-weights", "--no-cpu-offloading-activations"])
+    assert (done.returncode, done.stdout) == (2, "torch was imported\n")
+    (line,) = done.stderr.splitlines()
+    assert "GiB of the machine's memory for each process" in line

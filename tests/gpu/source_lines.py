@@ -85,7 +85,7 @@ def main(path: str, *flags: str) -> None:
     import pretrain_gpt
     from megatron.core.device import select_device
     from megatron.core.timers import Timers
-    from megatron.dry_run.vocabulary import with_known_vocabulary
+    from megatron.planner.simulation.vocabulary import with_known_vocabulary
     from megatron.training.config.arguments import resolve_arguments
     from megatron.training.model_setup import build_training_parts
     from megatron.training.process.initialize import make_runtime

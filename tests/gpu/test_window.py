@@ -251,7 +251,7 @@ def test_losses_that_are_missing_or_not_finite_are_far_apart() -> None:
 @pytest.mark.parametrize("gpu", ["h100-80gb", "h200", "a100-80gb", "b200"])
 def test_every_figure_has_a_prediction(gpu: str) -> None:
     """The predictions are those of the shapes as they are: after a change, run tools/gpu_window.py --predict again."""
-    from megatron.planning.gpu import find_gpu
+    from megatron.planner.gpu import find_gpu
 
     known = json.loads(PREDICTIONS.read_text())["full"][gpu]
     shapes, memory = shapes_of(small=False), find_gpu(gpu).memory_bytes

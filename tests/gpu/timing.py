@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.planning.gpu import GPUS
+from megatron.planner.gpu import GPUS
 from tests.harness.training_run import REPOSITORY, run_command, run_training
 
 _COMMON = (

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class DryRunCase:
-    """Name a command line, and the rank of its world that is run; the last of its steps is reported."""
+    """Name a command line, and the rank of its world that is run; the last of its steps is reported.
+
+    ``has_triton`` says that the simulated node has Triton, and ``has_package`` that this one has.
+    """
 
     name: str
     flags: tuple[str, ...]
@@ -25,6 +29,7 @@ class DryRunCase:
     gpu: str = "h100-80gb"
     num_steps: int = 1
     has_triton: bool = True
+    has_package: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ def run_dry_runs(cases: Sequence[DryRunCase], cache: Path | None = None) -> dict
 
 def main() -> None:
     """Run the cases that standard input has, and print the results."""
-    from megatron.dry_run.pretended_cuda import load_pretended_cuda
+    from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
 
     given = json.load(sys.stdin)
     load_pretended_cuda(Path(given["cache"]) if given["cache"] else None)
@@ -62,18 +67,34 @@ def main() -> None:
 def _results(cases: Sequence[DryRunCase]) -> Iterator[tuple[str, dict[str, Any]]]:
     for case in cases:
         try:
-            yield case.name, {"report": _report(case)}
+            with nullcontext() if case.has_package else _without_package():
+                report = _report(case)
+            yield case.name, {"report": report}
         except Exception as error:  # noqa: BLE001 the test of the case fails by it
             yield case.name, {"error": f"{_last_line_of_project(error)}: {type(error).__name__}: {error}"}
 
 
+@contextmanager
+def _without_package() -> Iterator[None]:
+    """Hide Triton, and leave what else is imported meanwhile."""
+    names = ("triton", "triton.runtime.jit")
+    kept = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type] None hides a module
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
 def _report(case: DryRunCase) -> dict[str, Any]:
     import pretrain_gpt
-    from megatron.dry_run.dry_run import dry_run
-    from megatron.dry_run.estimate import EstimatedRun, estimate_step
-    from megatron.dry_run.report import to_json
-    from megatron.dry_run.vocabulary import with_known_vocabulary
-    from megatron.planning.gpu import find_gpu
+    from megatron.planner.gpu import find_gpu
+    from megatron.planner.simulation.dry_run import dry_run
+    from megatron.planner.simulation.estimate import EstimatedRun, estimate_step
+    from megatron.planner.simulation.report import to_json
+    from megatron.planner.simulation.vocabulary import with_known_vocabulary
     from megatron.training.config.arguments import resolve_arguments
 
     config = with_known_vocabulary(resolve_arguments(case.flags, case.world_size).config)

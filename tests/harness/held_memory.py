@@ -21,10 +21,10 @@ from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.distributed.sharded_weights import ShardedWeightBuffer
 from megatron.core.kernels.matrix_product import has_library
 from megatron.core.timers import Timers
-from megatron.planning.activation_memory import activation_parts, layer_bytes
-from megatron.planning.plan import Plan
-from megatron.planning.prediction.implementations import OURS_ON_CPU
-from megatron.planning.prediction.stage_memory import stage_memory, stage_state
+from megatron.planner.activation_memory import activation_parts, layer_bytes
+from megatron.planner.implementations import OURS_ON_CPU
+from megatron.planner.plan import Plan
+from megatron.planner.stage_memory import stage_memory, stage_state
 from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import build_training_parts
 from megatron.training.process.initialize import make_runtime

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.errors import ConfigurationError
-from megatron.dry_run.vocabulary import with_known_vocabulary
-from megatron.planning.gpu import GPUS, Gpu, find_gpu
-from megatron.planning.gpu_file import read_gpu
-from megatron.planning.prediction.implementations import IMPLEMENTATIONS
+from megatron.planner.gpu import GPUS, Gpu, find_gpu
+from megatron.planner.gpu_file import read_gpu
+from megatron.planner.implementations import IMPLEMENTATIONS
+from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.training.config.arguments import ParsedArguments, resolve_arguments
 
 MOST_RANKS = 1 << 17

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.core.errors import ConfigurationError, MegatronError
-from megatron.dry_run.pretended_cuda import load_pretended_cuda
-from megatron.planning.gpu import Gpu
-from megatron.planning.prediction.implementations import OURS, Implementation
-from megatron.planning.prediction.prediction import HOPPER_MACHINES, usable_bytes
+from megatron.planner.gpu import Gpu
+from megatron.planner.implementations import OURS, Implementation
+from megatron.planner.prediction import HOPPER_MACHINES, usable_bytes
+from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.progress_bar import waiting
 
 if TYPE_CHECKING:
-    from megatron.dry_run.verified_stage import VerifiedStage
+    from megatron.planner.verified_stage import VerifiedStage
 
 HELP = "try the plan's stages on a simulated GPU, and compare (5 to 60 s each)"
 _MIB = 2**20
@@ -43,7 +43,7 @@ def verify_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
         ConfigurationError: the dry run refuses the configuration.
     """
     import pretrain_gpt
-    from megatron.dry_run.verified_stage import stages_to_verify, verify_stage
+    from megatron.planner.verified_stage import stages_to_verify, verify_stage
 
     made_of = pretrain_gpt.provide_model, pretrain_gpt.forward_step
     stages, verified = stages_to_verify(config), []

@@ -20,9 +20,9 @@ from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import write_text
 from megatron.core.errors import ConfigurationError
-from megatron.planning.gpu import GPUS, AttentionRate, Gpu, find_gpu
-from megatron.planning.gpu_file import gpu_to_json
-from megatron.planning.prediction.layer_time import MEMORY_SHARE
+from megatron.planner.gpu import GPUS, AttentionRate, Gpu, find_gpu
+from megatron.planner.gpu_file import gpu_to_json
+from megatron.planner.layer_time import MEMORY_SHARE
 
 if TYPE_CHECKING:
     from megatron.core.device import Device

@@ -14,11 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.advice.changes import find_changes
-from megatron.advice.explanation import explain
-from megatron.advice.page import to_page
-from megatron.advice.text_report import describe_changes, to_text
-from megatron.commands.arguments.built_model import warn_of_difference
 from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import (
@@ -36,7 +31,11 @@ from megatron.commands.arguments.verified_plan import (
     verify_plan,
 )
 from megatron.core.errors import ConfigurationError
-from megatron.planning.prediction.implementations import find_implementation
+from megatron.planner.changes import find_changes
+from megatron.planner.explanation import explain
+from megatron.planner.implementations import find_implementation
+from megatron.planner.page import to_page
+from megatron.planner.text_report import describe_changes, to_text
 
 
 def build_parser(world_size: int) -> Parser:
@@ -101,6 +100,4 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         sys.stdout.write(to_text(explanation, changes))
         if arguments.verify:
             print("\n" + "\n".join(describe_verified(verified)))
-    sys.stdout.flush()
-    warn_of_difference(parsed.config, explanation.size)
     check_agreement(verified)

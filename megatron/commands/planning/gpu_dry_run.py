@@ -19,9 +19,9 @@ from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import check_world_size, check_writable, write_text
 from megatron.core.errors import ConfigurationError
 from megatron.core.parallel_sizes import ParallelSizes
-from megatron.dry_run.pretended_cuda import load_pretended_cuda
-from megatron.dry_run.vocabulary import with_known_vocabulary
-from megatron.planning.gpu import GPUS, find_gpu
+from megatron.planner.gpu import GPUS, find_gpu
+from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.training.config.arguments import resolve_arguments
 
 # Torch is imported by the function that needs it: the library that stands in for CUDA must be loaded before.
@@ -78,10 +78,14 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
         print(note)
     load_pretended_cuda()
     import pretrain_gpt
-    from megatron.dry_run.dry_run import dry_run
-    from megatron.dry_run.estimate import EstimatedRun, estimate_step, slowest_of
-    from megatron.dry_run.memory_picture import draw_memory
-    from megatron.dry_run.report import to_json, to_text
+    from megatron.planner.simulation.dry_run import dry_run
+    from megatron.planner.simulation.estimate import EstimatedRun, estimate_step, slowest_of
+    from megatron.planner.simulation.memory_picture import draw_memory
+    from megatron.planner.simulation.report import to_json, to_text
+    from megatron.planner.simulation.triton import has_triton_package
+
+    if not (arguments.without_triton or has_triton_package()):
+        print("Triton is not installed here: the kernels of this project are counted from their sources all the same")
 
     estimated = []
     for rank in ranks_to_run(config.parallel_sizes, arguments.rank):

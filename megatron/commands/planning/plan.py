@@ -24,15 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.advice.changes import find_changes
-from megatron.advice.choice import SEARCHED_FLAGS, Choice
-from megatron.advice.explanation import explain
-from megatron.advice.page import to_page
-from megatron.advice.ranking import describe_ranking, launch_command, ranking_json
-from megatron.advice.search import Search, search
-from megatron.advice.text_report import describe_changes
-from megatron.advice.training_words import has_flag
-from megatron.commands.arguments.built_model import warn_of_difference
 from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import check_world_size, find_platform, read_planned_run, write_text
@@ -44,18 +35,25 @@ from megatron.commands.arguments.verified_plan import (
     verify_fitting_plan,
 )
 from megatron.core.errors import ConfigurationError, DataError, MegatronError
-from megatron.planning.gpu import GPUS
-from megatron.planning.prediction.evaluation import describe_errors, evaluate
-from megatron.planning.prediction.implementations import IMPLEMENTATIONS, find_implementation
-from megatron.planning.prediction.measured_runs import read_runs
-from megatron.planning.theoretical_memory import model_size
+from megatron.planner.changes import find_changes
+from megatron.planner.choice import SEARCHED_FLAGS, Choice
+from megatron.planner.evaluation import describe_errors, evaluate
+from megatron.planner.explanation import explain
+from megatron.planner.gpu import GPUS
+from megatron.planner.implementations import IMPLEMENTATIONS, find_implementation
+from megatron.planner.measured_runs import read_runs
+from megatron.planner.page import to_page
+from megatron.planner.ranking import describe_ranking, launch_command, ranking_json
+from megatron.planner.search import Search, search
+from megatron.planner.text_report import describe_changes
+from megatron.planner.training_words import has_flag
 from megatron.training.config.arguments import ParsedArguments, without_flags
 from megatron.training.config.checks.run_checks import find_problems
 from megatron.training.config.sources.preset import preset_names, preset_words
 from megatron.training.process.progress_bar import waiting
 
 if TYPE_CHECKING:
-    from megatron.dry_run.verified_stage import VerifiedStage
+    from megatron.planner.verified_stage import VerifiedStage
     from megatron.training.config.run_config import RunConfig
 
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
@@ -185,8 +183,6 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     print(f"\nthe best, {best.choice.describe()}:\n{best.command}")
     for note in best.parsed.notes:
         print(note)
-    sys.stdout.flush()
-    warn_of_difference(best.parsed.config, model_size(best.parsed.config))
     if arguments.verify:
         write_json(verified=[each.to_json() for each in best.verified])
         comparison = "\n".join(describe_verified(best.verified))

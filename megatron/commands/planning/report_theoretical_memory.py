@@ -13,9 +13,9 @@ import argparse
 from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import ConfigurationError
-from megatron.dry_run.vocabulary import with_known_vocabulary
-from megatron.planning.theoretical_memory import describe_theoretical_memory
+from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.training.config.arguments import resolve_arguments
+from megatron.training.theoretical_memory import describe_theoretical_memory
 
 
 def build_parser() -> Parser:

@@ -10,7 +10,6 @@ import shutil
 from colorsys import hsv_to_rgb
 from pathlib import Path
 
-from megatron.advice.pipeline_chart import HUES, LETTERS, draw_svg, label, rows_of, summary, title
 from megatron.commands.arguments.drawing import BarRow, add_drawing_arguments, chosen_format, put_text, write_png
 from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import ConfigurationError, InputError
@@ -18,6 +17,7 @@ from megatron.core.pipeline_parallel.action import Pass, StagePlace
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule, default_schedule, with_deferred_grads
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.timeline import Timeline, read_timeline
+from megatron.planner.pipeline_chart import HUES, LETTERS, draw_svg, label, rows_of, summary, title
 
 OUTPUT_WEIGHT_HELP = "Part of a backward pass that is the gradient of the output layer's weight; by default a quarter."
 LEGEND = "F forward   B backward (of the input where W follows)   W backward of the weights   "

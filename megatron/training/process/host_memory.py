@@ -7,12 +7,36 @@ import math
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory.machine_memory import HostRoom
-from megatron.planning.activation_memory import offloaded_bytes
-from megatron.planning.optimizer_memory import host_state_bytes
-from megatron.planning.theoretical_memory import model_size
+from megatron.core.optimizer.state_memory import host_state_bytes
+from megatron.training.activation_estimate import least_offloaded_bytes, offloaded_bytes
 from megatron.training.config.run_config import RunConfig
+from megatron.training.theoretical_memory import model_size
 
 _GIB = 2**30
+
+
+def check_least_host_memory(config: RunConfig, room: HostRoom | None) -> None:
+    """Reject an offload of activations of which the layers' inputs alone do not fit in the node's memory.
+
+    Builds nothing and imports no torch, so that it rejects a command line at once. `check_host_memory` counts the rest.
+
+    Raises:
+        ConfigurationError: they do not fit.
+    """
+    if room is None or not config.model.num_offloaded_layers:
+        return
+    needed, free = least_offloaded_bytes(config), room.available // room.num_processes
+    if needed <= free:
+        return
+    numbers = reversed(range(1, config.model.num_offloaded_layers))
+    fitting = (number for number in numbers if least_offloaded_bytes(_offloading(config, number)) <= free)
+    most = next(fitting, None)
+    raise ConfigurationError(
+        f"offload needs at least {needed / _GIB:.1f} GiB of host memory for each process, for the inputs of layers "
+        f"alone, {needed * room.num_processes / _GIB:.1f} GiB for {room.num_processes} of them, and "
+        f"{room.available / _GIB:.1f} GiB are available; "
+        + ("leave --cpu-offloading out" if most is None else f"give --cpu-offloading-num-layers {most} at most")
+    )
 
 
 def check_host_memory(config: RunConfig, room: HostRoom | None) -> None:
@@ -53,10 +77,14 @@ def _fewer_layers(config: RunConfig, room: HostRoom) -> str | None:
     """Return the largest number of layers that fits beside the optimizer's state."""
     free = room.available // room.num_processes - _state_bytes(config)
     for number in reversed(range(1, config.model.num_offloaded_layers)):
-        model = dataclasses.replace(config.model, cpu_offloading_num_layers=number)
-        if offloaded_bytes(dataclasses.replace(config, model=model)) <= free:
+        if offloaded_bytes(_offloading(config, number)) <= free:
             return f"--cpu-offloading-num-layers {number}"
     return None
+
+
+def _offloading(config: RunConfig, num_layers: int) -> RunConfig:
+    model = dataclasses.replace(config.model, cpu_offloading_num_layers=num_layers)
+    return dataclasses.replace(config, model=model)
 
 
 def _smaller_fraction(config: RunConfig, room: HostRoom) -> str | None:

@@ -12,7 +12,7 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.data_plan import DatasetsProvider, sample_targets
-from megatron.training.process.host_memory import check_host_memory
+from megatron.training.process.host_memory import check_least_host_memory
 from megatron.training.process.initialize import LaunchEnvironment
 from megatron.training.process.refusal import reasons_of, refuse_in_run
 
@@ -22,7 +22,8 @@ def prepare_data_or_exit(
 ) -> Tokenizer:
     """Return the run's tokenizer; end the program with status 2 where it, the data or the memory will not do.
 
-    Every rank looks, and only rank 0 prints. No index is built and nothing communicates.
+    Every rank looks, and only rank 0 prints. No index is built and nothing communicates. Host memory is compared with
+    the least that an offload needs; `pretrain` compares it with all, which it reads from the model.
     """
 
     def report(line: str) -> None:
@@ -34,7 +35,7 @@ def prepare_data_or_exit(
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
         model, available = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size), available_bytes()
         room = None if available is None else HostRoom(available, launch.local_world_size)
-        check_host_memory(dataclasses.replace(config, model=model), room)
+        check_least_host_memory(dataclasses.replace(config, model=model), room)
         datasets_provider(config, tokenizer, sample_targets(config), report).check()
     except InputError as error:
         sys.exit(refuse_in_run(reasons_of(error), launch))

@@ -10,7 +10,6 @@ import pytest
 import pretrain_gpt
 from megatron.core.device import Device
 from megatron.core.timers import Timers
-from megatron.planning.traffic.volume import Traffic, Volume
 from megatron.training.model_setup import build_training_parts
 from megatron.training.process.initialize import make_runtime
 from megatron.training.train_state import TrainState
@@ -18,6 +17,7 @@ from megatron.training.training_step import TrainingStep
 from megatron.verification.collective_recorder import CollectiveRecorder
 from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
 from megatron.verification.run_cell import make_source, resolve_cell
+from megatron.verification.traffic import Traffic, Volume
 from tests.harness.distributed import run_distributed
 
 # The model of the cells, in float64: all its layers have experts.

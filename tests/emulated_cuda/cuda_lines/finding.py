@@ -15,7 +15,7 @@ from tests.emulated_cuda.scenarios.changed_source import (
     statements_of,
 )
 
-PRETENDED = "megatron/dry_run/"
+PRETENDED = "megatron/planner/simulation/"
 """Code that pretends a CUDA device on any machine."""
 LAUNCHERS = "megatron/core/kernels/triton_programs/"
 """Functions that launch Triton programs, which compile for a GPU."""

@@ -23,7 +23,7 @@ APART: dict[str, tuple[str, str]] = {
     "megatron/training/reporting/live_line.py:": (HOST, "the thread that draws"),
     "megatron/verification/faults/": (HOST, "processes into which faults are injected"),
     "megatron/verification/worker_pool.py:": (HOST, "processes that run jobs"),
-    "megatron/dry_run/": (RECORDED, "a dry run notes waits; there is no device"),
+    "megatron/planner/simulation/": (RECORDED, "a dry run notes waits; there is no device"),
     "megatron/verification/collective_recorder.py:": (RECORDED, "a recorded step sends nothing; there is no device"),
     # Times and marks, which no value depends on.
     "megatron/core/device.py:Device.time_calls:": (TIMING, "the time of some calls"),

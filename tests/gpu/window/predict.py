@@ -14,11 +14,11 @@ import torch
 
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.flex_attention import BLOCK_SIZE, make_block_mask
-from megatron.dry_run.gemms import Gemm
-from megatron.dry_run.pretended.attention_kernel import AttentionCall, choose_attention_kernel
-from megatron.dry_run.roofline import operation_seconds, transfer_seconds
-from megatron.dry_run.step_record import TO_DEVICE, HostCopy, Operation
-from megatron.planning.gpu import Gpu, find_gpu
+from megatron.planner.gpu import Gpu, find_gpu
+from megatron.planner.simulation.attention_kernel import AttentionCall, choose_attention_kernel
+from megatron.planner.simulation.gemms import Gemm
+from megatron.planner.simulation.roofline import operation_seconds, transfer_seconds
+from megatron.planner.simulation.step_record import TO_DEVICE, HostCopy, Operation
 from tests.gpu.timing import dry_run
 from tests.gpu.window.shapes import (
     AttentionShape,

@@ -17,7 +17,7 @@ from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import held_of
 from megatron.core.timers import Timers
-from megatron.dry_run.vocabulary import with_known_vocabulary
+from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.advice.explanation import Explanation, explain, first_rank
-from megatron.advice.page import to_page
-from megatron.advice.text_report import to_text
 from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.planning.explain import main
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.planning.closed_forms import step_traffic
-from megatron.planning.gpu import H100
-from megatron.planning.prediction.implementations import OURS
-from megatron.planning.prediction.stage_memory import MEMORY_PARTS
-from megatron.planning.theoretical_memory import model_size
+from megatron.planner.closed_forms import step_traffic
+from megatron.planner.explanation import Explanation, explain, first_rank
+from megatron.planner.gpu import H100
+from megatron.planner.implementations import OURS
+from megatron.planner.page import to_page
+from megatron.planner.stage_memory import MEMORY_PARTS
+from megatron.planner.text_report import to_text
+from megatron.training.theoretical_memory import model_size
 from tests.unit.advice.planned_words import LARGE, SMALL
 
 ROOT = Path(__file__).parents[3]
@@ -116,28 +116,6 @@ def test_epochs_are_counted_against_token_files(tmp_path: Path) -> None:
     (need,) = explain(parsed.config, parsed.notes, H100, OURS).data.data_sets
     assert (need.tokens, need.samples, need.samples_wanted) == (2880, 89, 20 * 48)
     assert need.epochs == 11  # 960 samples of 32 tokens and one more, in epochs of 2880
-
-
-def test_a_small_run_is_explained_before_torch_is_imported() -> None:
-    program = """import sys
-from megatron.commands.planning import explain
-
-def warn_of_difference(config, size):
-    # What is printed now is all that is printed without a difference.
-    assert "torch" not in sys.modules
-
-explain.warn_of_difference = warn_of_difference
-sys.exit(explain.main(sys.argv[1:]))
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program, *SMALL, "--world-size", "12", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["outcome"] == "ok"
 
 
 def test_the_training_script_explains_too() -> None:

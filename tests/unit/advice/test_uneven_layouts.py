@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.advice.balanced_split import balanced_splits, output_layers
-from megatron.advice.choice import Choice
 from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.planning.plan import main
-from megatron.planning.plan import Plan
+from megatron.planner.balanced_split import balanced_splits, output_layers
+from megatron.planner.choice import Choice
+from megatron.planner.plan import Plan
 
 MODEL = (
     *("--num-layers", "10", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024"),

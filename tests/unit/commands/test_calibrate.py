@@ -12,8 +12,8 @@ from megatron.commands.planning import calibrate
 from megatron.commands.planning.explain import main as explain
 from megatron.core.errors import ConfigurationError
 from megatron.doctor import rates
-from megatron.planning.gpu import H100
-from megatron.planning.gpu_file import gpu_to_json, read_gpu
+from megatron.planner.gpu import H100
+from megatron.planner.gpu_file import gpu_to_json, read_gpu
 from tests.unit.advice.planned_words import SMALL
 
 

@@ -15,11 +15,11 @@ from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.arguments.verified_plan import check_agreement, describe_verified, verify_fitting_plan
 from megatron.commands.planning.plan import main
 from megatron.core.errors import ConfigurationError, InputError, MegatronError
-from megatron.dry_run.pretended_cuda import find_compiler
-from megatron.dry_run.verified_stage import VerifiedStage
-from megatron.planning.gpu import H100
-from megatron.planning.prediction.stage_memory import StageMemory
-from megatron.planning.traffic.volume import Volume
+from megatron.planner.gpu import H100
+from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.stage_memory import StageMemory
+from megatron.planner.verified_stage import VerifiedStage
+from megatron.verification.traffic import Volume
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MODEL = (

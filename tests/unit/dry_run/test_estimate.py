@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.process_group import CollectiveCall
-from megatron.dry_run.dry_run import DryRun
-from megatron.dry_run.estimate import Estimate, estimate_step
-from megatron.dry_run.roofline import operation_seconds, transfer_seconds
-from megatron.dry_run.step_record import Communication, LinkEvent, Operation, StepRecord
-from megatron.planning.gpu import H100
+from megatron.planner.gpu import H100
+from megatron.planner.simulation.dry_run import DryRun
+from megatron.planner.simulation.estimate import Estimate, estimate_step
+from megatron.planner.simulation.roofline import operation_seconds, transfer_seconds
+from megatron.planner.simulation.step_record import Communication, LinkEvent, Operation, StepRecord
 
 KERNEL = Operation("backward", "kernel", "", (), 2, 10**9)
 KERNEL_S = operation_seconds(KERNEL, H100)

@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, FP8, LLAMA_8B
 from megatron.commands.planning import gpu_dry_run
-from megatron.dry_run.gemms import Gemm
-from megatron.dry_run.pretended_cuda import find_compiler
-from megatron.dry_run.roofline import operation_seconds
-from megatron.dry_run.step_record import Operation
-from megatron.planning.gpu import A100, B200, H100, H200
+from megatron.planner.gpu import A100, B200, H100, H200
+from megatron.planner.simulation.gemms import Gemm
+from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.simulation.roofline import operation_seconds
+from megatron.planner.simulation.step_record import Operation
 from megatron.training.config.notes.float8_speed import BF16, PREDICTED_MS
 from tests.harness.dry_runs import DryRunCase, run_dry_runs
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.dry_run.flops import ModelFlops, check_flops, count_flops, needed_flops
-from megatron.dry_run.gemms import Gemm
-from megatron.dry_run.step_record import Operation
+from megatron.planner.simulation.flops import ModelFlops, check_flops, count_flops, needed_flops
+from megatron.planner.simulation.gemms import Gemm
+from megatron.planner.simulation.step_record import Operation
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 

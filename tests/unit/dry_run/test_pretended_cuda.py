@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.dry_run import pretended_cuda
+from megatron.planner.simulation import pretended_cuda
 
 COMPILER = """#!/bin/sh
 echo built >> "$0.log"
@@ -47,7 +47,7 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(tmp_path: Path, monkeyp
 
 def test_a_folder_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = tmp_path.stat().st_uid
-    monkeypatch.setattr("megatron.dry_run.pretended_cuda.os.getuid", lambda: owner + 1)
+    monkeypatch.setattr("megatron.planner.simulation.pretended_cuda.os.getuid", lambda: owner + 1)
     with pytest.raises(ConfigurationError, match="belongs to another user"):
         pretended_cuda._built_library(pretended_cuda._torch_folder(), tmp_path)
 

@@ -1,23 +1,71 @@
-"""Triton's programs in a dry run, without their package."""
+"""Triton's programs in a dry run, with and without their package."""
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Sequence
 
 import pytest
+import torch
 
-from megatron.core.errors import ConfigurationError
-from megatron.core.kernels import triton_choice
-from megatron.dry_run.pretended.triton import recorded_programs
-from megatron.dry_run.recorder import Recorder
+from megatron.core.kernels import triton_choice, triton_programs
+from megatron.planner.simulation.recorder import Recorder
+from megatron.planner.simulation.triton import has_triton_package, recorded_programs
+from tests.harness.dry_runs import DryRunCase, run_dry_runs
+from tests.unit.training.config.command_lines import MINIMAL
+
+_PROGRAMS = triton_programs.__name__
+_READ = ("gated_activation", "float8_cast")
+_NAMES = ("triton", "triton.language", "triton.errors", "triton.runtime.jit")
 
 
-def test_a_machine_without_the_package_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton.runtime.jit", None)
+def recorded_launches() -> Sequence[tuple[object, ...]]:
+    """Return what the launches of some programs are recorded as; their tensors are on a CPU, where none could run."""
+    recorder = Recorder()
+    with recorded_programs(recorder):
+        programs = {
+            name: importlib.import_module(f"{_PROGRAMS}.{name}") for name in ("gated_activation", "float8_cast")
+        }
+        x = torch.ones(6, 16, dtype=torch.bfloat16, requires_grad=True)
+        programs["gated_activation"].gated_activation(x, "swiglu").sum().backward()
+        cast = programs["float8_cast"].cast_and_transpose
+        cast(x, torch.float8_e4m3fn, torch.ones(1, 1), None, plain=True, transpose=False)
+        cast(x, torch.float8_e4m3fn, torch.ones(1, 1), torch.ones(()), plain=True, transpose=True)
+    return [(each.name, each.shapes, each.num_bytes, each.flops) for each in recorder.record.operations]
+
+
+def test_programs_are_counted_without_the_package_as_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = triton_choice.has_readable_memory, triton_choice.triton_works
-    with (
-        pytest.raises(ConfigurationError, match="install triton, or add --without-triton"),
-        recorded_programs(Recorder()),
-    ):
-        pass
+    has_package = has_triton_package()
+    with_package = recorded_launches() if has_package else None
+    for name in _NAMES:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert not has_triton_package()
+    loaded = {name: module for name, module in sys.modules.items() if name.startswith(f"{_PROGRAMS}.")}
+    without = recorded_launches()
+    names = [name for name, *_ in without]
+    assert names[:2] == ["gated_activation.forward_program", "gated_activation.backward_program"]
+    # 6 rows of 16 numbers in, 8 out, of two bytes each; then both and the gradient of the latter.
+    assert [num_bytes for _, _, num_bytes, _ in without[:2]] == [6 * 24 * 2, 6 * 40 * 2]
+    # A scale is read as well, and the transpose written. The atomic update of the greatest number is not counted.
+    assert [num_bytes for _, _, num_bytes, _ in without[2:]] == [6 * 16 * 3 + 4, 6 * 16 * 4 + 4]
+    if has_package:
+        assert without == with_package
     assert (triton_choice.has_readable_memory, triton_choice.triton_works) == before
+    assert {name: sys.modules[name] for name in _NAMES} == dict.fromkeys(_NAMES)
+    assert {name: module for name, module in sys.modules.items() if name.startswith(f"{_PROGRAMS}.")} == loaded
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not has_triton_package(), reason="Triton is not installed here")
+def test_a_step_without_the_package_is_that_with_it() -> None:
+    layer = "--swiglu --normalization RMSNorm --position-embedding-type rope --bf16 --hidden-dropout 0.1"
+    float8 = "--fp8-format hybrid --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 64"
+    flags = (*MINIMAL, *layer.split(), *float8.split(), "--max-position-embeddings", "64")
+    # The first case also tries what a process tries once, such as whether there are casts to fp8.
+    cases = [DryRunCase(name, flags, has_package=name != "without") for name in ("first", "without", "with")]
+    results = run_dry_runs(cases)
+    assert not [result.error for result in results.values() if result.error]
+    assert any("_program" in name for name in results["with"].report["by_operation"])
+    assert results["without"].report == results["with"].report

@@ -9,9 +9,9 @@ import torch
 
 import pretrain_gpt
 from megatron.core.errors import ConfigurationError
-from megatron.dry_run.dry_run import dry_run
-from megatron.dry_run.recorder import Recorder
-from megatron.planning.gpu import find_gpu
+from megatron.planner.gpu import find_gpu
+from megatron.planner.simulation.dry_run import dry_run
+from megatron.planner.simulation.recorder import Recorder
 from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 

@@ -36,15 +36,16 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/device.py",
         "megatron/core/timers.py",
         "megatron/doctor/gpus.py",
-        "megatron/dry_run/dry_run.py",
+        "megatron/planner/simulation/dry_run.py",
+        "megatron/planner/simulation/fake_world.py",
     ),
     "torch.distributed": (
         "megatron/core/collectives.py",
         "megatron/core/parallel_state.py",
         "megatron/core/pipeline_parallel/p2p_communication.py",
         "megatron/core/tensor_parallel/overlap/symmetric_memory.py",
-        "megatron/dry_run/dry_run.py",
-        "megatron/dry_run/pretended/links.py",
+        "megatron/planner/simulation/fake_world.py",
+        "megatron/planner/simulation/links.py",
         "megatron/interop/huggingface/parallelize.py",
         "megatron/interop/huggingface/spawned/rank.py",
         "megatron/interop/torch_dist/metadata_writer.py",
@@ -67,7 +68,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "wandb": ("megatron/training/reporting/loggers/wandb_logger.py",),
     "lm_eval": ("megatron/evaluation/harness_model.py", "megatron/evaluation/harness_tasks.py"),
     "jinja2": ("megatron/core/datasets/conversations/chat_template.py",),
-    "triton": ("megatron/core/kernels/triton_programs/", "megatron/dry_run/pretended/triton.py"),
+    "triton": ("megatron/core/kernels/triton_programs/", "megatron/planner/simulation/triton.py"),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
     "transformers": ("megatron/conversion/conversion_check.py",),
     # Checkpoints hold no pickles, Megatron's excepted: those are written by one file and never run.
@@ -95,10 +96,9 @@ TORCH_FREE_PATTERNS = (
     "megatron/training/config/*.py",
     "megatron/training/config/checks/*.py",
     "megatron/training/faults/fault_c*.py",
-    "megatron/advice/*.py",
-    "megatron/planning/**/*.py",
-    "megatron/dry_run/pretended_cuda.py",
-    "megatron/dry_run/vocabulary.py",
+    "megatron/planner/*.py",
+    "megatron/planner/simulation/pretended_cuda.py",
+    "megatron/planner/simulation/vocabulary.py",
 )
 
 

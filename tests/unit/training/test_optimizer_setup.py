@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.planning.activation_memory import activation_bytes
+from megatron.training.activation_estimate import activation_bytes
 from megatron.training.config.arguments import parse_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import build_training_parts

@@ -8,11 +8,16 @@ import pytest
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory.machine_memory import HostRoom
-from megatron.planning.activation_memory import offloaded_bytes, saved_bytes
-from megatron.planning.theoretical_memory import model_size
+from megatron.training.activation_estimate import (
+    kept_layer_bytes,
+    least_offloaded_bytes,
+    offloaded_bytes,
+    tokens_of_rank,
+)
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
-from megatron.training.process.host_memory import check_host_memory
+from megatron.training.process.host_memory import check_host_memory, check_least_host_memory
+from megatron.training.theoretical_memory import model_size
 from tests.unit.training.config.command_lines import MINIMAL
 
 PIPELINE = "--num-layers 8 --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 6"
@@ -25,7 +30,7 @@ def config_of(flags: str, layers: int = 3) -> RunConfig:
 
 
 def bytes_of_layer(config: RunConfig) -> int:
-    return sum(saved_bytes(config.model, config.data.seq_length, 1).values())
+    return kept_layer_bytes(config.model, tokens_of_rank(config), 0, 0)
 
 
 def test_bytes_are_of_the_microbatches_in_flight() -> None:
@@ -95,3 +100,29 @@ def test_activations_and_the_optimizer_are_asked_for_together() -> None:
     # What auto offloads is not known before the device is.
     auto = dataclasses.replace(both.optimizer, optimizer_offload_policy="auto")
     check_host_memory(dataclasses.replace(both, optimizer=auto), less)
+
+
+@pytest.mark.parametrize("more", ["", f"{FULL} uniform", f"{FULL} block", "--num-layers-per-virtual-pipeline-stage 2"])
+def test_the_least_is_the_inputs_of_layers(more: str) -> None:
+    config = config_of(f"{PIPELINE} {more}")
+    least = least_offloaded_bytes(config)
+    assert 0 < least <= offloaded_bytes(config)
+    is_uniform = more.endswith("uniform")
+    # With uniform recompute a layer keeps nothing but its input, so that the least is all there is.
+    assert (least == offloaded_bytes(config)) == is_uniform
+    check_least_host_memory(config, HostRoom(least, 1))
+    with pytest.raises(ConfigurationError, match="offload needs at least"):
+        check_least_host_memory(config, HostRoom(least - 1, 1))
+
+
+def test_the_least_names_the_most_layers_that_could_fit() -> None:
+    config = config_of(PIPELINE)
+    least = least_offloaded_bytes(config)
+    check_least_host_memory(config, None)
+    with pytest.raises(ConfigurationError, match=r"GiB for 3 of them.*; give --cpu-offloading-num-layers 2 at most$"):
+        check_least_host_memory(config, HostRoom(2 * least, 3))
+    with pytest.raises(ConfigurationError, match=r"leave --cpu-offloading out$"):
+        check_least_host_memory(config, HostRoom(least // 4, 1))
+    weights = config_of(f"{PIPELINE} --cpu-offloading-weights --no-cpu-offloading-activations")
+    assert least_offloaded_bytes(weights) == 0
+    check_least_host_memory(weights, HostRoom(0, 1))

@@ -1,1 +1,0 @@
-"""What a configuration does, needs and costs, which layout is best, and what to change."""

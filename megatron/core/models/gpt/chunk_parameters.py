@@ -1,0 +1,190 @@
+"""The parameters of a model chunk at any layout, read from the model that the code builds on torch's meta device.
+
+Pieces of a chunk are built once per structure and put together: the ends of the model, and one layer of each kind. A
+parameter that a layer gains is therefore counted wherever parameters are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+
+if TYPE_CHECKING:
+    from megatron.core.sharding import ParamSpec
+
+# Torch is imported by the function that builds a piece: a wrong command line is rejected before.
+
+
+@dataclass(frozen=True)
+class ChunkParameter:
+    """Hold a parameter's local size and, if its gradient is a partial sum, how many tensor-parallel ranks hold a copy.
+
+    ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient,
+    ``is_sent_in_float8`` that it travels in fp8, with ``num_scales``, when it is gathered from shards, and
+    ``is_matrix`` that it is a weight between the embeddings and the output layer. ``is_expert`` says that the ranks
+    that hold the same experts replicate it, and not those that hold the same of the rest. ``width`` is the number of
+    elements that a matrix reads and writes on this rank per token of the tensor-parallel group, 0 for other parameters.
+    """
+
+    size: int
+    copies_to_sum: int = 0
+    is_tied: bool = False
+    is_trained: bool = True
+    is_sent_in_float8: bool = False
+    num_scales: int = 1
+    is_matrix: bool = False
+    is_expert: bool = False
+    width: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Hold the parameters of the model's ends or of one layer: those in front of a chunk's layers, and the others.
+
+    ``labels`` are those of `unit_labels`.
+    """
+
+    front: tuple[ChunkParameter, ...]
+    back: tuple[ChunkParameter, ...]
+    front_labels: tuple[int, ...]
+    back_labels: tuple[int, ...]
+
+
+_OTHER_FIELDS = (
+    *("num_layers", "pipeline_model_parallel_size", "context_parallel_size", "num_virtual_stages_per_pipeline_rank"),
+    *("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout", "pipeline_schedule"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+)
+"""Fields that a search varies and that parameters do not depend on, or on the kind of a layer alone."""
+_FIELDS = tuple(field.name for field in dataclasses.fields(GPTConfig) if field.name not in _OTHER_FIELDS)
+_pieces: dict[Hashable, _Piece] = {}
+
+
+def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParameter]:
+    """Return a chunk's parameters in the order of the model."""
+    ends = _ends(model, chunk)
+    layers = (_layer(model, number) for number in chunk.layer_numbers)
+    return [*ends.front, *(parameter for layer in layers for parameter in layer.back), *ends.back]
+
+
+def gathered_units(model: GPTConfig, chunk: StageContents) -> list[int]:
+    """Return a label for each of a chunk's parameters, in the order of the model: weights of a label are gathered
+    together where they are sharded.
+
+    A layer's label is its number. Outside the layers labels are those of `unit_labels`.
+    """
+    ends = _ends(model, chunk)
+    layers = [number for number in chunk.layer_numbers for _ in _layer(model, number).back]
+    return [*ends.front_labels, *layers, *ends.back_labels]
+
+
+def forget_built_pieces() -> None:
+    """Build every piece anew when it is next asked for: the code of the model has changed."""
+    _pieces.clear()
+
+
+def _ends(model: GPTConfig, chunk: StageContents) -> _Piece:
+    contents = StageContents((), has_embedding=chunk.has_embedding, has_loss=chunk.has_loss)
+    # The kind of the MTP modules' layers is that of the last one.
+    kind = (chunk.has_embedding, chunk.has_loss, _kind(model, model.num_layers - 1), _kind(model, model.num_layers))
+    return _piece(model, contents, kind)
+
+
+def _layer(model: GPTConfig, number: int) -> _Piece:
+    return _piece(model, StageContents((number,), has_embedding=False, has_loss=False), _kind(model, number))
+
+
+def _kind(model: GPTConfig, number: int) -> tuple[bool, bool]:
+    """Return on what the parameters of a layer depend beside the fields that all layers share."""
+    return model.moe_layers[model.kind_of(number)], model.is_in_float8(number, model.num_layers)
+
+
+def _piece(model: GPTConfig, contents: StageContents, kind: Hashable) -> _Piece:
+    key = _structure(model), kind
+    if key not in _pieces:
+        _pieces[key] = _build(model, contents)
+    return _pieces[key]
+
+
+# A search asks for the same configurations thousands of times.
+@functools.lru_cache(maxsize=4096)
+def _structure(model: GPTConfig) -> Hashable:
+    """Return the fields of a configuration that parameters depend on."""
+    return tuple(getattr(model, name) for name in _FIELDS)
+
+
+def _build(model: GPTConfig, contents: StageContents) -> _Piece:
+    """Build a chunk without values and describe its parameters."""
+    from megatron.core.device import Device
+    from megatron.core.distributed.float8_parameters import is_sent_in_float8, num_float8_scales
+    from megatron.core.distributed.sharded_weights import unit_labels
+    from megatron.core.models.float8_layers import compute_in_float8
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer.muon import is_orthogonalized
+    from megatron.core.parallel_state import describe_parallel_state
+    from megatron.core.sharding import spec_of
+    from megatron.core.tensor_parallel.random import RngStreams
+    from megatron.core.transformer.moe.expert_groups import ExpertGroups
+
+    sizes = model.parallel_sizes
+    alone = ParallelSizes(tp=sizes.tp, ep=sizes.ep, etp=sizes.etp)
+    state = describe_parallel_state(0, math.lcm(sizes.tp, sizes.ep * sizes.expert_tp), alone)
+    chunk = GPTModel(
+        model,
+        state.tp,
+        RngStreams(Device("cpu"), 0, state.place),
+        seed=None,
+        device="meta",
+        layer_numbers=contents.layer_numbers,
+        pre_process=contents.has_embedding,
+        post_process=contents.has_loss,
+        experts=ExpertGroups.of(state) if model.num_experts is not None else None,
+    )
+    compute_in_float8((chunk,), model, "meta")
+    layers = [layer for block in chunk.blocks for layer in block.layers.values()]
+    labels = unit_labels(chunk, layers, chunk.first_alone)
+    front: list[tuple[ChunkParameter, int]] = []
+    back: list[tuple[ChunkParameter, int]] = []
+    for name, parameter in chunk.named_parameters():
+        if contents.layer_numbers and labels[id(parameter)] < 0:
+            continue  # Outside the layers, so that it is among the ends.
+        described = ChunkParameter(parameter.numel(), is_trained=parameter.requires_grad)
+        # A parameter that was just added may have no description yet.
+        if hasattr(parameter, "spec"):
+            spec, in_float8 = spec_of(parameter), is_sent_in_float8(parameter)
+            described = dataclasses.replace(
+                described,
+                copies_to_sum=spec.num_replicas if "tp" in spec.gradient_sum_axes else 0,
+                is_tied=spec.is_tied_over_pipeline,
+                is_sent_in_float8=in_float8,
+                num_scales=num_float8_scales(parameter) if in_float8 else 1,
+                is_matrix=is_orthogonalized(spec),
+                is_expert=spec.is_expert,
+                width=_width(model, spec, parameter.shape),
+            )
+        (front if name.startswith("embedding.") else back).append((described, labels[id(parameter)]))
+    return _Piece(
+        tuple(parameter for parameter, _ in front),
+        tuple(parameter for parameter, _ in back),
+        tuple(label for _, label in front),
+        tuple(label for _, label in back),
+    )
+
+
+def _width(model: GPTConfig, spec: ParamSpec, local_shape: Sequence[int]) -> int:
+    """Return what a matrix reads and writes per token; sequence parallelism shards what is not sharded by features."""
+    if len(local_shape) < 2:
+        return 0
+    if model.sequence_parallel and not spec.is_expert:
+        return sum(spec.global_shape[-2:]) // model.tensor_model_parallel_size
+    return sum(local_shape[-2:])

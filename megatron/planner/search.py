@@ -1,0 +1,339 @@
+"""All layouts of a model on a number of GPUs: which cannot be, which do not fit, and how fast the others are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.errors import ConfigurationError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.planner.activation_memory import LayerBytes, layer_bytes
+from megatron.planner.balanced_split import balanced_splits
+from megatron.planner.choice import RECOMPUTES, ZERO_BUBBLE, Choice
+from megatron.planner.gpu import Gpu
+from megatron.planner.implementations import Implementation
+from megatron.planner.layer_work import step_flops
+from megatron.planner.links import GPUS_A_MACHINE
+from megatron.planner.plan import Plan
+from megatron.planner.prediction import HOPPER_MACHINES, Prediction, predict, usable_bytes
+from megatron.planner.refusals import plan_refusals
+from megatron.planner.stage_memory import StageState, stage_memory, stage_state
+from megatron.training.config.run_config import RunConfig
+
+_MOST_CHUNKS, _MOST_CONTEXT, _MOST_EXPERT_RANKS, _LARGEST_MICRO_BATCH = 10, 16, 64, 16
+_MIB = 2**20
+
+FindProblems = Callable[[RunConfig], Sequence[str]]
+"""Return why a resolved configuration cannot run, one line each."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Hold a choice that fits, with what is predicted of it; ``mfu`` is the share of the precision's dense peak that
+    the model's own operations reach, causal attention counted as the half that it is."""
+
+    choice: Choice
+    config: RunConfig
+    prediction: Prediction
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    margin_bytes: int
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Hold a choice that is not ranked, and why: ``kind`` is refused, oom, at the limit or slower."""
+
+    choice: Choice
+    kind: str
+    reason: str
+
+
+@dataclass
+class Search:
+    """Collect what becomes of each choice; ``num_predicted`` counts those whose memory and time were computed.
+
+    ``states`` are what the stages of a layout hold between steps, and ``layers`` what its layers keep, which many
+    choices share.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    num_predicted: int = 0
+    states: dict[tuple[object, ...], Sequence[StageState]] = field(default_factory=dict)
+    layers: dict[tuple[object, ...], Sequence[LayerBytes]] = field(default_factory=dict)
+
+    @property
+    def ranked(self) -> Sequence[Candidate]:
+        """Return the choices that fit, the fastest first; of equal ones that with more room."""
+        return sorted(self.candidates, key=lambda each: (each.seconds, -each.margin_bytes))
+
+    @property
+    def num_choices(self) -> int:
+        """Return how many choices were looked at."""
+        return len(self.candidates) + len(self.dropped)
+
+
+def search(
+    config: RunConfig,
+    gpu: Gpu,
+    implementation: Implementation,
+    precisions: Sequence[str],
+    find_problems: FindProblems,
+    tried: Callable[[int, int], None] = lambda done, total: None,
+) -> Search:
+    """Return what becomes of every layout of a configuration's model and global batch on its number of ranks.
+
+    ``tried`` is told how many layouts have been, of how many.
+    """
+    found = Search()
+    layouts = list(_layouts(config, precisions, has_zero_bubble=implementation.schedules_zero_bubble))
+    for number, layout in enumerate(layouts, start=1):
+        _try_layout(found, config, layout, gpu, implementation, find_problems)
+        tried(number, len(layouts))
+    return found
+
+
+def _layouts(config: RunConfig, precisions: Sequence[str], *, has_zero_bubble: bool) -> Iterator[Choice]:
+    """Yield a choice for each layout and precision, with the smallest micro-batch and no recompute."""
+    world, layers = config.world_size, config.model.num_layers
+    for tp in _divisors(world, GPUS_A_MACHINE):
+        for pp in _divisors(world // tp, layers + 2):
+            for cp in _divisors(world // (tp * pp), _MOST_CONTEXT):
+                counts_ends = layers % pp != 0 and (layers + 2) % pp == 0
+                per_rank = (layers + 2 * counts_ends) // pp
+                chunk_numbers = _divisors(per_rank, _MOST_CHUNKS) if pp > 1 else [1]
+                even = per_rank if per_rank * pp == layers else 0
+                splits = list(balanced_splits(config.model, pp, even))
+                cuts: list[tuple[int, tuple[int, ...], str]] = []
+                if even or counts_ends or not splits:
+                    cuts += [(chunks, (), "") for chunks in chunk_numbers]
+                cuts += [(len(split) // pp, split, "") for split in splits]
+                if pp > 1 and has_zero_bubble:
+                    cuts += [(1, split, ZERO_BUBBLE) for chunks, split, _ in list(cuts) if chunks == 1]
+                spread = _expert_sizes(config.model, world // pp)
+                for (chunks, split, schedule), precision, ep in itertools.product(cuts, precisions, spread):
+                    yield Choice(
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        chunks=chunks,
+                        counts_ends=counts_ends and not split,
+                        micro_batch_size=1,
+                        recompute=RECOMPUTES[0],
+                        sharding="optim" if world > tp * pp else "no_shard",
+                        precision=precision,
+                        split=split,
+                        schedule=schedule,
+                        ep=ep,
+                    )
+
+
+def _expert_sizes(model: GPTConfig, ranks_of_stage: int) -> Sequence[int | None]:
+    """Return over how many of a stage's ranks experts may be spread; None where there are none."""
+    if model.num_experts is None:
+        return (None,)
+    return _divisors(math.gcd(model.num_experts, ranks_of_stage), _MOST_EXPERT_RANKS)
+
+
+def _try_layout(
+    found: Search,
+    config: RunConfig,
+    layout: Choice,
+    gpu: Gpu,
+    implementation: Implementation,
+    find_problems: FindProblems,
+) -> None:
+    """Try a layout with every micro-batch size; gradients are sharded where the optimizer's shards are not enough."""
+    first = layout.apply(config)
+    try:
+        plan = Plan.of(first)
+    except ConfigurationError as error:
+        found.dropped.append(Dropped(layout, "refused", "; ".join(error.problems)))
+        return
+    problems = plan_refusals(plan, implementation, gpu)
+    shardings: tuple[str, ...] = ("optim", "optim_grads") if layout.sharding == "optim" else (layout.sharding,)
+    if not problems:
+        shardings = tuple(each for each in shardings if _has_room(found, config, layout, each, gpu, implementation))
+        # The run's own checks take longer than these.
+        problems = find_problems(first) if shardings else ()
+    if problems:
+        found.dropped.append(Dropped(layout, "refused", "; ".join(problems)))
+        return
+    sizes = [size for size in _powers(_LARGEST_MICRO_BATCH) if _divides(config, plan, size)]
+    roomy: set[int] = set()
+    for sharding in shardings:
+        wanted = [size for size in sizes if size not in roomy]
+        if wanted:
+            choice = dataclasses.replace(layout, sharding=sharding)
+            known = (first, plan) if choice == layout else None
+            roomy |= _try_batches(found, config, choice, wanted, gpu, implementation, find_problems, known)
+
+
+def _has_room(
+    found: Search, config: RunConfig, layout: Choice, sharding: str, gpu: Gpu, implementation: Implementation
+) -> bool:
+    """Return whether what a sharding holds between steps fits, or note that it does not."""
+    choice, usable = dataclasses.replace(layout, sharding=sharding), usable_bytes(gpu)
+    states = _states(found, lambda: Plan.of(choice.apply(config)), choice, implementation)
+    least = max(state.total for state in states) + HOPPER_MACHINES.held_bytes
+    if least > usable:
+        reason = f"weights, gradients and optimizer alone need {least // _MIB} of {usable // _MIB} MiB"
+        found.dropped.append(Dropped(choice, "oom", reason))
+    return least <= usable
+
+
+def _states(
+    found: Search, make_plan: Callable[[], Plan], choice: Choice, implementation: Implementation
+) -> Sequence[StageState]:
+    """Return what the stages hold between steps; ranks with the same weights share it whichever axis they are of."""
+    key = (
+        *(choice.tp, choice.pp, choice.ep, choice.chunks, choice.counts_ends, choice.split),
+        *(choice.sharding, choice.precision, choice.schedule),
+    )
+    if key not in found.states:
+        plan = make_plan()
+        stages = range(plan.parallel_sizes.pp)
+        found.states[key] = [stage_state(plan, stage, implementation) for stage in stages]
+    return found.states[key]
+
+
+def _layers(found: Search, plan: Plan, choice: Choice, implementation: Implementation) -> Sequence[LayerBytes]:
+    """Return what each layer keeps of a micro-batch, whichever stage it is on and whatever is sharded."""
+    key = choice.tp, choice.cp, choice.ep, choice.precision, choice.recompute, choice.micro_batch_size
+    if key not in found.layers:
+        found.layers[key] = layer_bytes(plan, implementation.saved)
+    return found.layers[key]
+
+
+def _try_batches(
+    found: Search,
+    config: RunConfig,
+    layout: Choice,
+    sizes: Iterable[int],
+    gpu: Gpu,
+    implementation: Implementation,
+    find_problems: FindProblems,
+    known: tuple[RunConfig, Plan] | None,
+) -> set[int]:
+    """Try a layout and a sharding with micro-batch sizes, each with the least recompute that fits and may be.
+
+    ``known`` are the choice's own configuration and plan, where they were made and found without problems already.
+    Returns the sizes that need no recompute.
+    """
+    first = known[0] if known else layout.apply(config)
+    plan, roomy = known[1] if known else Plan.of(first), set[int]()
+    problems_of_first = _no_problems if known else _asked_once(find_problems, first)
+    states = _states(found, lambda: plan, layout, implementation)
+    # Configurations are many fields: one is made for each way to recompute, and not for each size.
+    of_recompute = {RECOMPUTES[0]: (first, plan, problems_of_first)}
+    for size in sizes:
+        fits = None
+        for recompute in RECOMPUTES:
+            choice = dataclasses.replace(layout, micro_batch_size=size, recompute=recompute)
+            if fits is not None:
+                found.dropped.append(Dropped(choice, "slower", f"recompute {fits} fits already"))
+                continue
+            if recompute not in of_recompute:
+                applied = choice.apply(config)
+                once = _asked_once(find_problems, applied)
+                of_recompute[recompute] = applied, Plan.of(applied, plan.stage_layout), once
+            applied, of_size, problems = of_recompute[recompute]
+            of_size = dataclasses.replace(of_size, micro_batch_size=size)
+            if _try_choice(found, applied, of_size, choice, gpu, implementation, states, problems):
+                fits = recompute
+        if fits is None:
+            break
+        if fits == RECOMPUTES[0]:
+            roomy.add(size)
+    return roomy
+
+
+def _no_problems() -> Sequence[str]:
+    return ()
+
+
+def _asked_once(find_problems: FindProblems, config: RunConfig) -> Callable[[], Sequence[str]]:
+    """Return a function that checks a configuration when it is first called, and remembers the answer."""
+    return functools.cache(lambda: find_problems(config))
+
+
+def _try_choice(
+    found: Search,
+    config: RunConfig,
+    plan: Plan,
+    choice: Choice,
+    gpu: Gpu,
+    implementation: Implementation,
+    states: Sequence[StageState],
+    problems: Callable[[], Sequence[str]],
+) -> bool:
+    """Predict one choice, whose plan this is, and return whether it fits and may be run.
+
+    Of the configuration the size is left; ``problems`` are what the run's own checks find in it.
+    """
+    found.num_predicted += 1
+    # The first stage has the most in flight: most choices that do not fit are seen there.
+    layers = _layers(found, plan, choice, implementation)
+    first = stage_memory(plan, 0, implementation, states[0], layers).total + HOPPER_MACHINES.held_bytes
+    usable = usable_bytes(gpu)
+    if first > usable:
+        reason = f"stage 0 needs {first // _MIB} of {usable // _MIB} MiB"
+        found.dropped.append(Dropped(choice, "oom", reason))
+        return False
+    # Between the second stage and the last, layers are as many and less is in flight.
+    looked_at = sorted({0, min(1, choice.pp - 1), choice.pp - 1, *_uneven_stages(plan, choice)})
+    prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at, layers=layers)
+    if prediction.time is None or prediction.used_bytes is None:
+        kind = "oom" if prediction.outcome == "oom" else "refused"
+        found.dropped.append(Dropped(choice, kind, prediction.reason or prediction.outcome))
+        return False
+    if prediction.reason is not None:
+        found.dropped.append(Dropped(choice, "at the limit", prediction.reason))
+        return False
+    # What does not fit need not be checked, which takes longer.
+    if problems():
+        found.dropped.append(Dropped(choice, "refused", "; ".join(problems())))
+        return False
+    seconds, flops = prediction.time.total, step_flops(plan)
+    peak = gpu.float8_flops if choice.precision == "fp8" else gpu.half_flops
+    found.candidates.append(
+        Candidate(
+            choice=choice,
+            config=choice.with_micro_batch(config),
+            prediction=prediction,
+            seconds=seconds,
+            tokens_per_second=plan.global_batch_size * plan.seq_length / seconds,
+            mfu=flops / seconds / config.world_size / peak,
+            margin_bytes=usable - prediction.used_bytes,
+        )
+    )
+    return True
+
+
+def _uneven_stages(plan: Plan, choice: Choice) -> Iterator[int]:
+    """Yield the stages between that can be the fullest: the first with more layers, and what defers most."""
+    if choice.schedule == ZERO_BUBBLE:
+        yield max(0, choice.pp - 2)
+    if choice.split:
+        layers = [
+            sum(len(chunk.layer_numbers) for chunk in plan.stage_layout.chunks(stage)) for stage in range(choice.pp)
+        ]
+        yield from (layers.index(count) for count in set(layers))
+
+
+def _divides(config: RunConfig, plan: Plan, size: int) -> bool:
+    return config.training.global_batch_size % (size * plan.parallel_sizes.dp) == 0
+
+
+def _powers(most: int) -> list[int]:
+    return [2**number for number in range(most.bit_length())]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]

@@ -1,0 +1,258 @@
+"""Run a training step of any rank of any layout on a simulated GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.errors import ConfigurationError
+from megatron.core.models.model import Model
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.process_group import Group
+from megatron.core.timers import Timer, Timers
+from megatron.planner.gpu import Gpu
+from megatron.planner.simulation.balanced_experts import BalancedExperts
+from megatron.planner.simulation.device import PretendedDevice
+from megatron.planner.simulation.fake_world import (
+    followed_storages,
+    simulated_world,
+    with_triton,
+    without_driver,
+    without_triton,
+)
+from megatron.planner.simulation.flops import NO_FLOPS, ModelFlops, check_flops, count_flops, needed_flops
+from megatron.planner.simulation.host_copies import RecordedCopies
+from megatron.planner.simulation.links import observed_links
+from megatron.planner.simulation.operators import CudaOperators
+from megatron.planner.simulation.recorder import Recorder
+from megatron.planner.simulation.step_record import StepRecord
+from megatron.training.config.run_config import RunConfig
+from megatron.training.data.batch_source import BatchSource
+from megatron.training.faults.fault_guard import FaultGuard
+from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
+from megatron.training.process.initialize import Runtime, make_runtime
+from megatron.training.train_state import TrainState
+from megatron.training.training_step import ForwardStep, TrainingStep
+
+_GPUS_A_MACHINE = 8
+_PHASE_OF_TIMER: Mapping[str, str] = {
+    "forward-backward": "backward",
+    "batch-generator": "batch",
+    "forward-compute": "forward",
+    "all-grads-sync": "reduction",
+    "optimizer": "optimizer",
+}
+"""The step's own timers say which part of it runs; what is left of the schedule is the backward pass."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Hold what was recorded of one rank, and what the rank is.
+
+    ``model_flops`` is a step's work for one rank of all, recomputation left out, and ``num_microbatches`` how often its
+    forward and backward passes run. ``start_peak_bytes`` is the most memory that was live before the first step.
+    ``needed_flops`` are what this rank's own layers need.
+    """
+
+    record: StepRecord
+    rank: int
+    world_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    is_half: bool
+    num_parameters: int
+    num_layers: int
+    num_microbatches: int
+    num_chunks: int
+    model_flops: float
+    start_peak_bytes: int = 0
+    needed_flops: ModelFlops = NO_FLOPS
+
+
+def dry_run(
+    config: RunConfig,
+    rank: int,
+    gpu: Gpu,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    *,
+    num_steps: int = 2,
+    has_triton: bool = True,
+) -> DryRun:
+    """Run steps of one rank and return the record of the last.
+
+    The vocabulary's size is that of the configuration's model. No other process, no memory of a device and no data are
+    needed: communication succeeds at once, and the samples are empty. An operation on tensors of different devices
+    raises. ``has_triton`` says whether the machine that is pretended has Triton, and FlexAttention with it.
+
+    Raises:
+        ConfigurationError: it has, and this machine has not; or torch is a CUDA build and there is no GPU.
+        RuntimeError: the kernels compute less than the closed form of the model.
+    """
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"torch {torch.__version__} is a CUDA build and finds no GPU, without which its backward passes do not run "
+            "even on tensors without values; install torch's CPU build, or use a node with a GPU"
+        )
+    recorder = Recorder()
+    # The samples are read in this thread: another one would know nothing of fake tensors.
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=0))
+    if config.model.tp_comm_overlap_impl == "symmetric-memory":
+        # Its operators pipeline as the ring does, which fake tensors can go round.
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, tp_comm_overlap_impl="ring"))
+    device = PretendedDevice(
+        "cuda",
+        gpu=gpu,
+        on_wait=recorder.wait,
+        copies=RecordedCopies(recorder),
+        count_live_bytes=lambda: recorder.memory.num_bytes,
+    )
+    with (
+        simulated_world(rank, config.world_size),
+        without_driver(gpu),
+        followed_storages(recorder),
+        observed_links(recorder),
+        with_triton(recorder, _second_document(config.data.seq_length)) if has_triton else without_triton(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+        CudaOperators(recorder, gpu.capability),
+        BalancedExperts(config.model, recorder.wait).taking_calls() if config.model.num_experts else nullcontext(),
+    ):
+        runtime = make_runtime(config, device, observer=recorder.communicate)
+        recorder.is_crossing_machines = _machine_crossings(runtime.state)
+        recorder.axes_of_ranks = {group.ranks: group.axes for group in _groups(runtime.state)}
+        parts = build_training_parts(config, runtime, _without_values(model_provider), log=lambda line: None)
+        _name_memory(recorder, config, parts)
+        start_peak_bytes = recorder.record.peak_bytes
+        open_source = partial(_source, config, runtime)
+        guard = FaultGuard.without_run(config, runtime, parts, forward_step, open_source)
+        step = TrainingStep(config, runtime, parts, forward_step, _PhaseTimers(recorder), guard=guard)
+        source = open_source()
+        batch_size, train_state = config.training.global_batch_size, TrainState()
+        with closing(source):
+            for _ in range(num_steps):
+                recorder.phase = "begin"
+                recorder.start()
+                step.run(train_state, source, batch_size, None)
+    model = parts.chunks[0].config
+    needed = needed_flops(config, runtime.state.pp.rank)
+    check_flops(count_flops(recorder.record.operations), needed)
+    return DryRun(
+        record=recorder.record,
+        rank=rank,
+        world_size=config.world_size,
+        pipeline_rank=runtime.state.pp.rank,
+        pipeline_size=runtime.state.pp.size,
+        is_half=config.model.params_dtype in ("float16", "bfloat16"),
+        num_parameters=sum(parameter.numel() for chunk in parts.chunks for parameter in chunk.parameters()),
+        num_layers=sum(len(chunk.layer_numbers) for chunk in config.stage_layout.chunks(runtime.state.pp.rank)),
+        num_microbatches=batch_size // (config.training.micro_batch_size * config.data_parallel_size),
+        num_chunks=len(parts.chunks),
+        model_flops=3.0 * model.forward_flops_per_sequence(config.data.seq_length) * batch_size / config.world_size,
+        start_peak_bytes=start_peak_bytes,
+        needed_flops=needed,
+    )
+
+
+def _source(config: RunConfig, runtime: Runtime) -> BatchSource:
+    """Return a source of batches of empty samples."""
+    return BatchSource(_EmptySamples(config), config, runtime, config.model.vocab_size, 0)
+
+
+def _without_values(model_provider: ModelProvider) -> ModelProvider:
+    """Return a provider of models whose parameters have no initial values: drawing them takes minutes."""
+
+    def provide(config: RunConfig, runtime: Runtime, contents: StageContents) -> Model:
+        seedless = dataclasses.replace(config.initialization, seed=cast(int, None))
+        return model_provider(dataclasses.replace(config, initialization=seedless), runtime, contents)
+
+    return provide
+
+
+def _second_document(length: int) -> int:
+    """Return where the second document of an empty sample begins."""
+    return length // 2
+
+
+def _machine_crossings(state: ParallelState) -> dict[tuple[str, ...], bool]:
+    """Return by axes which groups of this rank leave a machine of eight GPUs."""
+    return {group.axes: len({rank // _GPUS_A_MACHINE for rank in group.ranks}) > 1 for group in _groups(state)}
+
+
+def _groups(state: ParallelState) -> tuple[Group, ...]:
+    """Return a rank's groups, the smaller ones last."""
+    cut = {id(group): group for group in (state.expert_dp, state.dp_cp)}.values()
+    instances = [level for group in cut for level in group.levels or ()]
+    levels = state.cp.levels or ()
+    slices = state.world, state.model_parallel, state.dp_cp, state.embedding, state.tp, state.cp, state.dp, state.pp
+    return *instances, state.expert_model, state.expert_dp, *slices, *levels
+
+
+def _name_memory(recorder: Recorder, config: RunConfig, parts: TrainingParts) -> None:
+    """Say what the memory is for that stays from step to step."""
+    width = config.model.padded_vocab_size // config.model.tensor_model_parallel_size
+    num_dummies = config.model.padded_vocab_size - config.model.vocab_size
+    recorder.memory.logits_widths = range(width - num_dummies, width + 1)
+    recorder.memory.assign(parts.optimizer.held_tensors(), "optimizer")
+    recorder.memory.assign((part.values for chunk in parts.ddp_chunks for part in chunk.parts), "weights")
+    recorder.memory.assign((parameter for chunk in parts.chunks for parameter in chunk.parameters()), "weights")
+
+
+class _PhaseTimers(Timers):
+    """Tell the recorder which part of the step runs; measure nothing."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __call__(self, name: str, log_level: int = 0) -> Timer:
+        """Return what sets the phase while the timed part runs."""
+        phase = _PHASE_OF_TIMER.get(name)
+        return super().__call__(name, log_level) if phase is None else _PhaseTimer(name, phase, self._recorder)
+
+
+class _PhaseTimer(Timer):
+    def __init__(self, name: str, phase: str, recorder: Recorder) -> None:
+        super().__init__(name, lambda: None, lambda: None, lambda: 0.0, is_active=False)
+        self._phase = phase
+        self._recorder = recorder
+        self._outer = ""
+
+    def start(self, barrier: bool = False) -> None:
+        self._outer = self._recorder.phase
+        self._recorder.phase = self._phase
+
+    def stop(self, barrier: bool = False) -> None:
+        self._recorder.phase = "end" if self._phase == "optimizer" else self._outer
+
+
+class _EmptySamples:
+    """Give samples of token 0; where documents are packed, two in each."""
+
+    def __init__(self, config: RunConfig) -> None:
+        length = config.data.seq_length
+        zeros, positions = np.zeros(length, dtype=np.int64), np.arange(length)
+        second = _second_document(length)
+        is_second = positions >= second
+        self._sample: GPTSample = {"tokens": zeros, "labels": zeros, "loss_mask": np.ones(length, dtype=np.float32)}
+        if config.data.reset_position_ids:
+            self._sample["position_ids"] = np.where(is_second, positions - second, positions)
+        if config.data.reset_attention_mask:
+            self._sample["document_ids"] = is_second.astype(np.int64)
+
+    def read_microbatches(
+        self, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+    ) -> Iterator[Sequence[GPTSample]]:
+        """Yield micro-batches without end."""
+        while True:
+            yield [self._sample] * micro_batch_size

@@ -1,0 +1,78 @@
+"""A world without GPUs: processes that do not exist, a driver that is not there, and storages that are followed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.core.kernels import attention_choice
+from megatron.planner.gpu import Gpu
+from megatron.planner.simulation.flex_attention import PretendedFlexAttention
+from megatron.planner.simulation.recorder import Recorder
+from megatron.planner.simulation.triton import recorded_programs
+
+
+@contextmanager
+def simulated_world(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world of processes that do not exist."""
+    if world_size == 1:
+        yield
+        return
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    # Torch would name the rank before every line of an error from now on, and once more for each world.
+    sys.excepthook = hook
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def with_triton(recorder: Recorder, second_document: int) -> Iterator[None]:
+    """Have Triton, and FlexAttention with it."""
+    with recorded_programs(recorder), PretendedFlexAttention(recorder, second_document).taking_calls():
+        yield
+
+
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """Have neither: tensors without values go to torch, but FlexAttention would be compiled where it is installed."""
+    with patch.object(attention_choice, "load_flex_attention", lambda: None):
+        yield
+
+
+@contextmanager
+def without_driver(gpu: Gpu) -> Iterator[None]:
+    """Answer what torch's own code asks of a driver or of the bytes of a message: fake tensors have none."""
+    with (
+        patch.object(torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
+        patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
+        patch.object(dist, "all_gather_object", _gather_own_object),
+    ):
+        yield
+
+
+@contextmanager
+def followed_storages(recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder of storages that are given another size, which is no operation: so weights come and go."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        result = resize(storage, num_bytes)
+        recorder.resized(storage)
+        return result
+
+    with patch.object(torch.UntypedStorage, "resize_", resize_and_tell):
+        yield
+
+
+def _gather_own_object(values: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
+    values[:] = [value] * len(values)

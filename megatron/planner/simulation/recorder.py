@@ -1,0 +1,347 @@
+"""Record what a step asks of the device, operation by operation, while none of it is computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from megatron.core.process_group import CollectiveCall
+from megatron.planner.simulation.gemms import Gemm, gemm_of, is_uncounted
+from megatron.planner.simulation.live_memory import HOLDERS, LiveMemory
+from megatron.planner.simulation.step_record import (
+    TO_DEVICE,
+    TO_HOST,
+    Communication,
+    HostCopy,
+    HostWait,
+    LinkEvent,
+    Operation,
+    StepRecord,
+    Transfer,
+)
+
+_RECOMPUTATION = torch.utils.checkpoint.__file__
+_PROJECT = Path(__file__).resolve().parents[3]
+# Not the whole folder: an environment may lie in it.
+_NAMED = (f"{_PROJECT / 'megatron'}/", str(_PROJECT / "pretrain_gpt.py"))
+# Nor what makes copies for others.
+_PASSED_OVER = (str(Path(__file__).resolve().parents[1]), str(_PROJECT / "megatron/core/host_memory"))
+_VIEWS = frozenset(
+    (
+        *(
+            "view",
+            "_unsafe_view",
+            "t",
+            "transpose",
+            "permute",
+            "slice",
+            "select",
+            "split",
+            "split_with_sizes",
+            "unbind",
+        ),
+        *("expand", "detach", "alias", "squeeze", "unsqueeze", "as_strided", "narrow", "chunk", "unfold", "movedim"),
+        *("lift_fresh", "diagonal", "_reshape_alias", "view_as_real", "is_same_size", "record_stream"),
+    )
+)
+_ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "set_", "resize_")
+_IN_PLACE = ("_fused_sgd_",)
+"""Operations that change their arguments only, for which torch has no form without values."""
+_OVERWRITE = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "_foreach_copy_")
+"""Operations that do not read what they write over; of the last one, CopyFunctor in ATen's ForeachBinaryOpList.cu."""
+_CROSSING = ("_to_copy", "copy_")
+_HEADS_BEHIND = "_flash_attention_"
+"""Kernels that take ``[b, s, heads, d]``, where all others of attention take ``[b, heads, s, d]``."""
+_INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keep a record of the operations on fake CUDA tensors; operations of the CPU alone are computed.
+
+    A value that the host asks of the device is 1. ``phase`` is set from outside as the step goes on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record = StepRecord()
+        self.memory = LiveMemory()
+        self.phase = "begin"
+        self.is_crossing_machines: dict[tuple[str, ...], bool] = {}
+        self.axes_of_ranks: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._where_of_node: dict[int, str] = {}
+        self._last_listing: FrameType | None = None
+        self._announced: Communication | None = None
+        self._under_way: dict[int, tuple[Any, Transfer]] = {}
+
+    def start(self) -> None:
+        """Forget what was recorded; what is live stays, and what is under way."""
+        carried = [transfer for _, transfer in self._under_way.values()]
+        events = [LinkEvent(self.phase, 0, each, is_wait=False) for each in carried]
+        self.record = StepRecord(link_events=events, num_carried=len(events))
+        self._note_memory(is_peak=True)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has been given another size."""
+        if self.memory.resized(storage):
+            self._note_memory()
+
+    def wait(self, what: str, where: str | None = None) -> None:
+        """Note that the host waits."""
+        self.record.waits.append(HostWait(self.phase, where or self._where(), what))
+
+    def communicate(self, call: CollectiveCall) -> None:
+        """Note a communication; to be given to the groups as their observer."""
+        crosses = self.is_crossing_machines.get(call.axes, False)
+        self._announced = Communication(self.phase, self._where(), call, crosses)
+        self.record.communications.append(self._announced)
+
+    def begin_transfer(self, work: Any) -> None:
+        """Note that the communication that was told of last is under way; ``work`` is what waits for it."""
+        if self._announced is None or work is None:
+            return
+        self._begin(work, self._announced)
+        self._announced = None
+
+    def begin_copy(self, work: Any, direction: str, num_bytes: int) -> None:
+        """Note that a copy to the host or from it is under way; ``work`` is what waits for it."""
+        copy = HostCopy(self.phase, self._where(), direction, num_bytes)
+        self.record.host_copies.append(copy)
+        self._begin(work, copy)
+
+    def end_transfer(self, work: Any) -> None:
+        """Note that what is launched from here on waits for a communication or a copy; the host does not."""
+        _, transfer = self._under_way.pop(id(work), (None, None))
+        if transfer is not None:
+            self._note_link(transfer, is_wait=True)
+
+    def launch(
+        self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], flops: float | None = 0.0
+    ) -> None:
+        """Note a kernel that a CUDA build has and this one has not; ``flops`` are None where they are not known."""
+        num_bytes = sum(map(_spanned_bytes, (*read, *written)))
+        work = _Work(flops or 0.0, is_uncounted=flops is None)
+        self._note(name, [*read, *written], num_bytes, work, self._named_after_forward(self._where()))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation without values, and note it."""
+        kwargs = kwargs or {}
+        namespace, name = func._schema.name.split("::")
+        # Operations are many: nothing more is asked of those of which there is nothing to note.
+        with torch._C.DisableTorchFunction():
+            if (namespace == "prim" or name in _VIEWS) and args and isinstance(args[0], FakeTensor):
+                return func(*args, **kwargs)
+            return self._run(func, namespace, name, args, kwargs)
+
+    def _result(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what an operation gives, without values."""
+        if func._overloadname == "dtype_out":
+            # torch 2.11 has no such overload of a product for tensors without values: it takes the dtype for a factor.
+            return kwargs["out"]
+        return None if name in _IN_PLACE else func(*args, **kwargs)
+
+    def _run(self, func: Any, namespace: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        is_on_host = not any(isinstance(tensor, FakeTensor) for tensor in given)
+        if is_on_host and namespace != "c10d" and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if name == "_local_scalar_dense":
+            self._note_value()
+            return 1.0 if given[0].dtype.is_floating_point else 1
+        result = self._result(func, name, args, kwargs)
+        returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        where = self._where()
+        is_new = [self.memory.see(tensor, self.phase, where) for tensor in returned]
+        if any(is_new):
+            self._note_memory()
+        if namespace == "c10d":
+            return result
+        devices = {tensor.device.type for tensor in (*given, *returned)}
+        if name in _CROSSING and len(devices) > 1:
+            target = returned[0]
+            copy = HostCopy(self.phase, where, TO_DEVICE if target.is_cuda else TO_HOST, target.nbytes)
+            self.record.host_copies.append(copy)
+            # It stands among the kernels.
+            self._note_link(copy, is_wait=False)
+            self._note_link(copy, is_wait=True)
+            is_async = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
+            if not is_async:
+                ends = f"{given[-1].device.type} to {returned[0].device.type}"
+                self.wait(f"copy from {ends}", where)
+        if name in _INDEXING and any(tensor.dtype is torch.bool and tensor.is_cuda for tensor in given[1:]):
+            self.wait("index by a mask", where)
+        if "cuda" not in devices or name in _ALLOCATIONS:
+            return result
+        cuda = [tensor for tensor in given if tensor.device.type == "cuda"]
+        made = [tensor for tensor in returned if tensor.device.type == "cuda"]
+        num_bytes = _moved_bytes(func, name, args, kwargs, cuda, made)
+        work = _work(func, args, kwargs, result)
+        if work.flops:
+            # A result that is written over is no operand, and may be wider than those.
+            given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if name.startswith(_HEADS_BEHIND):
+            given = [tensor.transpose(1, 2) for tensor in given if tensor.dim() == 4]
+        name = name if namespace == "aten" else f"{namespace}::{name}"
+        self._note(name, given or made, num_bytes, work, self._named_after_forward(where))
+        return result
+
+    def _note(self, name: str, tensors: Sequence[torch.Tensor], num_bytes: int, work: _Work, where: str) -> None:
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors[:4])
+        # Of a sum that is wider than the product that is added to it, the product's.
+        sizes = [tensor.element_size() for tensor in tensors[:4] if tensor.dtype.is_floating_point]
+        itemsize = min(sizes, default=tensors[0].element_size() if tensors else 1)
+        is_recomputed = work.flops > 0.0 and _is_recomputed()
+        self.record.operations.append(
+            Operation(
+                *(self.phase, name, where, shapes, itemsize, num_bytes, work.flops, work.gemm),
+                is_recomputed=is_recomputed,
+                is_uncounted=work.is_uncounted,
+            )
+        )
+
+    def _begin(self, work: Any, transfer: Transfer) -> None:
+        self._under_way[id(work)] = work, transfer
+        self._note_link(transfer, is_wait=False)
+
+    def _note_link(self, transfer: Transfer, *, is_wait: bool) -> None:
+        self.record.link_events.append(LinkEvent(self.phase, len(self.record.operations), transfer, is_wait))
+
+    def _note_value(self) -> None:
+        """Note that the host reads a value; all values of one ``tolist`` come in one copy."""
+        frame: FrameType | None = sys._getframe(2)
+        listing = None
+        while frame is not None and listing is None:
+            listing = frame if frame.f_code.co_name == "tolist" else None
+            frame = frame.f_back
+        if listing is None or listing is not self._last_listing:
+            self.wait("value read")
+        self._last_listing = listing
+
+    def _note_memory(self, is_peak: bool = False) -> None:
+        by_holder = tuple(self.memory.bytes_by_holder)
+        self.record.memory.append((len(self.record.operations), by_holder))
+        if is_peak or sum(by_holder) > self.record.peak_bytes:
+            self.record.peak_bytes = sum(by_holder)
+            self.record.peak_holders = dict(zip(HOLDERS, by_holder))
+            self.record.peak_phase = self.phase
+
+    def _where(self) -> str:
+        """Return the line of this project that runs, or nothing within autograd's own operations."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if path.startswith(_NAMED) and not path.startswith(_PASSED_OVER):
+                return f"{Path(path).relative_to(_PROJECT).as_posix()}:{frame.f_lineno}"
+            if frame.f_code.co_name == "_engine_run_backward":
+                return ""
+            frame = frame.f_back
+        return ""
+
+    def _named_after_forward(self, where: str) -> str:
+        """Return where an operation comes from; that of a gradient is the line of its forward pass."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            self._where_of_node[torch._C._autograd._get_sequence_nr()] = where
+            return where
+        number = node._sequence_nr()
+        known = self._where_of_node.get(number) or self._where_of_node.get(number + 1)
+        return where or f"gradient of {known or node.name()}"
+
+
+def _spanned_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor covers, each element of an expanded one once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        count *= size if stride else 1
+    return count * tensor.element_size()
+
+
+def _moved_bytes(
+    func: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: Sequence[torch.Tensor],
+    returned: Sequence[torch.Tensor],
+) -> int:
+    """Return the bytes that an operation reads and writes at least."""
+    values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    if name in ("index_add_", "index_add"):
+        return 3 * _spanned_bytes(values["source"])
+    if name in ("index_put_", "_index_put_impl_") and values.get("accumulate"):
+        # The rows that indices name, and no others: indexing_backward_kernel in ATen's Indexing.cu.
+        return 3 * _spanned_bytes(values["values"])
+    if name == "embedding":
+        return 2 * _spanned_bytes(returned[0])
+    if name in ("gather", "scatter_", "scatter_add_"):
+        return int(3 * values["index"].numel() * values["self"].element_size())
+    changed = {
+        id(tensor)
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tree_leaves(values.get(argument.name))
+        if isinstance(tensor, torch.Tensor)
+    }
+    times = 1 if name in _OVERWRITE or "out" in func._overloadname else 2
+    total = sum(_spanned_bytes(tensor) * (times if id(tensor) in changed else 1) for tensor in given)
+    total += sum(_spanned_bytes(tensor) for tensor in returned if id(tensor) not in changed)
+    # A wide row does not stay in a multiprocessor: it is read for its maximum, for the sum, and for the result.
+    return total + (2 * _spanned_bytes(given[0]) if name in ("softmax", "_softmax") else 0)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Hold what an operation computes beside what it reads and writes."""
+
+    flops: float = 0.0
+    gemm: Gemm | None = None
+    is_uncounted: bool = False
+
+
+def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Work:
+    values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    if (gemm := gemm_of(func, values)) is not None:
+        return _Work(gemm.flops, gemm)
+    if func._overloadpacket not in flop_registry:
+        return _Work(is_uncounted=is_uncounted(func))
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith(_HEADS_BEHIND):
+        return _Work(_flash_flops(name, values))
+    flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+    return _Work(flops / 2 if values.get("is_causal") else flops)
+
+
+def _is_recomputed() -> bool:
+    """Return whether activation recomputation runs within the backward pass."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        if frame.f_code.co_filename == _RECOMPUTATION and frame.f_code.co_name == "unpack_hook":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _flash_flops(name: str, values: dict[str, Any]) -> float:
+    """Return what torch's own flash kernel computes of the pairs of a query and a key that it may look at."""
+    batch, num_queries, heads, width = values["query"].shape
+    num_keys = values["key"].shape[1]
+    pairs: float = num_queries * num_keys
+    if values["is_causal"]:
+        window = values.get("window_size_left", -1)
+        widest = num_keys if window < 0 else window + 1
+        pairs = sum(min(widest, num_keys - num_queries + 1 + place) for place in range(num_queries))
+    num_products = 5 if name.endswith("backward") else 2
+    return float(2 * num_products * pairs * batch * heads * width)

@@ -1,0 +1,107 @@
+"""Triton's programs on a simulated GPU: a launch is a kernel, and its source says what it reads and writes."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron.core.kernels import triton_choice
+from megatron.planner.simulation.program_reader import ReadProgram, readable_programs
+from megatron.planner.simulation.recorder import Recorder
+
+_DOTS = ("tl.dot", "tl.dot_scaled")
+
+
+@contextmanager
+def recorded_programs(recorder: Recorder) -> Iterator[None]:
+    """Let Triton take tensors without values, and note each launch in place of it.
+
+    A tensor counts once where a program loads from it, and once where it stores to it, however often it does. Without
+    the package the programs are read by a substitute for it.
+    """
+
+    def launch(program: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        given = dict(zip(program.arg_names, arguments)) | constants
+        loaded, stored = (_tensors(given, names) for names in _accesses(program))
+        name = f"{program.__module__.rpartition('.')[2]}.{program.__name__}"
+        recorder.launch(name, loaded, stored, None if _multiplies(program) else 0.0)
+
+    program_type = _program_type()
+    with (
+        nullcontext() if program_type is not None else readable_programs(),
+        patch.object(program_type or ReadProgram, "run", launch),
+        patch.object(triton_choice, "has_readable_memory", lambda x: True),
+        patch.object(triton_choice, "triton_works", lambda: True),
+    ):
+        yield
+
+
+def has_triton_package() -> bool:
+    """Return whether Triton is installed here."""
+    return _program_type() is not None
+
+
+def _program_type() -> type | None:
+    """Return the type of Triton's programs; None without the package."""
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        return None
+    found: type = JITFunction
+    return found
+
+
+def _tensors(given: dict[str, Any], names: frozenset[str]) -> list[torch.Tensor]:
+    """Return the tensors that go by these names, each once."""
+    tensors = (given.get(name) for name in sorted(names))
+    return list({id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor)}.values())
+
+
+@functools.cache
+def _accesses(program: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the parameters of a program from which it, or a function that it calls, loads and to which it stores."""
+    tree = ast.parse(program.src)
+    pointers = {name: {name} for name in program.arg_names}
+    loaded: set[str] = set()
+    stored: set[str] = set()
+
+    def names_in(expression: ast.expr) -> set[str]:
+        return {
+            name for node in ast.walk(expression) if isinstance(node, ast.Name) for name in pointers.get(node.id, ())
+        }
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and not _is_loaded(node.value):
+            pointers.setdefault(node.targets[0].id, set()).update(names_in(node.value))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        callee = ast.unparse(node.func)
+        if callee in ("tl.load", "tl.store"):
+            (loaded if callee == "tl.load" else stored).update(names_in(node.args[0]))
+        elif hasattr(helper := program.fn.__globals__.get(callee), "arg_names"):
+            given = dict(zip(helper.arg_names, node.args)) | {
+                each.arg: each.value for each in node.keywords if each.arg
+            }
+            for names, inner in zip((loaded, stored), _accesses(helper)):
+                names.update(name for parameter in inner for name in names_in(given[parameter]))
+    return frozenset(loaded), frozenset(stored)
+
+
+@functools.cache
+def _multiplies(program: Any) -> bool:
+    """Return whether a program, or a function that it calls, multiplies matrices."""
+    callees = {ast.unparse(node.func) for node in ast.walk(ast.parse(program.src)) if isinstance(node, ast.Call)}
+    helpers = (program.fn.__globals__.get(callee) for callee in callees)
+    return not callees.isdisjoint(_DOTS) or any(_multiplies(helper) for helper in helpers if hasattr(helper, "src"))
+
+
+def _is_loaded(expression: ast.expr) -> bool:
+    """Return whether an expression is made of what was loaded: then it is a number, and points nowhere."""
+    return any(isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load" for node in ast.walk(expression))

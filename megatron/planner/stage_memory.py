@@ -1,0 +1,257 @@
+"""The memory of a pipeline stage by part, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.distributed.param_layout import ParamLayout, plan_buckets
+from megatron.core.model_parallel_config import ELEMENT_BYTES
+from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters, gathered_units
+from megatron.core.optimizer.state_memory import state_bytes
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.planner.activation_memory import (
+    LayerBytes,
+    activation_parts,
+    in_backward_passes,
+    kept_of_chunks,
+    layer_bytes,
+)
+from megatron.planner.deferred_products import deferred_products
+from megatron.planner.expert_time import expert_layer
+from megatron.planner.implementations import Implementation
+from megatron.planner.layer_kinds import layer_numbers
+from megatron.planner.layer_work import join_product, layer_products, score_elements
+from megatron.planner.plan import Plan
+from megatron.planner.weight_gathers import WholeWeights, whole_weights
+
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+"""Parts of a stage's memory in the order in which they are shown."""
+_FLOAT8_COPIES = 2
+"""A weight's fp8 copy and its transpose."""
+_NONE_WHOLE = WholeWeights()
+_SCORES_AT_WORK = 3
+"""Tensors of scores in the backward pass of one layer's attention."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Hold the bytes of a rank of one stage at the fullest moment of a step, and how many parameters it has.
+
+    ``buffers`` are there for a moment: what is computed again, gradients on their way, scores at work.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """Return all parts together."""
+        return sum(int(getattr(self, name)) for name in MEMORY_PARTS)
+
+
+@dataclass(frozen=True)
+class StageState:
+    """Hold what a rank of a stage has between steps: it follows from the layout, not from batches or recompute.
+
+    Frozen parameters have weights, and neither gradients nor state. ``gradient_pool`` is the memory of full buckets,
+    through which gradients go that are sharded, ``gathered_bytes`` what trained weights are where they are gathered.
+    ``whole`` are the bytes of weights that are there whole where weights are sharded. Of ``gathered_bytes`` and
+    ``gradients`` the experts' part is named too: other ranks share it.
+    """
+
+    parameters: int
+    gathered_bytes: int
+    weights: int
+    gradients: int
+    gradient_pool: int
+    optimizer: int
+    whole: WholeWeights = _NONE_WHOLE
+    expert_gathered_bytes: int = 0
+    expert_gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return all bytes together, with the least that is there of whole weights."""
+        pools = self.gradient_pool + self.whole.rest + self.whole.layers
+        return self.weights + self.gradients + self.optimizer + pools
+
+
+def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
+    """Return what a stage's ranks hold between steps."""
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    parameters = [(chunk, chunk_parameters(model, chunk)) for chunk in chunks]
+    grid = plan.parallel_sizes
+    rest = _trained_state(plan, parameters, implementation, grid.num_replicas, of_experts=False)
+    experts = _trained_state(plan, parameters, implementation, grid.num_expert_replicas, of_experts=True)
+    element = ELEMENT_BYTES[model.params_dtype]
+    num_frozen = sum(each.size for _, several in parameters for each in several if not each.is_trained)
+    weights = num_frozen * element + rest.weights + experts.weights
+    shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(grid.num_replicas)
+    if implementation.caches_float8_weights and model.fp8_format is not None and not shards_weights:
+        numbers = [number for chunk in chunks for number in layer_numbers(model, chunk)]
+        own = [number for number in numbers if model.is_in_float8(number, model.num_layers)]
+        copied = sum(_float8_weights(plan, has_experts=model.moe_layers[model.kind_of(number)]) for number in own)
+        copied += sum(number >= model.num_layers for number in own) * join_product(model).size
+        weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
+    return StageState(
+        parameters=rest.parameters + experts.parameters + num_frozen,
+        gathered_bytes=rest.gathered_bytes + experts.gathered_bytes,
+        weights=weights,
+        gradients=rest.gradients + experts.gradients,
+        gradient_pool=rest.gradient_pool + experts.gradient_pool,
+        optimizer=rest.optimizer + experts.optimizer,
+        whole=rest.whole.beside(experts.whole),
+        expert_gathered_bytes=experts.gathered_bytes,
+        expert_gradients=experts.gradients,
+    )
+
+
+def _trained_state(
+    plan: Plan,
+    parameters: Sequence[tuple[StageContents, Sequence[ChunkParameter]]],
+    implementation: Implementation,
+    replicas: int,
+    *,
+    of_experts: bool,
+) -> StageState:
+    """Return what a stage holds between steps of the trained parameters that so many ranks have alike."""
+    shards = plan.ddp.num_shards(replicas)
+    num_trained = num_elements = pool = gathered = 0
+    whole = WholeWeights()
+    element = ELEMENT_BYTES[plan.model.params_dtype]
+    shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(replicas)
+    for chunk, several in parameters:
+        labels = gathered_units(plan.model, chunk) if shards_weights else [0] * len(several)
+        chosen = [
+            (parameter, label)
+            for parameter, label in zip(several, labels, strict=True)
+            if parameter.is_trained and parameter.is_expert == of_experts
+        ]
+        if not chosen:
+            continue
+        trained, units = [parameter for parameter, _ in chosen], [label for _, label in chosen]
+        sizes = [parameter.size for parameter in trained]
+        tied = [index for index, parameter in enumerate(trained) if parameter.is_tied]
+        num_trained += sum(sizes)
+        gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
+        layout = plan_buckets(sizes, tied, plan.ddp, replicas, units if shards_weights else ())
+        whole = whole.after(whole_weights(units, layout)) if shards_weights else whole
+        num_elements += layout.num_elements
+        # Gradients of experts are not put off.
+        several_passes = [] if of_experts else trained
+        pool += _pooled_elements(layout, plan, several_passes, has_shared=not of_experts and _shares_ends(plan, chunk))
+    is_sharded = plan.ddp.shards_over(replicas)
+    gradient = _gradient_bytes(plan, implementation)
+    shards_gradients = plan.ddp.shards_gradients and is_sharded
+    state = num_trained // (shards if is_sharded else 1)
+    return StageState(
+        parameters=num_trained,
+        gathered_bytes=gathered,
+        # Weights that are gathered lie in a flat buffer, with its padding.
+        weights=(num_elements if is_sharded else num_trained) * element // (shards if shards_weights else 1),
+        gradients=num_elements * gradient // (shards if shards_gradients else 1),
+        gradient_pool=pool * gradient if shards_gradients else 0,
+        optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
+        whole=whole.times(element),
+    )
+
+
+def stage_memory(
+    plan: Plan,
+    stage: int,
+    implementation: Implementation,
+    state: StageState | None = None,
+    layers: Sequence[LayerBytes] | None = None,
+) -> StageMemory:
+    """Return the memory of a stage's ranks.
+
+    ``state`` is what `stage_state` returned for a plan of the same layout, ``layers`` what `layer_bytes` did for this
+    one, where they are known already.
+    """
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    state = state or stage_state(plan, stage, implementation)
+    element = ELEMENT_BYTES[model.params_dtype]
+    layers = layers or layer_bytes(plan, implementation.saved)
+    kept, ends = activation_parts(plan, stage, layers)
+    deferred = deferred_products(plan, stage, layers)
+    logits = plan.num_logits * (element + implementation.wide_logit_bytes) if chunks[-1].has_loss else 0
+    # The operands of a layer that is computed again are among what it is computed to.
+    of_layers = (
+        max(0, more - deferred.of_layer) + element * _feed_forward_gradients(plan, has_experts=has_experts)
+        for has_experts, more in in_backward_passes(plan, stage, layers).items()
+    )
+    again = max(of_layers, default=0)
+    if not implementation.has_flash_attention:
+        scores = score_elements(model, plan.seq_length, plan.micro_batch_size)
+        again += _SCORES_AT_WORK * element * scores
+    if chunks[-1].has_loss and model.sequence_parallel:
+        ends += element * plan.num_predictions * model.hidden_size  # the output layer's input, gathered
+    if chunks[-1].has_loss and not implementation.fuses_weight_gradients and not model.lora_rank:
+        ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
+    # The logits have gone when the first layer's backward pass begins, unless the output layer's weight waits.
+    logits *= max(1, deferred.num_outputs)
+    again -= 0 if deferred.num_outputs else logits
+    # Whole weights and what is at work: at the loss, in a layer's backward pass, and before a pass has kept anything.
+    whole = state.whole
+    at_begin = min(kept, kept_of_chunks(plan, stage, layers)[0]) + logits if whole.first else 0
+    moments = ((0, ends), (whole.layers, again), (max(0, whole.first - at_begin), 0))
+    gathered, at_work = max(moments, key=sum)
+    # What is there in place of logits that have gone is no more than these were.
+    gathered, at_work = gathered + min(0, at_work), max(0, at_work)
+    return StageMemory(
+        parameters=state.parameters,
+        weights=state.weights + whole.rest + gathered,
+        gradients=state.gradients + state.gradient_pool,
+        optimizer=state.optimizer,
+        activations=kept,
+        logits=logits,
+        buffers=at_work + deferred.num_bytes,
+    )
+
+
+def _float8_weights(plan: Plan, *, has_experts: bool) -> int:
+    """Return how many weights of a layer are multiplied in fp8 on a rank."""
+    model = plan.model
+    experts = expert_layer(plan).num_weights if has_experts else 0
+    return experts + sum(product.size for product in layer_products(model, has_experts=has_experts))
+
+
+def _pooled_elements(layout: ParamLayout, plan: Plan, parameters: Sequence[ChunkParameter], *, has_shared: bool) -> int:
+    """Return the elements of full buckets that a chunk keeps where its gradients are sharded.
+
+    One is filled while another is reduced. That of weights that embedding and output layer share is open all the while.
+    So is each bucket of which some of these ``parameters`` have their gradients now and others' weights are put off.
+    """
+    most = max((bucket.num_elements for bucket in layout.buckets), default=0)
+    num_open = int(has_shared)
+    if parameters and (plan.pipeline_schedule == "zero-bubble" or plan.model.delay_wgrad_compute):
+        num_open = sum(any(not parameters[slot.index].is_matrix for slot in each.slots) for each in layout.buckets)
+    return most * min(len(layout.buckets), (2 if plan.ddp.overlap_grad_reduce else 1) + num_open)
+
+
+def _shares_ends(plan: Plan, chunk: StageContents) -> bool:
+    # The embedding of further tokens has its gradient long before its turn.
+    is_tied, has_further = not plan.model.untie_embeddings_and_output_weights, plan.model.num_further_tokens > 0
+    return chunk.has_loss and (has_further or (chunk.has_embedding and is_tied))
+
+
+def _feed_forward_gradients(plan: Plan, *, has_experts: bool) -> int:
+    """Return the numbers at work in a feed-forward's backward pass: gradients of its output, its middle, its gates."""
+    model, at_work = plan.model, plan.num_rows * plan.model.hidden_size
+    if has_experts:
+        return at_work + expert_layer(plan).at_work
+    return at_work + plan.num_tokens * model.ffn_hidden_size // model.tensor_model_parallel_size * (2 + model.is_gated)
+
+
+def _gradient_bytes(plan: Plan, implementation: Implementation) -> int:
+    if plan.model.params_dtype == "float16":
+        return implementation.half_gradient_bytes
+    if implementation.reduces_in_half:
+        return ELEMENT_BYTES[plan.model.params_dtype]
+    return ELEMENT_BYTES[plan.ddp.grad_dtype(plan.model.params_dtype)]

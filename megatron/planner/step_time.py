@@ -1,0 +1,144 @@
+"""How long a training step takes, by part: the slowest stage's micro-batches, the bubble, and what comes at the end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.core.model_parallel_config import ELEMENT_BYTES
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import Durations, simulate
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.planner.activation_memory import LayerBytes
+from megatron.planner.gpu import Gpu
+from megatron.planner.implementations import Implementation
+from megatron.planner.layer_kinds import LayerKind, layer_kinds, layer_numbers
+from megatron.planner.layer_time import MEMORY_SHARE, LayerTime, layer_time, output_layer_time
+from megatron.planner.links import Links
+from megatron.planner.plan import Plan
+from megatron.planner.replica_time import EXCHANGE_SHARE, exposed_replica_seconds
+from megatron.planner.stage_memory import StageState
+
+_UPDATE_BYTES = 30
+"""Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
+_SIMULATED_ROUNDS = 2
+"""Rounds of micro-batches after which one more takes every stage as long as the slowest."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Hold the seconds of a step by part; ``slowest_stage`` is one micro-batch there.
+
+    ``layer`` is in fp8 where any layers are; the first and the last ones that are not take their own time.
+    ``exposed_data_parallel`` is what gradients and parameters travel while nothing is computed.
+    """
+
+    layer: LayerTime
+    output_layer: float
+    slowest_stage: float
+    busy: float
+    bubble: float
+    neighbours: float
+    exposed_data_parallel: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        """Return all parts together."""
+        return self.busy + self.bubble + self.neighbours + self.exposed_data_parallel + self.update
+
+
+def step_time(
+    plan: Plan, gpu: Gpu, implementation: Implementation, stages: Sequence[StageState], kept: Sequence[LayerBytes]
+) -> StepTime:
+    """Return the time of a training step.
+
+    ``stages`` are what every stage holds between steps, and ``kept`` what `layer_bytes` returned.
+    """
+    kinds = layer_kinds(plan.model, plan.seq_length)
+    layers = {
+        kind: layer_time(plan, gpu, implementation, layer, kind) for kind, layer in dict(zip(kinds, kept)).items()
+    }
+    output = output_layer_time(plan, gpu)
+    chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
+    seconds = [
+        sum(_chunk(plan, kinds, layers, chunk) + output * chunk.has_loss for chunk in chunks) for chunks in chunks_of
+    ]
+    slowest, pp = max(seconds), len(seconds)
+    num_layers = {len(layer_numbers(plan.model, chunk)) for chunks in chunks_of for chunk in chunks}
+    if plan.pipeline_schedule == "zero-bubble" or (plan.pipeline_schedule == "1f1b" and len(num_layers) > 1):
+        bubble = _simulated_bubble(plan, kinds, layers, seconds, output)
+    else:
+        bubble = (pp - 1) / plan.stage_layout.num_chunks * sum(seconds) / pp
+    message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
+    num_chunks = plan.stage_layout.num_chunks
+    is_exposed = implementation.waits_for_neighbours and num_chunks == 1
+    shown = 1.0 if is_exposed else num_chunks * EXCHANGE_SHARE
+    links = Links(gpu, plan.parallel_sizes)
+    return StepTime(
+        layer=layers[max(kind for kind in layers if not kind.is_further)],
+        output_layer=output,
+        slowest_stage=slowest,
+        busy=plan.num_microbatches * slowest,
+        bubble=bubble,
+        neighbours=plan.num_microbatches * links.pipeline_seconds(message) * shown,
+        exposed_data_parallel=max(exposed_replica_seconds(plan, links, stage, slowest) for stage in stages),
+        update=max(stage.optimizer for stage in stages) / 12 * _UPDATE_BYTES / (gpu.memory_bandwidth * MEMORY_SHARE),
+    )
+
+
+def _simulated_bubble(
+    plan: Plan,
+    kinds: Sequence[LayerKind],
+    layers: Mapping[LayerKind, LayerTime],
+    seconds: Sequence[float],
+    output: float,
+) -> float:
+    """Return what a step with one chunk a rank takes beyond the slowest stage's passes, by its list of actions.
+
+    ``seconds`` are of one micro-batch on each stage. The output layer's passes are taken to be equally long.
+    """
+    durations = []
+    for stage, total in enumerate(seconds):
+        (chunk,) = plan.stage_layout.chunks(stage)
+        own = [layers[kinds[number]] for number in layer_numbers(plan.model, chunk)]
+        at_end = output / 3 * chunk.has_loss
+        forward = sum(layer.forward for layer in own) + at_end
+        weight = sum(layer.weight_gradients for layer in own) + at_end * (not plan.model.lora_rank)
+        inputs = max(0.0, total - forward - weight)
+        durations.append(
+            Durations(forward=forward, backward=inputs + weight, backward_input=inputs, backward_weight=weight)
+        )
+    some = min(plan.num_microbatches, _SIMULATED_ROUNDS * len(seconds))
+    return _makespan(plan.pipeline_schedule, some, tuple(durations)) - some * max(seconds)
+
+
+# A search asks again for layouts that differ in what their ranks share alone: context parallelism and micro-batches.
+@functools.lru_cache(maxsize=1024)
+def _makespan(schedule: str, num_microbatches: int, durations: tuple[Durations, ...]) -> float:
+    return simulate(build_schedule(schedule, len(durations), num_microbatches), 1, durations).makespan
+
+
+def _chunk(
+    plan: Plan, kinds: Sequence[LayerKind], layers: Mapping[LayerKind, LayerTime], chunk: StageContents
+) -> float:
+    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only.
+
+    Layers that predict further tokens are behind them, computed again whichever are, and never offloaded.
+    """
+    model, numbers = plan.model, chunk.layer_numbers
+    again = offloaded = len(numbers)
+    if model.recompute_granularity == "full" and model.recompute_method == "block":
+        again = min(again, model.recompute_num_layers or 1)
+    if model.cpu_offloading:
+        offloaded = min(offloaded, model.num_offloaded_layers)
+    seconds = 0.0
+    for kind, layer in layers.items():
+        places = [place for place, number in enumerate(numbers) if kinds[number] == kind]
+        seconds += len(places) * layer.total
+        seconds -= sum(place >= again for place in places) * layer.again
+        seconds -= sum(place >= offloaded for place in places) * layer.offload
+    for number in layer_numbers(model, chunk)[len(numbers) :]:
+        seconds += layers[kinds[number]].total - layers[kinds[number]].offload
+    return seconds

@@ -1,0 +1,161 @@
+"""What the closed forms say of a stage beside a dry run of its first rank: parameters, memory, and what is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.planner.closed_forms import step_traffic
+from megatron.planner.gpu import Gpu
+from megatron.planner.implementations import OURS
+from megatron.planner.plan import Plan
+from megatron.planner.stage_memory import MEMORY_PARTS, StageMemory, stage_memory
+from megatron.training.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.planner.simulation.step_record import StepRecord
+    from megatron.training.model_setup import ModelProvider
+    from megatron.training.training_step import ForwardStep
+from megatron.verification.traffic import Traffic, Volume
+
+CLOSE = 0.03
+"""A dry run's peak of memory may be so far from the closed forms', as a part of it."""
+_BLOCKS = 8 * 2**20
+"""Blocks in which memory is given make up that much in the smallest models."""
+_ROUNDS = 2
+"""Rounds of micro-batches after which no more of them are in flight."""
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class VerifiedStage:
+    """Hold both accounts of a rank: ``planned`` of the whole step, the dry run of its first micro-batches.
+
+    ``unlike`` are communications whose number or bytes are not the same, by operation and axes, planned and seen.
+    """
+
+    stage: int
+    rank: int
+    num_microbatches: int
+    num_run: int
+    planned: StageMemory
+    parameters: int
+    peak_bytes: int
+    holders: dict[str, int]
+    num_communications: int
+    unlike: tuple[tuple[str, Volume, Volume], ...]
+
+    @property
+    def memory_error(self) -> float:
+        """Return how far the planned memory is from the dry run's peak, as a part of it."""
+        return self.planned.total / self.peak_bytes - 1.0
+
+    @property
+    def agrees(self) -> bool:
+        """Return whether both say the same."""
+        is_close = abs(self.planned.total - self.peak_bytes) <= max(_BLOCKS, CLOSE * self.peak_bytes)
+        return self.parameters == self.planned.parameters and is_close and not self.unlike
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was compared, and each difference."""
+        some = "" if self.num_run == self.num_microbatches else f" of {self.num_microbatches}"
+        yield (
+            f"stage {self.stage} (rank {self.rank}, {self.num_run}{some} micro-batches): "
+            f"{'as planned' if self.agrees else 'NOT as planned'}"
+        )
+        same = "" if self.parameters == self.planned.parameters else f", planned were {self.planned.parameters}"
+        yield f"  {self.parameters} parameters{same}"
+        parts = ", ".join(
+            f"{name} {self.holders.get(name, 0) // _MIB} ({getattr(self.planned, name) // _MIB})"
+            for name in MEMORY_PARTS
+        )
+        yield (
+            f"  peak {self.peak_bytes // _MIB} MiB, planned {self.planned.total // _MIB} "
+            f"({100 * self.memory_error:+.2f} %); at the peak, planned in brackets: {parts}"
+        )
+        if not self.unlike:
+            yield f"  {self.num_communications} communications, number and bytes as planned"
+        for name, planned, seen in self.unlike:
+            yield (
+                f"  {name}: {seen.num_calls} times, {seen.num_bytes} bytes; planned {planned.num_calls} times, "
+                f"{planned.num_bytes} bytes"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON-ready values; memory is in bytes."""
+        return dataclasses.asdict(self) | {"agrees": self.agrees, "memory_error": self.memory_error}
+
+
+def stages_to_verify(config: RunConfig) -> list[int]:
+    """Return the first stage, the last one, and the fullest."""
+    plan, pp = Plan.of(config), config.parallel_sizes.pp
+    fullest = max(range(pp), key=lambda stage: stage_memory(plan, stage, OURS).total)
+    return sorted({0, fullest, pp - 1})
+
+
+def verify_stage(
+    config: RunConfig, stage: int, gpu: Gpu, model_provider: ModelProvider, forward_step: ForwardStep
+) -> VerifiedStage:
+    """Run a step of a stage's first rank on a simulated GPU, beside what is planned of it.
+
+    Of many micro-batches the first are run, after which the schedule only repeats itself.
+    """
+    from megatron.planner.simulation.dry_run import dry_run
+
+    sizes = config.parallel_sizes
+    rank = stage * (sizes.world_size // sizes.pp)
+    shorter = _with_fewer_microbatches(config)
+    record = dry_run(shorter, rank, gpu, model_provider, forward_step, num_steps=_num_steps(config))
+    planned, seen = step_traffic(shorter, rank), _traffic(record.record)
+    unlike = [
+        (f"{key[0]} over {'-'.join(key[1])}", planned.get(key, Volume(0, 0)), seen.get(key, Volume(0, 0)))
+        for key in sorted({*planned, *seen})
+        if planned.get(key) != seen.get(key)
+    ]
+    return VerifiedStage(
+        stage=stage,
+        rank=rank,
+        num_microbatches=Plan.of(config).num_microbatches,
+        num_run=record.num_microbatches,
+        planned=stage_memory(Plan.of(config), stage, OURS),
+        parameters=record.num_parameters,
+        peak_bytes=record.record.peak_bytes,
+        holders=dict(record.record.peak_holders),
+        num_communications=sum(volume.num_calls for volume in seen.values()),
+        unlike=tuple(unlike),
+    )
+
+
+def _with_fewer_microbatches(config: RunConfig) -> RunConfig:
+    """Return the configuration with as many micro-batches as fill the pipeline and empty it again."""
+    plan = Plan.of(config)
+    round_size = max(config.model.microbatch_group_size_per_virtual_pipeline_stage or 0, plan.parallel_sizes.pp)
+    few = min(plan.num_microbatches, _ROUNDS * round_size + plan.num_microbatches % round_size)
+    batch = few * plan.micro_batch_size * plan.parallel_sizes.dp
+    training = dataclasses.replace(
+        config.training,
+        global_batch_size=batch,
+        rampup_batch_size=(),
+        step_batch_size_schedule=None,
+        batch_size_steps=(),
+    )
+    return dataclasses.replace(config, training=training)
+
+
+def _num_steps(config: RunConfig) -> int:
+    """Return after how many steps every further one is the same: scales that earlier steps give need one more."""
+    is_delayed = config.model.fp8_format is not None and config.model.fp8_recipe == "delayed"
+    return 2 if is_delayed else 1
+
+
+def _traffic(record: StepRecord) -> Traffic:
+    """Return what was sent; what another rank sends is counted there."""
+    seen: Traffic = {}
+    for each in record.communications:
+        if each.call.operation == "receive":
+            continue
+        key = each.call.operation, each.call.axes
+        seen[key] = seen.get(key, Volume(0, 0)) + Volume(1, each.call.num_bytes)
+    return seen

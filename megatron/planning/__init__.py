@@ -1,1 +1,0 @@
-"""What a configuration costs, in closed forms, before anything runs."""

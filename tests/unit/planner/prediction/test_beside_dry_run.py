@@ -1,0 +1,68 @@
+"""The peak of memory that the closed forms give, beside that of a dry run on a pretended H100."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import pytest
+
+from benchmarks.planner.beside_dry_run import SHARDED, TWO_CHUNKS, ZERO_BUBBLE, LayoutCase, layout_cases
+from megatron.planner.implementations import OURS
+from megatron.planner.plan import Plan
+from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.stage_memory import stage_memory
+from tests.harness.dry_runs import DryRunCase, run_dry_runs
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this")
+
+
+@pytest.mark.long
+def test_operands_of_late_weight_gradients_and_pools_of_full_buckets_are_counted() -> None:
+    wanted = ZERO_BUBBLE, (*TWO_CHUNKS, *SHARDED)
+    several = [
+        case
+        for more in wanted
+        for case in layout_cases()
+        if case.name.startswith("8B tp 2 pp 2") and case.flags[-len(more) :] == more
+    ]
+    assert len(several) == len(wanted)
+    assert_close([LayoutCase(case.name, case.flags, case.world_size, case.stages[-1:]) for case in several])
+
+
+@pytest.mark.long
+def test_experts_tokens_are_counted_where_they_are_sorted_and_sent() -> None:
+    several = [case for case in layout_cases() if case.name.startswith("MoE tp 2") and "moe-layer-freq" in case.name]
+    assert len(several) == 1
+    assert_close(several)
+
+
+@pytest.mark.long
+def test_peaks_of_all_layouts_are_within_three_hundredths() -> None:
+    several = list(layout_cases())
+    assert len({case.name for case in several}) >= 30
+    assert_close(several)
+
+
+def assert_close(several: Iterable[LayoutCase]) -> None:
+    runs = {f"{case.name}, stage {stage}": (case, stage) for case in several for stage in case.stages}
+    cases = [
+        DryRunCase(name, case.flags, case.world_size, stage * case.world_size // pipeline_size(case))
+        for name, (case, stage) in runs.items()
+    ]
+    results = run_dry_runs(cases)
+    assert {name: result.error for name, result in results.items() if result.error} == {}
+    ratios = {name: planned(*run) / results[name].report["peak_bytes"] for name, run in runs.items()}
+    assert far(ratios) == {}
+
+
+def far(ratios: Mapping[str, float]) -> dict[str, float]:
+    return {name: ratio for name, ratio in ratios.items() if not math.isclose(ratio, 1.0, rel_tol=0.03)}
+
+
+def pipeline_size(case: LayoutCase) -> int:
+    return case.config().parallel_sizes.pp
+
+
+def planned(case: LayoutCase, stage: int) -> int:
+    return stage_memory(Plan.of(case.config()), stage, OURS).total
