@@ -58,7 +58,7 @@ class TrainingConfig(Config, role="run"):
     enable_cuda_graph: bool = False
     """Same as --cuda-graph-impl local."""
     cuda_graph_warmup_steps: int = flag(3, bounds=POSITIVE, where=("cuda_graph_impl", "local"))
-    """Iterations without graphs before they are recorded."""
+    """Iterations without graphs before they are recorded, at least 2 with --fp8-recipe delayed."""
     manual_gc: bool = False
     """Run Python's garbage collector only at fixed iterations, so that all ranks stop together."""
     manual_gc_interval: int = flag(0, bounds=NOT_NEGATIVE, needs="manual_gc")
