@@ -7,7 +7,8 @@ import pytest
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.model_setup import graph_warmup_steps
 
-FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 64 --seq-length 16 --max-position-embeddings 16
+FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 64 --seq-length 16
+    --max-position-embeddings 16
     --tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 1 --train-iters 9 --lr 1e-3
     --mock-data --cuda-graph-impl local --attention-dropout 0 --bf16"""
 
