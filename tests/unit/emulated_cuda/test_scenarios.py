@@ -137,20 +137,27 @@ def test_the_norm_of_parameters_waits_for_their_gather(servers: Servers) -> None
     [
         ("--bf16", 1),
         ("--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
-        ("--cuda-graph-impl local --cuda-graph-warmup-steps 1 --train-iters 4", 1),
+        ("--cuda-graph-impl local --cuda-graph-warmup-steps 1", 1),
         ("--tensor-model-parallel-size 2 --sequence-parallel --bf16 --fp8-format hybrid --fp8-recipe delayed", 2),
         ("--pipeline-model-parallel-size 2 --bf16", 2),
     ],
 )
-def test_the_host_waits_as_often_with_more_layers_and_micro_batches(servers: Servers, flags: str, ranks: int) -> None:
-    waits = []
+def test_the_host_waits_as_often_in_a_step_of_more_layers_and_micro_batches(
+    servers: Servers, flags: str, ranks: int
+) -> None:
+    of_a_step = []
     for more in ("--num-layers 2 --global-batch-size 4", "--num-layers 4 --global-batch-size 8"):
-        scenario = training("waits", f"{flags} {more}", ranks)
-        result = servers.of(scenario).run(scenario)
-        assert result.fault == ""
-        waits.append(result.host_waits)
-    assert len(waits[0]) == ranks
-    assert waits[0] == waits[1]
+        waits = []
+        for num_steps in (4, 5):
+            scenario = training("waits", f"{flags} {more} --train-iters {num_steps}", ranks)
+            result = servers.of(scenario).run(scenario)
+            assert result.fault == ""
+            assert len(result.host_waits) == ranks
+            assert result.devices == tuple((rank,) for rank in range(ranks))
+            waits.append(result.host_waits)
+        of_a_step.append([after - before for before, after in zip(*waits)])
+    assert of_a_step[0] == of_a_step[1]
+    assert min(of_a_step[0]) > 0
 
 
 def test_metrics_that_differ_are_shown() -> None:
