@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.pipeline_parallel.in_flight import first_actions, most_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def offloaded_bytes(config: RunConfig) -> int:
         first = [StageContents(chunk.layer_numbers[: model.num_offloaded_layers]) for chunk in chunks]
         weights = sum(parameter.size for chunk in first for parameter in chunk_parameters(model, chunk))
         weights *= ELEMENT_BYTES[model.params_dtype] * model.cpu_offloading_weights
-        kept = [_kept_by(config, chunk) for chunk in first] if model.cpu_offloading_activations else [0]
-        most = max(most, weights + max(kept) * passes_in_flight(config, stage))
+        kept = [_kept_by(config, chunk) * model.cpu_offloading_activations for chunk in first]
+        most = max(most, weights + most_of_chunks(config, stage, kept))
     return most
 
 
@@ -55,8 +56,8 @@ def least_offloaded_bytes(config: RunConfig) -> int:
     length = (model.recompute_num_layers or 1) if is_uniform else 1
     for stage in range(model.pipeline_model_parallel_size if model.cpu_offloading_activations else 0):
         numbers = (chunk.layer_numbers[: model.num_offloaded_layers] for chunk in config.stage_layout.chunks(stage))
-        inputs = max(math.ceil(len(first) / length) for first in numbers)
-        most = max(most, inputs * passes_in_flight(config, stage))
+        inputs = [math.ceil(len(first) / length) for first in numbers]
+        most = max(most, most_of_chunks(config, stage, inputs))
     return most * _input_bytes(model, tokens_of_rank(config))
 
 
@@ -71,7 +72,7 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
     chunks, tokens = config.stage_layout.chunks(stage), tokens_of_rank(config)
     offloaded = model.num_offloaded_layers if model.cpu_offloading_activations else 0
     own = [StageContents(chunk.layer_numbers[offloaded:]) for chunk in chunks]
-    waiting = max(_kept_by(config, chunk) for chunk in own) * passes_in_flight(config, stage)
+    waiting = most_of_chunks(config, stage, [_kept_by(config, chunk) for chunk in own])
     layers = [saved_layer_bytes(model, tokens, number) for chunk in chunks for number in chunk.layer_numbers]
     again = (model.recompute_num_layers or 1) if model.recompute_granularity is not None else 0
     working, loss = max(again, 1) * max(layers, default=0), 0
@@ -88,12 +89,15 @@ def tokens_of_rank(config: RunConfig) -> int:
     return config.data.seq_length // config.model.context_parallel_size * config.training.micro_batch_size
 
 
-def passes_in_flight(config: RunConfig, stage: int) -> int:
-    """Return how many forward passes of a stage's chunks wait for their backward passes at once, at most."""
-    sizes, chunks = config.parallel_sizes, config.stage_layout.num_chunks
-    passes = config.training.global_batch_size // (config.training.micro_batch_size * sizes.dp) * chunks
-    ahead = sizes.pp - stage - 1
-    return min(passes, 1 + ahead if chunks == 1 else 1 + 2 * ahead + (chunks - 1) * sizes.pp)
+def most_of_chunks(config: RunConfig, stage: int, sizes: Sequence[int]) -> int:
+    """Return the most that a stage's passes in flight keep at once, if those of its chunks keep ``sizes``."""
+    model, parallel, layout = config.model, config.parallel_sizes, config.stage_layout
+    num_microbatches = config.training.global_batch_size // (config.training.micro_batch_size * parallel.dp)
+    group_size = model.microbatch_group_size_per_virtual_pipeline_stage
+    actions = first_actions(
+        config.pipeline_schedule, parallel.pp, stage, num_microbatches, layout.num_chunks, group_size
+    )
+    return most_in_flight(actions, sizes)
 
 
 def _kept_by(config: RunConfig, chunk: StageContents) -> int:
