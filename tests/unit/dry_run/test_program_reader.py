@@ -32,7 +32,7 @@ def test_a_program_that_cannot_be_imported_leaves_the_others_as_they_were(monkey
             raise ImportError(name)
         return imported(name)
 
-    monkeypatch.setattr(program_reader.importlib, "import_module", import_all_but_the_last)
+    monkeypatch.setattr("megatron.planner.simulation.program_reader.importlib.import_module", import_all_but_the_last)
     with pytest.raises(ImportError, match=NAMES[-1]), program_reader.readable_programs():
         raise AssertionError("the programs are not readable")
     assert loaded() == before
