@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.model_parallel_config import ELEMENT_BYTES
-from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.pipeline_parallel.action import Pass
+from megatron.core.pipeline_parallel.in_flight import most_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.expert_layer import ExpertLayer
@@ -162,19 +161,6 @@ def _gathered(config: TransformerConfig, layer_number: int) -> int:
     return config.context_parallel_size - 1 if is_gathered and "core_attn" not in config.recomputed_modules else 0
 
 
-def offloaded_bytes(config: RunConfig) -> int:
-    """Return the most that a rank leaves in the machine's memory: weights, and activations of what is in flight."""
-    model, most = config.model, 0
-    plan = Plan.of(config)
-    layers = layer_bytes(plan)
-    for stage in range(model.pipeline_model_parallel_size):
-        chunks = config.stage_layout.chunks(stage)
-        weights = sum(_weights_by_chunk(model, chunk) for chunk in chunks) if model.cpu_offloading_weights else 0
-        sizes = [_kept_by(model, _of(layers, chunk)[: _num_offloaded(model, chunk)]) for chunk in chunks]
-        most = max(most, weights + _most_in_flight(plan, stage, sizes))
-    return most
-
-
 def activation_bytes(config: RunConfig, rank: int) -> int:
     """Return the bytes of activations on a rank's device at the fullest moment of a training step.
 
@@ -278,19 +264,7 @@ def _most_in_flight(plan: Plan, stage: int, sizes: Sequence[int]) -> int:
     """Return the most of a stage's passes that wait for their backward passes, where those of its chunks have sizes."""
     if len(set(sizes)) == 1:
         return sizes[0] * plan.most_passes_in_flight(stage)
-    in_flight = most = 0
-    for kind, _, chunk in plan.warm_up_actions(stage):
-        if kind is Pass.FORWARD:
-            in_flight += sizes[chunk]
-            most = max(most, in_flight)
-        elif kind is not Pass.BACKWARD_WEIGHT:
-            in_flight -= sizes[chunk]
-    return most
-
-
-def _weights_by_chunk(model: GPTConfig, chunk: StageContents) -> int:
-    layers = StageContents(layer_numbers=chunk.layer_numbers[: model.num_offloaded_layers])
-    return sum(parameter.size for parameter in chunk_parameters(model, layers)) * ELEMENT_BYTES[model.params_dtype]
+    return most_in_flight(plan.warm_up_actions(stage), sizes)
 
 
 def _num_offloaded(model: GPTConfig, chunk: StageContents) -> int:

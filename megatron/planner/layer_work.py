@@ -82,12 +82,12 @@ def adapter_products(model: GPTConfig, *, has_experts: bool = False) -> list[Pro
     for name in model.adapted_parts:
         is_of_feed_forward = name in ("linear_fc1", "linear_fc2")
         if width or not is_of_feed_forward:
-            products += [Product(rank, size // rank) for size, _ in adapter_parameters(model, name, width)]
+            products += [Product(rank, size // rank) for size in adapter_parameters(model, name, width)]
         if has_experts and is_of_feed_forward:
             num_local = (model.num_experts or 0) // sizes.ep
             share = model.moe_router_topk * sizes.expert_tp / sizes.tp
             of_experts = expert_adapter_parameters(model, name)
-            products += [Product(rank, size // num_local // rank, share=share) for size, _ in of_experts]
+            products += [Product(rank, size // num_local // rank, share=share) for size in of_experts]
     return products
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_sizes import ParallelSizes
-from megatron.core.pipeline_parallel.action import Action, Pass
-from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.action import Action
+from megatron.core.pipeline_parallel.in_flight import first_actions, most_passes_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageLayout
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
-
-_ROUNDS, _MOST_ROUNDS = 3, 64
-"""After so many micro-batches for each stage a schedule only repeats itself, where rounds are equal and where not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,40 +74,14 @@ class Plan:
 
     def warm_up_actions(self, stage: int) -> Sequence[Action]:
         """Return a stage's actions of one step; of many rounds of micro-batches only the first."""
-        return _actions(*self._cut_schedule(stage))
+        return first_actions(*self._schedule(stage))
 
     def most_passes_in_flight(self, stage: int) -> int:
         """Return the most passes of a stage's chunks that wait for their backward passes at once."""
-        return _most_passes(*self._cut_schedule(stage))
+        return most_passes_in_flight(*self._schedule(stage))
 
-    def _cut_schedule(self, stage: int) -> _Schedule:
-        pp, layout, group = self.parallel_sizes.pp, self.stage_layout, self._group_size
-        round_size, num_microbatches = max(group or 0, pp), self.num_microbatches
-        if num_microbatches % round_size == 0:
-            num_microbatches = min(num_microbatches, _ROUNDS * round_size)
-        elif num_microbatches > _MOST_ROUNDS * round_size:
-            num_microbatches = _MOST_ROUNDS * round_size + num_microbatches % round_size
-        return self.pipeline_schedule, pp, stage, num_microbatches, layout.num_chunks, group
-
-    @property
-    def _group_size(self) -> int | None:
-        return self.model.microbatch_group_size_per_virtual_pipeline_stage
-
-
-_Schedule = tuple[str, int, int, int, int, int | None]
-"""Name, pipeline size, stage, micro-batches, chunks, and group size of interleaved chunks."""
-
-
-# A search asks for the same lists thousands of times.
-@functools.lru_cache(maxsize=1024)
-def _actions(name: str, *schedule: Any) -> Sequence[Action]:
-    return SCHEDULES[name](*schedule)
-
-
-@functools.lru_cache(maxsize=1024)
-def _most_passes(*schedule: Any) -> int:
-    in_flight = most = 0
-    for kind, _, _ in _actions(*schedule):
-        in_flight += (kind is Pass.FORWARD) - (kind in (Pass.BACKWARD, Pass.BACKWARD_INPUT))
-        most = max(most, in_flight)
-    return most
+    def _schedule(self, stage: int) -> tuple[str, int, int, int, int, int | None]:
+        """Return what a stage's pipeline schedule depends on, as `first_actions` takes it."""
+        group_size = self.model.microbatch_group_size_per_virtual_pipeline_stage
+        pp, num_chunks = self.parallel_sizes.pp, self.stage_layout.num_chunks
+        return self.pipeline_schedule, pp, stage, self.num_microbatches, num_chunks, group_size

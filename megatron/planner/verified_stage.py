@@ -13,12 +13,12 @@ from megatron.planner.implementations import OURS
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import MEMORY_PARTS, StageMemory, stage_memory
 from megatron.training.config.run_config import RunConfig
+from megatron.verification.traffic import Traffic, Volume
 
 if TYPE_CHECKING:
     from megatron.planner.simulation.step_record import StepRecord
     from megatron.training.model_setup import ModelProvider
     from megatron.training.training_step import ForwardStep
-from megatron.verification.traffic import Traffic, Volume
 
 CLOSE = 0.03
 """A dry run's peak of memory may be so far from the closed forms', as a part of it."""

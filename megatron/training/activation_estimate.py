@@ -1,8 +1,8 @@
-"""An estimate of the activations that a rank keeps, before anything runs: what each matrix of a layer reads and writes.
+"""An estimate of the activations that a rank keeps, before anything runs: saved by layers and passes in flight.
 
-The matrices are those of the model that the code builds on the meta device. Inputs and outputs of the linear layers are
-what a layer with fused norms, attention and activations saves, but for a few numbers per token. The estimate decides
-how much to offload. The planner measures saved tensors instead.
+What a layer saves is read from the matrices of the model that the code builds on the meta device
+(`saved_activations`), how many passes are in flight from the pipeline schedule's order. The estimate decides how much
+to offload. The planner measures saved tensors instead.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.core.model_parallel_config import ELEMENT_BYTES
-from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
+from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.pipeline_parallel.in_flight import first_actions, most_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.training.saved_activations import hidden_bytes, saved_layer_bytes
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
 
 
-def saved_layer_bytes(model: GPTConfig, tokens: int, number: int) -> int:
-    """Return what a layer keeps of a micro-batch of so many tokens of the tensor-parallel group, without recompute."""
-    return _saved_bytes(model, tokens, chunk_parameters(model, StageContents((number,))))
-
-
 def kept_layer_bytes(model: GPTConfig, tokens: int, number: int, place: int) -> int:
-    """Return what a layer keeps with the recompute that is configured; ``place`` counts the layers of its chunk."""
+    """Return what a layer keeps with the recompute that is configured; ``place`` counts the layers of its chunk.
+
+    A layer of a multi-token prediction (MTP) module is alone, with place 0.
+    """
     if model.recompute_granularity != "full":
-        return saved_layer_bytes(model, tokens, number)
+        return saved_layer_bytes(model, tokens, number, model.recomputed_modules)
     length = model.recompute_num_layers or 1
+    if number >= model.num_layers:
+        # The states before it and the embedded tokens.
+        return 2 * _input_bytes(model, tokens)
     if model.recompute_method == "block":
         return _input_bytes(model, tokens) if place < length else saved_layer_bytes(model, tokens, number)
     return _input_bytes(model, tokens) if place % length == 0 else 0
@@ -43,8 +46,8 @@ def offloaded_bytes(config: RunConfig) -> int:
         first = [StageContents(chunk.layer_numbers[: model.num_offloaded_layers]) for chunk in chunks]
         weights = sum(parameter.size for chunk in first for parameter in chunk_parameters(model, chunk))
         weights *= ELEMENT_BYTES[model.params_dtype] * model.cpu_offloading_weights
-        kept = [_kept_by(config, chunk) for chunk in first] if model.cpu_offloading_activations else [0]
-        most = max(most, weights + max(kept) * passes_in_flight(config, stage))
+        kept = [sum(_kept_by_offloaded(config, chunk)) for chunk in chunks]
+        most = max(most, weights + most_of_chunks(config, stage, kept))
     return most
 
 
@@ -55,8 +58,8 @@ def least_offloaded_bytes(config: RunConfig) -> int:
     length = (model.recompute_num_layers or 1) if is_uniform else 1
     for stage in range(model.pipeline_model_parallel_size if model.cpu_offloading_activations else 0):
         numbers = (chunk.layer_numbers[: model.num_offloaded_layers] for chunk in config.stage_layout.chunks(stage))
-        inputs = max(math.ceil(len(first) / length) for first in numbers)
-        most = max(most, inputs * passes_in_flight(config, stage))
+        inputs = [math.ceil(len(first) / length) for first in numbers]
+        most = max(most, most_of_chunks(config, stage, inputs))
     return most * _input_bytes(model, tokens_of_rank(config))
 
 
@@ -69,18 +72,18 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
     """
     model, stage = config.model, config.parallel_sizes.place(rank)["pp"]
     chunks, tokens = config.stage_layout.chunks(stage), tokens_of_rank(config)
-    offloaded = model.num_offloaded_layers if model.cpu_offloading_activations else 0
-    own = [StageContents(chunk.layer_numbers[offloaded:]) for chunk in chunks]
-    waiting = max(_kept_by(config, chunk) for chunk in own) * passes_in_flight(config, stage)
-    layers = [saved_layer_bytes(model, tokens, number) for chunk in chunks for number in chunk.layer_numbers]
-    again = (model.recompute_num_layers or 1) if model.recompute_granularity is not None else 0
-    working, loss = max(again, 1) * max(layers, default=0), 0
+    waiting = most_of_chunks(config, stage, [_kept_on_device(config, chunk) for chunk in chunks])
+    numbers = [number for chunk in chunks for number in (*chunk.layer_numbers, *_mtp_layers(model, chunk))]
+    largest = max((saved_layer_bytes(model, tokens, number) for number in numbers), default=0)
+    is_grouped = model.recompute_granularity == "full" and model.recompute_method != "block"
+    working, loss = largest * (model.recompute_num_layers or 1 if is_grouped else 1), 0
     if chunks[-1].has_loss:
         predictions = tokens * (1 + model.num_further_tokens)
         element = ELEMENT_BYTES[model.params_dtype]
         loss = 2 * (1 + model.num_further_tokens) * _input_bytes(model, tokens)
         loss += predictions * (model.padded_vocab_size // model.tensor_model_parallel_size) * (element + 8)
-    return waiting + max(working, loss) + 2 * max(layers, default=0) * bool(offloaded)
+    moving = max(sum(sorted(_kept_by_offloaded(config, chunk))[-2:]) for chunk in chunks)
+    return waiting + max(working, loss) + moving
 
 
 def tokens_of_rank(config: RunConfig) -> int:
@@ -88,12 +91,34 @@ def tokens_of_rank(config: RunConfig) -> int:
     return config.data.seq_length // config.model.context_parallel_size * config.training.micro_batch_size
 
 
-def passes_in_flight(config: RunConfig, stage: int) -> int:
-    """Return how many forward passes of a stage's chunks wait for their backward passes at once, at most."""
-    sizes, chunks = config.parallel_sizes, config.stage_layout.num_chunks
-    passes = config.training.global_batch_size // (config.training.micro_batch_size * sizes.dp) * chunks
-    ahead = sizes.pp - stage - 1
-    return min(passes, 1 + ahead if chunks == 1 else 1 + 2 * ahead + (chunks - 1) * sizes.pp)
+def most_of_chunks(config: RunConfig, stage: int, sizes: Sequence[int]) -> int:
+    """Return the most that a stage's passes in flight keep at once, if those of its chunks keep ``sizes``."""
+    model, parallel, layout = config.model, config.parallel_sizes, config.stage_layout
+    num_microbatches = config.training.global_batch_size // (config.training.micro_batch_size * parallel.dp)
+    group_size = model.microbatch_group_size_per_virtual_pipeline_stage
+    actions = first_actions(
+        config.pipeline_schedule, parallel.pp, stage, num_microbatches, layout.num_chunks, group_size
+    )
+    return most_in_flight(actions, sizes)
+
+
+def _mtp_layers(model: GPTConfig, chunk: StageContents) -> range:
+    """Return the numbers of the layers of the MTP modules that a chunk has."""
+    return range(model.num_layers, model.num_layers + model.num_further_tokens * chunk.has_loss)
+
+
+def _kept_on_device(config: RunConfig, chunk: StageContents) -> int:
+    """Return what a chunk's layers keep on the device of one micro-batch; layers of MTP modules are not offloaded."""
+    model, tokens = config.model, tokens_of_rank(config)
+    mtp = sum(kept_layer_bytes(model, tokens, number, 0) for number in _mtp_layers(model, chunk))
+    return _kept_by(config, chunk) - sum(_kept_by_offloaded(config, chunk)) + mtp
+
+
+def _kept_by_offloaded(config: RunConfig, chunk: StageContents) -> list[int]:
+    """Return what each of a chunk's layers keeps whose activations are offloaded."""
+    model, tokens = config.model, tokens_of_rank(config)
+    numbers = chunk.layer_numbers[: model.num_offloaded_layers * model.cpu_offloading_activations]
+    return [kept_layer_bytes(model, tokens, number, place) for place, number in enumerate(numbers)]
 
 
 def _kept_by(config: RunConfig, chunk: StageContents) -> int:
@@ -104,15 +129,5 @@ def _kept_by(config: RunConfig, chunk: StageContents) -> int:
 
 
 def _input_bytes(model: GPTConfig, tokens: int) -> int:
-    """Return the bytes of the hidden states that a rank holds of so many tokens."""
-    is_sharded = model.sequence_parallel or model.distribute_saved_activations
-    rows = tokens // (model.tensor_model_parallel_size if is_sharded else 1)
-    return rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
-
-
-def _saved_bytes(model: GPTConfig, tokens: int, parameters: Sequence[ChunkParameter]) -> int:
-    """Return what matrices read and write; an even load gives each rank's experts their share of the choices."""
-    sizes = model.parallel_sizes
-    choices = tokens * model.moe_router_topk * sizes.expert_tp // sizes.tp
-    width = sum((choices if each.is_expert else tokens) * each.width for each in parameters)
-    return width * ELEMENT_BYTES[model.params_dtype]
+    """Return the bytes of the hidden states that a rank holds of so many tokens, as they are saved."""
+    return hidden_bytes(model, tokens, is_sharded=model.sequence_parallel or model.distribute_saved_activations)

@@ -17,7 +17,8 @@ from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.training.activation_estimate import saved_layer_bytes, tokens_of_rank
+from megatron.training.activation_estimate import tokens_of_rank
+from megatron.training.saved_activations import saved_layer_bytes
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -164,8 +165,8 @@ def _activation_bytes(config: RunConfig) -> float | None:
     element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size
     tokens = tokens_of_rank(config)
     chunks = config.stage_layout.chunks(0)
-    # Selective recompute is of attention's core, which saves its inputs and outputs alone.
-    kept = sum(saved_layer_bytes(model, tokens, number) for chunk in chunks for number in chunk.layer_numbers)
+    layers = (number for chunk in chunks for number in chunk.layer_numbers)
+    kept = sum(saved_layer_bytes(model, tokens, number, model.recomputed_modules) for number in layers)
     per_microbatch = tokens * element * h / sizes.tp + kept
     num_microbatches = config.training.global_batch_size // (config.training.micro_batch_size * sizes.dp)
     in_flight: float = min(sizes.pp, num_microbatches)

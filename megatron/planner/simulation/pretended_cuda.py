@@ -19,7 +19,7 @@ from megatron.core.errors import ConfigurationError
 
 _SOURCE = Path(__file__).with_name("cuda_guard.cpp")
 _loaded: list[Path] = []
-"""The torch for which the library was loaded into this process."""
+"""The torch that was prepared in this process: its library is loaded, or it is a CUDA build."""
 
 
 def load_pretended_cuda(cache: Path | None = None) -> None:
@@ -28,20 +28,14 @@ def load_pretended_cuda(cache: Path | None = None) -> None:
     Raises:
         ConfigurationError: torch is imported already, there is no C++ compiler, or the source does not compile.
     """
-    if is_loaded():
+    if _loaded:
         return
     if "torch" in sys.modules:
         raise ConfigurationError("the dry run was started in a process that has torch already; start one of its own")
     torch_folder = _torch_folder()
+    if not _is_cuda_build(torch_folder):
+        ctypes.CDLL(str(_built_library(torch_folder, cache or _default_cache())), mode=ctypes.RTLD_GLOBAL)
     _loaded.append(torch_folder)
-    if _is_cuda_build(torch_folder):
-        return
-    ctypes.CDLL(str(_built_library(torch_folder, cache or _default_cache())), mode=ctypes.RTLD_GLOBAL)
-
-
-def is_loaded() -> bool:
-    """Return whether this process can have tensors without memory on CUDA already."""
-    return bool(_loaded)
 
 
 def find_compiler() -> str | None:

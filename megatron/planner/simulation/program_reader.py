@@ -47,21 +47,22 @@ def readable_programs() -> Iterator[None]:
     """
     names = [f"{_PACKAGE}.{module.name}" for module in pkgutil.iter_modules(triton_programs.__path__)]
     loaded = _without(names)
-    package = _substitute()
-    hidden = _without(package)
-    sys.modules.update(package)
     try:
-        for name in names:
-            importlib.import_module(name)
-    finally:
-        _without(package)
-        sys.modules.update(hidden)
-    try:
+        package = _substitute()
+        hidden = _without(package)
+        sys.modules.update(package)
+        try:
+            for name in names:
+                importlib.import_module(name)
+        finally:
+            _without(package)
+            sys.modules.update(hidden)
         yield
     finally:
+        # An import that failed left some of them out.
         for name in names:
-            del sys.modules[name]
-            delattr(triton_programs, name.rpartition(".")[2])
+            sys.modules.pop(name, None)
+            vars(triton_programs).pop(name.rpartition(".")[2], None)
         for name, module in loaded.items():
             sys.modules[name] = module
             setattr(triton_programs, name.rpartition(".")[2], module)

@@ -55,7 +55,7 @@ def check_host_memory(config: RunConfig, room: HostRoom | None) -> None:
     named = " and ".join(f"{size / _GIB:.1f} GiB of {name}" for name, size in parts.items() if size)
     changes = [change for change in (_fewer_layers(config, room), _smaller_fraction(config, room)) if change]
     raise ConfigurationError(
-        f"offload needs {needed / _GIB:.1f} GiB of the machine's memory for each process ({named}), "
+        f"offload is estimated to need {needed / _GIB:.1f} GiB of host memory for each process ({named}), "
         f"{needed * room.num_processes / _GIB:.1f} GiB for {room.num_processes} of them, and "
         f"{room.available / _GIB:.1f} GiB are available; "
         + (f"{' or '.join(changes)} fits" if changes else f"leave {' and '.join(_switches(config))} out")

@@ -56,3 +56,17 @@ def test_a_process_that_has_torch_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "torch", sys)
     with pytest.raises(ConfigurationError, match="has torch already"):
         pretended_cuda.load_pretended_cuda()
+
+
+def test_what_failed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that was not built is not taken for one that is loaded."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(pretended_cuda, "_loaded", [])
+    monkeypatch.setattr(pretended_cuda, "_is_cuda_build", lambda folder: False)
+    monkeypatch.setattr(pretended_cuda, "find_compiler", lambda: None)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="install g"):
+            pretended_cuda.load_pretended_cuda(tmp_path)
+    monkeypatch.setattr(pretended_cuda, "_is_cuda_build", lambda folder: True)
+    pretended_cuda.load_pretended_cuda(tmp_path)
+    assert pretended_cuda._loaded == [pretended_cuda._torch_folder()]

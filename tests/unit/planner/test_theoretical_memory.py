@@ -99,6 +99,15 @@ def test_activations_are_those_of_the_published_form() -> None:
     ]
 
 
+def test_activations_are_without_the_modules_that_are_recomputed() -> None:
+    """A feed-forward that is recomputed keeps its input alone: no element of the 4h that fc1 writes and fc2 reads."""
+    flags = f"{GPT2_345M} --recompute-granularity selective --recompute-modules"
+    core, mlp = (theoretical_memory(configure(f"{flags} {modules}")).activations for modules in ("core_attn", "mlp"))
+    assert core is not None
+    assert mlp is not None
+    assert core - mlp == 24 * 4 * 1024 * 2 * 8 * 1024
+
+
 @pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --recompute-granularity selective"])
 def test_activations_without_a_form_are_left_out(flags: str) -> None:
     config = configure(f"{GPT2_345M} {flags}", 2)

@@ -30,8 +30,9 @@ class ChunkParameter:
     ``is_tied`` says that the other end of the pipeline holds it too, ``is_trained`` that it has a gradient,
     ``is_sent_in_float8`` that it travels in fp8, with ``num_scales``, when it is gathered from shards, and
     ``is_matrix`` that it is a weight between the embeddings and the output layer. ``is_expert`` says that the ranks
-    that hold the same experts replicate it, and not those that hold the same of the rest. ``width`` is the number of
-    elements that a matrix reads and writes on this rank per token of the tensor-parallel group, 0 for other parameters.
+    that hold the same experts replicate it, and not those that hold the same of the rest. ``reads`` and ``writes`` are
+    the numbers of elements that a matrix reads and writes on this rank per token of the tensor-parallel group, 0 for
+    other parameters. ``name`` is the parameter's name within its layer, or in the model if it is outside of the layers.
     """
 
     size: int
@@ -42,7 +43,9 @@ class ChunkParameter:
     num_scales: int = 1
     is_matrix: bool = False
     is_expert: bool = False
-    width: int = field(default=0, compare=False)
+    reads: int = field(default=0, compare=False)
+    writes: int = field(default=0, compare=False)
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -158,10 +161,13 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
     for name, parameter in chunk.named_parameters():
         if contents.layer_numbers and labels[id(parameter)] < 0:
             continue  # Outside the layers, so that it is among the ends.
-        described = ChunkParameter(parameter.numel(), is_trained=parameter.requires_grad)
+        described = ChunkParameter(
+            parameter.numel(), is_trained=parameter.requires_grad, name=_name_in_layer(name, contents)
+        )
         # A parameter that was just added may have no description yet.
         if hasattr(parameter, "spec"):
             spec, in_float8 = spec_of(parameter), is_sent_in_float8(parameter)
+            writes, reads = _widths(model, spec, parameter.shape)
             described = dataclasses.replace(
                 described,
                 copies_to_sum=spec.num_replicas if "tp" in spec.gradient_sum_axes else 0,
@@ -170,7 +176,8 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
                 num_scales=num_float8_scales(parameter) if in_float8 else 1,
                 is_matrix=is_orthogonalized(spec),
                 is_expert=spec.is_expert,
-                width=_width(model, spec, parameter.shape),
+                reads=reads,
+                writes=writes,
             )
         (front if name.startswith("embedding.") else back).append((described, labels[id(parameter)]))
     return _Piece(
@@ -181,10 +188,17 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
     )
 
 
-def _width(model: GPTConfig, spec: ParamSpec, local_shape: Sequence[int]) -> int:
-    """Return what a matrix reads and writes per token; sequence parallelism shards what is not sharded by features."""
+def _name_in_layer(name: str, contents: StageContents) -> str:
+    """Return a parameter's name without the name of the layer that a piece consists of."""
+    for number in contents.layer_numbers:
+        name = name.removeprefix(f"decoder.layers.{number}.")
+    return name
+
+
+def _widths(model: GPTConfig, spec: ParamSpec, local_shape: Sequence[int]) -> tuple[int, int]:
+    """Return what a matrix writes and reads per token; sequence parallelism shards what is not sharded by features."""
     if len(local_shape) < 2:
-        return 0
-    if model.sequence_parallel and not spec.is_expert:
-        return sum(spec.global_shape[-2:]) // model.tensor_model_parallel_size
-    return sum(local_shape[-2:])
+        return 0, 0
+    is_sharded = model.sequence_parallel and not spec.is_expert
+    shape, parts = (spec.global_shape, model.tensor_model_parallel_size) if is_sharded else (local_shape, 1)
+    return shape[-2] // parts, shape[-1] // parts

@@ -42,6 +42,21 @@ def test_bytes_are_of_the_microbatches_in_flight() -> None:
     assert offloaded_bytes(config) == 5 * 2 * bytes_of_layer(config)
 
 
+@pytest.mark.parametrize(
+    ("flags", "in_flight"),
+    [
+        ("--num-layers 8 --global-batch-size 6", 12),
+        ("--num-layers 16 --global-batch-size 7", 28),
+        ("--num-layers 8 --global-batch-size 16 --microbatch-group-size-per-virtual-pipeline-stage 8", 15),
+    ],
+)
+def test_interleaved_chunks_have_the_passes_in_flight_of_their_schedule(flags: str, in_flight: int) -> None:
+    stages = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 1"
+    words = f"{stages} {flags} --cpu-offloading --cpu-offloading-num-layers 1".split()
+    config = resolve_arguments([*MINIMAL, *words], 4).config
+    assert offloaded_bytes(config) == in_flight * bytes_of_layer(config)
+
+
 def test_bytes_of_full_recompute() -> None:
     uniform, block = (config_of(f"{PIPELINE} {FULL} {method}") for method in ("uniform", "block"))
     stream = bytes_of_layer(uniform)
@@ -78,7 +93,7 @@ def test_frozen_weights_ask_for_no_state() -> None:
     most, trained = max(model_size(config).shards), max(model_size(config).trained)
     assert 10 * trained < most
     check_host_memory(config, HostRoom(2 * 12 * trained, 2))
-    with pytest.raises(ConfigurationError, match="offload needs"):
+    with pytest.raises(ConfigurationError, match="offload is estimated to need"):
         check_host_memory(config, HostRoom(2 * 12 * trained - 1, 2))
 
 
