@@ -102,12 +102,7 @@ def spread_cells(cells: list[Cell]) -> list[Cell]:
     return [*pairs[::_EVERY_PAIR], *larger[::_EVERY_LARGER]]
 
 
-# Symmetric memory, with which --tp-comm-overlap communicates, is not emulated.
-MATRIX = [
-    cell
-    for cell in verify_parallelism.choose_cells(verify_parallelism.parse_arguments([]))
-    if "--tp-comm-overlap" not in cell.flags
-]
+MATRIX = verify_parallelism.choose_cells(verify_parallelism.parse_arguments([]))
 _DEFAULT_NAMES = {cell.name for cell in DEFAULT}
 FULL = [small(cell) for cell in spread_cells(MATRIX) if cell.name not in _DEFAULT_NAMES]
 
