@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.model_parallel_config import ELEMENT_BYTES
-from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.action import Pass
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.expert_layer import ExpertLayer
-from megatron.planner.kept.further_memory import kept_by_join
-from megatron.planner.kept.kept_inputs import KeptInput, is_in_float8, kept_input
-from megatron.planner.kept.latent_memory import kept_by_latent_attention
-from megatron.planner.kept.norm_memory import kept_behind, kept_by_head_norms, norm_numbers, reads_frozen
 from megatron.planner.layer_kinds import LayerKind, layer_kinds
 from megatron.planner.layer_widths import layer_widths
 from megatron.planner.plan import Plan
+from tests.closed_forms.further_memory import kept_by_join
+from tests.closed_forms.kept_inputs import KeptInput, is_in_float8, kept_input
+from tests.closed_forms.latent_memory import kept_by_latent_attention
+from tests.closed_forms.norm_memory import kept_behind, kept_by_head_norms, norm_numbers, reads_frozen
 
 if TYPE_CHECKING:
-    from megatron.training.config.run_config import RunConfig
+    pass
 
 
 _READ_STREAM = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
@@ -162,37 +161,6 @@ def _gathered(config: TransformerConfig, layer_number: int) -> int:
     return config.context_parallel_size - 1 if is_gathered and "core_attn" not in config.recomputed_modules else 0
 
 
-def offloaded_bytes(config: RunConfig) -> int:
-    """Return the most that a rank leaves in the machine's memory: weights, and activations of what is in flight."""
-    model, most = config.model, 0
-    plan = Plan.of(config)
-    layers = layer_bytes(plan)
-    for stage in range(model.pipeline_model_parallel_size):
-        chunks = config.stage_layout.chunks(stage)
-        weights = sum(_weights_by_chunk(model, chunk) for chunk in chunks) if model.cpu_offloading_weights else 0
-        sizes = [_kept_by(model, _of(layers, chunk)[: _num_offloaded(model, chunk)]) for chunk in chunks]
-        most = max(most, weights + _most_in_flight(plan, stage, sizes))
-    return most
-
-
-def activation_bytes(config: RunConfig, rank: int) -> int:
-    """Return the bytes of activations on a rank's device at the fullest moment of a training step.
-
-    Counted are what the layers keep of what is in flight, but for what is offloaded; what is computed again, and two
-    layers' on their way to the machine's memory or back; and on the stage that has them the last norm's input and
-    output (which a frozen output layer does not keep) and the logits of one micro-batch, once in the model's type and
-    twice in float32.
-    """
-    plan = Plan.of(config)
-    stage = plan.parallel_sizes.place(rank)["pp"]
-    layers = layer_bytes(plan)
-    total = sum(activation_parts(plan, stage, layers))
-    total += max(in_backward_passes(plan, stage, layers).values(), default=0)
-    if plan.stage_layout.contents(stage, -1).has_loss:
-        total += plan.num_logits * (ELEMENT_BYTES[plan.model.params_dtype] + 8)
-    return total
-
-
 def layer_bytes(plan: Plan, saved: SavedBytes = saved_bytes) -> Sequence[LayerBytes]:
     """Return what each layer keeps of one micro-batch, with the recompute that is configured and without.
 
@@ -231,37 +199,6 @@ def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tu
     return _most_in_flight(plan, stage, kept_of_chunks(plan, stage, layers)), ends
 
 
-def in_backward_passes(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> Mapping[bool, int]:
-    """Return the most activations that come to those that are kept when a layer's backward pass begins, for layers
-    without experts (False) and with experts (True), as far as the stage has such layers.
-
-    They are what is computed again, with that of the layers in front of it in its group, and two layers' activations
-    on their way to the machine's memory or back.
-    """
-    model, most = plan.model, dict[bool, int]()
-    for chunk in plan.stage_layout.chunks(stage):
-        offloaded = sorted(layer.kept for layer in _of(layers, chunk)[: _num_offloaded(model, chunk)])
-        further = layers[model.num_layers :] if chunk.has_loss else ()
-        most |= dict.fromkeys({layer.has_experts for layer in _of(layers, chunk)} - most.keys(), 0)
-        for group in (*_groups(model, _of(layers, chunk)), *((layer,) for layer in further)):
-            again = sum(offloaded[-2:])
-            for layer in group:
-                again += layer.whole - layer.kept * (model.recompute_granularity != "full")
-                most[layer.has_experts] = max(most.get(layer.has_experts, 0), again)
-    return most
-
-
-def _groups(model: GPTConfig, layers: Sequence[LayerBytes]) -> Collection[Sequence[LayerBytes]]:
-    """Return the unlike groups of a chunk's layers that are computed again together, without layers that never are."""
-    length = model.recompute_num_layers or 1
-    if model.recompute_granularity == "full" and model.recompute_method == "block":
-        layers = layers[:length]
-    elif model.recompute_granularity == "full" and length > 1:
-        return [layers[first : first + length] for first in range(0, len(layers), length)]
-    # Layers of a kind are one.
-    return {id(layer): (layer,) for layer in layers}.values()
-
-
 def kept_of_chunks(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> Sequence[int]:
     """Return what the layers of each of a stage's chunks keep of one micro-batch on the device."""
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
@@ -286,11 +223,6 @@ def _most_in_flight(plan: Plan, stage: int, sizes: Sequence[int]) -> int:
         elif kind is not Pass.BACKWARD_WEIGHT:
             in_flight -= sizes[chunk]
     return most
-
-
-def _weights_by_chunk(model: GPTConfig, chunk: StageContents) -> int:
-    layers = StageContents(layer_numbers=chunk.layer_numbers[: model.num_offloaded_layers])
-    return sum(parameter.size for parameter in chunk_parameters(model, layers)) * ELEMENT_BYTES[model.params_dtype]
 
 
 def _num_offloaded(model: GPTConfig, chunk: StageContents) -> int:
