@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -118,3 +119,23 @@ def test_ranks_decide_and_fail_together() -> None:
         ([], flags, error, 1),
         ([], flags, error, 2),
     ]
+
+
+def bytes_around_a_ring(sizes: tuple[int, ...]) -> torch.Tensor:
+    """Send bytes to the next rank, in pieces of seven, and return those of the rank before."""
+    world = create_parallel_state().world
+    previous = (world.rank - 1) % world.size
+    sent = torch.arange(sizes[world.rank], dtype=torch.uint8) + 100 * world.rank
+    received = torch.zeros(sizes[previous], dtype=torch.uint8)
+    with patch.object(collectives, "_PIECE_BYTES", 7):
+        collectives.exchange_bytes(sent, (world.rank + 1) % world.size, received, previous, world, torch.device("cpu"))
+    return received
+
+
+def test_bytes_of_unlike_lengths_go_around_a_ring() -> None:
+    """A rank sends fewer pieces than it receives, or more."""
+    sizes = (5, 23, 14)
+    received = run_distributed(3, bytes_around_a_ring, sizes)
+    for rank, found in enumerate(received):
+        previous = (rank - 1) % 3
+        assert torch.equal(found, torch.arange(sizes[previous], dtype=torch.uint8) + 100 * previous)

@@ -14,6 +14,7 @@ from megatron.core.datasets.samples.gpt_dataset import GPTDataset
 from megatron.core.datasets.samples.gpt_dataset_config import (
     Blend,
     GPTDatasetConfig,
+    ValidationSet,
     parse_blend,
     parse_split,
     split_boundaries,
@@ -278,6 +279,17 @@ def test_extreme_weights_stay_in_range(tmp_path: Path) -> None:
         assert wanted <= len(train) <= wanted + 13
         for i in range(len(train)):
             assert train[i]["tokens"].shape == (8,)
+
+
+def test_what_is_reported_of_a_further_validation_set_has_its_name(tmp_path: Path) -> None:
+    main, web = write_text(tmp_path / "main", 10, 41), write_text(tmp_path / "web", 2, 41)
+    lines: list[str] = []
+    further = ValidationSet("web", Blend((web,)), num_samples=40)
+    splits = build(tmp_path, (5, 0, 0), lines, blend=Blend((main,)), split="1", extra_valid=(further,))
+    assert len(splits.extra_valid["web"]) >= 40
+    (repeated,) = [line for line in lines if "epochs" in line]
+    assert repeated.startswith(f" > valid data {web}: need 40 samples")
+    assert repeated.endswith(" [validation set web]")
 
 
 def test_weights_are_normalized_twice_as_in_megatron() -> None:
