@@ -16,7 +16,7 @@ from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
-from megatron.core.datasets.indices.index_cache import IndexCache
+from megatron.core.datasets.indices.index_cache import IndexCache, find_damage
 from megatron.core.datasets.samples.gpt_dataset import GPTDataset
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
 from megatron.core.errors import DataError
@@ -295,3 +295,15 @@ def test_a_text_is_computed_once_per_key_and_again_where_its_file_is_damaged(tmp
     assert cache.remember("sum", {"size": 3, "name": "a"}, compute) == "text2"
     assert cache.remember("sum", {"size": 3, "name": "a"}, compute) == "text2"
     assert IndexCache(None, pytest.fail).remember("sum", {"size": 3, "name": "a"}, compute) == "text3"
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [np.zeros((3, 3), np.int32), np.zeros((3, 2), np.int64), np.zeros((2, 3), np.int32).T],
+    ids=["shape", "dtype", "strides"],
+)
+def test_an_array_of_another_form_is_damaged(damaged: np.ndarray) -> None:
+    expected = {"order": ((3, 2), np.dtype(np.int32))}
+    assert find_damage({"order": np.zeros((3, 2), np.int32)}, expected) is None
+    problem = find_damage({"order": damaged}, expected)
+    assert problem == f"order has shape {damaged.shape} and dtype {damaged.dtype}, expected (3, 2) and int32"
