@@ -134,7 +134,7 @@ def build_training_parts(
         weights = offload_layers(chunks, runtime.device.host_copies(), config.model)
     graphs: tuple[GraphedLayers, ...] = ()
     if config.training.cuda_graph_impl == "local":
-        graphs = record_layers(chunks, runtime.device.graph_backend(), graph_warmup_steps(config))
+        graphs = record_layers(chunks, runtime.device.graph_backend(), config.training.cuda_graph_warmup_steps)
     splits_backward = config.pipeline_schedule == "zero-bubble" or config.model.delay_wgrad_compute
     return TrainingParts(
         chunks=chunks,
@@ -199,17 +199,6 @@ def offload_layers(chunks: Sequence[Model], copies: HostCopies, config: Transfor
             block.weights = WeightOffload(copies, list(block.layers.values())[: config.num_offloaded_layers])
             moved.append(block.weights)
     return tuple(moved)
-
-
-def graph_warmup_steps(config: RunConfig) -> int:
-    """Return how many steps run before layers are captured: with delayed scaling at least two.
-
-    The first step of delayed scaling has no amax yet. Its scales lie elsewhere, so that Triton compiles other variants
-    of the cast than those of later steps. CUDA compiles no kernel during a capture.
-    """
-    steps = config.training.cuda_graph_warmup_steps
-    is_delayed = config.model.fp8_format is not None and config.model.fp8_recipe == "delayed"
-    return max(steps, 2) if is_delayed else steps
 
 
 def record_layers(

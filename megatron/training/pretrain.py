@@ -31,7 +31,6 @@ from megatron.training.model_setup import (
     ModelProvider,
     TrainingParts,
     build_training_parts,
-    graph_warmup_steps,
     with_transformer_impl,
 )
 from megatron.training.process.console import print_line
@@ -199,7 +198,7 @@ def _check_offload(config: RunConfig, launch: LaunchEnvironment, tokenizer: Toke
 def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[None]:
     """Return a context in which a run that hangs is reported and ended."""
     graphs = config.training.cuda_graph_impl != "none"
-    settling = 1 + (graph_warmup_steps(config) if graphs else 0)
+    settling = 1 + (config.training.cuda_graph_warmup_steps if graphs else 0)
     seconds, folder = config.initialization.hang_report_seconds, config.checkpoint.local_save
     leave_with = REPLACE if config.restart.inprocess_restart else 1
     return watching(runtime.flight, runtime.state, runtime.device, seconds, folder, settling, leave_with)

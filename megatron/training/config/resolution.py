@@ -53,6 +53,7 @@ def resolve(config: RunConfig) -> Resolution:
     config = _resolve_batch(config, problems)
     config = _resolve_data_parallelism(config, notes)
     config = _resolve_precision(config)
+    config = _resolve_graphs(config, notes)
     config = _resolve_weight_decay(config)
     notes.extend(model_notes(config))
     notes.extend(_float8_notes(config))
@@ -295,6 +296,19 @@ def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
     if config.model.fp8_param_gather and config.parallel_sizes.num_replicas == 1:
         notes.append("--fp8-param-gather has no effect with one data-parallel rank: nothing is gathered")
     return dataclasses.replace(config, ddp=ddp)
+
+
+def _resolve_graphs(config: RunConfig, notes: list[str]) -> RunConfig:
+    """Run at least two steps before CUDA graphs are captured with delayed scaling.
+
+    The first step of delayed scaling has no amax yet. Its scales are in other memory, so that Triton compiles other
+    variants of the cast than for later steps. CUDA compiles no kernel during a capture.
+    """
+    steps, is_delayed = config.training.cuda_graph_warmup_steps, config.model.fp8_recipe == "delayed"
+    if config.training.cuda_graph_impl != "local" or config.model.fp8_format is None or not is_delayed or steps >= 2:
+        return config
+    notes.append(f"--cuda-graph-warmup-steps {steps} is raised to 2: --fp8-recipe delayed needs two steps")
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, cuda_graph_warmup_steps=2))
 
 
 def _resolve_weight_decay(config: RunConfig) -> RunConfig:

@@ -5,24 +5,29 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.config.arguments import resolve_arguments
-from megatron.training.model_setup import graph_warmup_steps
+from tests.unit.training.config.command_lines import MINIMAL
 
-FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 64 --seq-length 16
-    --max-position-embeddings 16 --tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 1
-    --train-iters 9 --lr 1e-3 --mock-data --cuda-graph-impl local --attention-dropout 0 --bf16"""
+RAISED = "--cuda-graph-warmup-steps 1 is raised to 2: --fp8-recipe delayed needs two steps"
 
 
 @pytest.mark.parametrize(
-    ("flags", "steps"),
+    ("flags", "steps", "notes"),
     [
-        ("", 3),
-        ("--cuda-graph-warmup-steps 1", 1),
-        ("--cuda-graph-warmup-steps 1 --fp8-format hybrid --fp8-recipe tensorwise", 1),
+        ("", 3, []),
+        ("--cuda-graph-warmup-steps 1", 1, []),
+        ("--cuda-graph-warmup-steps 1 --fp8-format hybrid --fp8-recipe tensorwise", 1, []),
         # Its first step has other scales than the later ones.
-        ("--cuda-graph-warmup-steps 1 --fp8-format hybrid --fp8-recipe delayed", 2),
-        ("--cuda-graph-warmup-steps 5 --fp8-format hybrid --fp8-recipe delayed", 5),
+        ("--cuda-graph-warmup-steps 1 --fp8-format hybrid --fp8-recipe delayed", 2, [RAISED]),
+        ("--cuda-graph-warmup-steps 5 --fp8-format hybrid --fp8-recipe delayed", 5, []),
     ],
 )
-def test_delayed_scaling_needs_two_steps_before_a_capture(flags: str, steps: int) -> None:
-    config = resolve_arguments([*FLAGS.split(), *flags.split()], 1).config
-    assert graph_warmup_steps(config) == steps
+def test_delayed_scaling_needs_two_steps_before_a_capture(flags: str, steps: int, notes: list[str]) -> None:
+    words = [*MINIMAL, "--cuda-graph-impl", "local", "--attention-dropout", "0", "--bf16", *flags.split()]
+    resolved = resolve_arguments(words, 1)
+    assert resolved.config.training.cuda_graph_warmup_steps == steps
+    assert [note for note in resolved.notes if "warmup-steps" in note] == notes
+
+
+def test_without_graphs_no_step_is_added() -> None:
+    flags = "--bf16 --cuda-graph-warmup-steps 1 --fp8-format hybrid --fp8-recipe delayed"
+    assert resolve_arguments([*MINIMAL, *flags.split()], 1).config.training.cuda_graph_warmup_steps == 1
