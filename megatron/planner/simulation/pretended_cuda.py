@@ -6,6 +6,7 @@ A CUDA build needs none of it. This module imports no torch.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import os
@@ -18,24 +19,21 @@ from pathlib import Path
 from megatron.core.errors import ConfigurationError
 
 _SOURCE = Path(__file__).with_name("cuda_guard.cpp")
-_loaded: list[Path] = []
-"""The torch that was prepared in this process: its library is loaded, or it is a CUDA build."""
 
 
+# The library is loaded once per process. A call that raises is not cached.
+@functools.cache
 def load_pretended_cuda(cache: Path | None = None) -> None:
-    """Load the library, and build it where ``cache`` (by default a folder for temporary files) has none yet.
+    """Load the library, and build it if ``cache`` (by default a folder for temporary files) has none yet.
 
     Raises:
         ConfigurationError: torch is imported already, there is no C++ compiler, or the source does not compile.
     """
-    if _loaded:
-        return
     if "torch" in sys.modules:
         raise ConfigurationError("the dry run was started in a process that has torch already; start one of its own")
     torch_folder = _torch_folder()
     if not _is_cuda_build(torch_folder):
         ctypes.CDLL(str(_built_library(torch_folder, cache or _default_cache())), mode=ctypes.RTLD_GLOBAL)
-    _loaded.append(torch_folder)
 
 
 def find_compiler() -> str | None:

@@ -53,6 +53,7 @@ def test_a_folder_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: py
 
 
 def test_a_process_that_has_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretended_cuda.load_pretended_cuda.cache_clear()
     monkeypatch.setitem(sys.modules, "torch", sys)
     with pytest.raises(ConfigurationError, match="has torch already"):
         pretended_cuda.load_pretended_cuda()
@@ -61,7 +62,7 @@ def test_a_process_that_has_torch_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_failed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that was not built is not taken for one that is loaded."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(pretended_cuda, "_loaded", [])
+    pretended_cuda.load_pretended_cuda.cache_clear()
     monkeypatch.setattr(pretended_cuda, "_is_cuda_build", lambda folder: False)
     monkeypatch.setattr(pretended_cuda, "find_compiler", lambda: None)
     for _ in range(2):
@@ -69,4 +70,5 @@ def test_what_failed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             pretended_cuda.load_pretended_cuda(tmp_path)
     monkeypatch.setattr(pretended_cuda, "_is_cuda_build", lambda folder: True)
     pretended_cuda.load_pretended_cuda(tmp_path)
-    assert pretended_cuda._loaded == [pretended_cuda._torch_folder()]
+    assert pretended_cuda.load_pretended_cuda.cache_info().currsize == 1
+    pretended_cuda.load_pretended_cuda.cache_clear()

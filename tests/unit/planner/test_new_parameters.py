@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.commands.arguments.planned_run import read_planned_run
-from megatron.core.models.gpt.chunk_parameters import forget_built_pieces
+from megatron.core.models.gpt import chunk_parameters
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
@@ -37,15 +37,13 @@ LAYOUTS = {
     "fsdp": (("--data-parallel-sharding-strategy", "optim_grads_params", "--use-distributed-optimizer"), 4),
 }
 SIZE = 12800
-"""Large beside the padding of flat buffers."""
+"""Large compared with the padding of flat buffers."""
 
 
 @pytest.fixture(autouse=True)
-def built_anew() -> Iterator[None]:
-    """Let no test see what another one's model was made of."""
-    forget_built_pieces()
-    yield
-    forget_built_pieces()
+def empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describe the model of each test anew."""
+    monkeypatch.setattr(chunk_parameters, "_pieces", {})
 
 
 def config_of(layout: str) -> RunConfig:
@@ -63,11 +61,11 @@ def add_parameter(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], size: 
             spec = replicated_spec("gate", (size,), NO_GROUP, partial_gradient=False)
             self.gate = make_parameter((size,), spec, torch.float32, "meta")
         else:
-            # One that no description goes with, as a first try has it.
+            # A parameter without a `ParamSpec`.
             self.gate = nn.Parameter(torch.empty(size, device="meta"))
 
     monkeypatch.setattr(kind, "__init__", build_with_more)
-    forget_built_pieces()
+    monkeypatch.setattr(chunk_parameters, "_pieces", {})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -91,11 +91,6 @@ def gathered_units(model: GPTConfig, chunk: StageContents) -> list[int]:
     return [*ends.front_labels, *layers, *ends.back_labels]
 
 
-def forget_built_pieces() -> None:
-    """Build every piece anew when it is next asked for: the code of the model has changed."""
-    _pieces.clear()
-
-
 def _ends(model: GPTConfig, chunk: StageContents) -> _Piece:
     contents = StageContents((), has_embedding=chunk.has_embedding, has_loss=chunk.has_loss)
     # The kind of the MTP modules' layers is that of the last one.
@@ -108,7 +103,7 @@ def _layer(model: GPTConfig, number: int) -> _Piece:
 
 
 def _kind(model: GPTConfig, number: int) -> tuple[bool, bool]:
-    """Return on what the parameters of a layer depend beside the fields that all layers share."""
+    """Return the properties of a layer on which its parameters depend, without the fields that all layers share."""
     return model.moe_layers[model.kind_of(number)], model.is_in_float8(number, model.num_layers)
 
 
