@@ -2,7 +2,7 @@
 
 What a layer saves is read from the matrices of the model that the code builds on the meta device
 (`saved_activations`), how many passes are in flight from the pipeline schedule's order. The estimate decides how much
-to offload. The planner measures saved tensors instead.
+to offload. The planner has closed forms of its own (`megatron.planner.activation_memory`), which also price time.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def least_offloaded_bytes(config: RunConfig) -> int:
 def activation_bytes(config: RunConfig, rank: int) -> int:
     """Return the activations on a rank's device at the fullest moment of a step, offloaded ones left out.
 
-    Beside what waits for backward passes there is either a layer's backward pass, which makes no more than the layer
-    saves, or the loss. Layers that are computed again are there once more, and so are two layers on their way to the
-    host.
+    In addition to the activations of micro-batches in flight, the device holds either those of one layer's backward
+    pass, which are no more than the layer saves, or those of the loss. It holds recomputed layers once more, and also
+    two layers that are being copied to the host.
     """
     model, stage = config.model, config.parallel_sizes.place(rank)["pp"]
     chunks, tokens = config.stage_layout.chunks(stage), tokens_of_rank(config)

@@ -20,8 +20,8 @@ _READ_FIRST_NORM = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear
 _UP_PROJECTIONS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
 """Linear layers of multi-head latent attention (MLA) whose outputs --recompute-modules mla_up_proj computes again."""
 _JOINED = 5
-"""Hidden states that a multi-token prediction (MTP) module saves beside its layer: inputs of three norms, and both that
-it joins."""
+"""Hidden states that a multi-token prediction (MTP) module saves besides its layer: the inputs of three norms,
+and the two that it concatenates."""
 
 
 def saved_layer_bytes(model: GPTConfig, tokens: int, number: int, recomputed: Collection[str] = ()) -> int:
@@ -37,7 +37,7 @@ def saved_layer_bytes(model: GPTConfig, tokens: int, number: int, recomputed: Co
         (choices if each.is_expert else tokens) * layer.bytes_per_token(each)
         for each in chunk_parameters(model, StageContents((number,)))
     )
-    saved += tokens * layer.bytes_beside_matrices()
+    saved += tokens * layer.bytes_without_matrices()
     num_hidden = _JOINED * (number >= model.num_layers) + 2 * (model.norm_placement not in ("before", "after"))
     return saved + num_hidden * hidden_bytes(model, tokens, is_sharded=model.sequence_parallel)
 
@@ -111,7 +111,7 @@ class _Layer:
         is_counted = "layernorm" not in self.recomputed and (linear != "linear_kv_down_proj" or self._rounds)
         return self._input(matrix, linear) * is_counted + writes
 
-    def bytes_beside_matrices(self) -> int:
+    def bytes_without_matrices(self) -> int:
         """Return what the attention saves per token that is no matrix's input or output."""
         model, tp = self.model, self.model.tensor_model_parallel_size
         heads, groups = model.num_attention_heads // tp, key_value_heads_of_rank(model.num_query_groups, tp)
@@ -143,7 +143,7 @@ class _Layer:
         return ("moe" if self.has_experts else "mlp") in self.recomputed
 
     def _saves_input(self, matrix: ChunkParameter, linear: str) -> bool:
-        """Return whether a matrix's input is saved for a gradient: of its weight, or of the adapters beside it."""
+        """Return whether a matrix's input is saved for a gradient: of its weight, or of its LoRA adapters."""
         return matrix.is_trained or (linear in self.model.adapted_parts and not self.model.lora_dropout)
 
     def _input(self, matrix: ChunkParameter, linear: str) -> int:

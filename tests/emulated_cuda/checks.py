@@ -133,7 +133,7 @@ def test_memory_that_joins_its_neighbor_is_reused_too_early() -> None:
         with torch.cuda.stream(side):
             y = x * 2
         del x
-        # Too large for the block alone: it is taken from behind both.
+        # Too large for the freed block alone: the allocator merges the two free blocks.
         torch.empty(200, device="cuda")
         del rest
         with pytest.raises(RuntimeError, match="memory reused too early"):

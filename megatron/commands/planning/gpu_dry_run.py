@@ -85,7 +85,7 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     from megatron.planner.simulation.triton import has_triton_package
 
     if not (arguments.without_triton or has_triton_package()):
-        print("Triton is not installed here: the kernels of this project are counted from their sources all the same")
+        print("Triton is not installed: the kernels of this project are counted from their source code")
 
     estimated = []
     for rank in ranks_to_run(config.parallel_sizes, arguments.rank):

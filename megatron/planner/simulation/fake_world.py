@@ -1,4 +1,4 @@
-"""A world without GPUs: processes that do not exist, a driver that is not there, and storages that are followed."""
+"""The surroundings of a simulated step: fake process groups, no CUDA driver, and recorded sizes of storages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.planner.simulation.triton import recorded_programs
 
 @contextmanager
 def simulated_world(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a world of processes that do not exist."""
+    """Make this process one rank of a fake process group."""
     if world_size == 1:
         yield
         return

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.emulated_cuda.cuda_lines.argued import ARGUED, reason
-from tests.emulated_cuda.cuda_lines.finding import PRETENDED, Found, all_found
+from tests.emulated_cuda.cuda_lines.finding import SIMULATION, Found, all_found
 from tests.emulated_cuda.scenarios.hits import all_statements, record
 from tests.emulated_cuda.scenarios.listed import SCENARIOS
 from tests.emulated_cuda.scenarios.running import STATEMENTS, Scenario, Servers
@@ -48,7 +48,7 @@ def measure(
         for each in found
         if (each.is_cuda_only or each.number in seen_on_cuda_alone)
         and each.number not in cpu_hits
-        and not each.path.startswith(PRETENDED)
+        and not each.path.startswith(SIMULATION)
     ]
     return summary(statements, emulated.hits())
 

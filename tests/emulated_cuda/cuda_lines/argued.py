@@ -32,7 +32,7 @@ ARGUED: dict[str, str] = {
         "runs with a torch without symmetric memory, with devices without peer access, and on two nodes"
     ),
     "megatron/training/model_setup.py:describe_rounded_gradients": (
-        "runs with a torch that adds no 16-bit products to float32 sums; the emulated one does"
+        "runs with a torch that adds no 16-bit matmul to a float32 sum; the emulated one does"
     ),
     "megatron/training/process/initialize.py:initialize_runtime": (
         "needs the driver's library, libnvidia-ml; the unit tests replace what reads it"

@@ -15,7 +15,7 @@ from tests.emulated_cuda.scenarios.changed_source import (
     statements_of,
 )
 
-PRETENDED = "megatron/planner/simulation/"
+SIMULATION = "megatron/planner/simulation/"
 """Code that pretends a CUDA device on any machine."""
 LAUNCHERS = "megatron/core/kernels/triton_programs/"
 """Functions that launch Triton programs, which compile for a GPU."""
@@ -133,10 +133,10 @@ class _Marks:
                 self._of_scope[path, ".".join(parts[:length])].append(each)
             for name in each.names:
                 self._references[name].append(each)
-            is_pretended = path.startswith(PRETENDED)
-            each.is_cuda_only = not is_pretended and (path.startswith(LAUNCHERS) or _uses_cuda(statement))
+            is_simulation = path.startswith(SIMULATION)
+            each.is_cuda_only = not is_simulation and (path.startswith(LAUNCHERS) or _uses_cuda(statement))
         self._note_references_outside_functions(tree)
-        for block in [] if path.startswith(PRETENDED) else probed_blocks(tree):
+        for block in [] if path.startswith(SIMULATION) else probed_blocks(tree):
             self._mark_branches(block)
         for definition, scope in _definitions(tree):
             self._definitions[definition].append((path, scope))

@@ -36,7 +36,7 @@ _LONG = "--seq-length 128 --max-position-embeddings 128 --hidden-size 64 --globa
 _GROUPED = f"{_ROPE} --group-query-attention --num-query-groups 2"
 _WINDOWS = "--window-size 8,0 --window-attn-skip-freq 2"
 _DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1 --attention-backend unfused"
-_FURTHER = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5"
+_MTP = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5"
 _LATENT = (
     "--position-embedding-type rope --multi-latent-attention --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
     "--num-query-groups 4 --v-head-dim 16 --q-lora-rank 12 --qk-layernorm --swiglu --normalization RMSNorm "
@@ -501,14 +501,12 @@ _ATTENTION = (
     training(
         "latent attention, stretched",
         f"{_LATENT} --rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale 0.8 --mscale-all-dim 0.5 "
-        f"{_FURTHER} --untie-embeddings-and-output-weights",
+        f"{_MTP} --untie-embeddings-and-output-weights",
     ),
 )
 _MODELS = (
-    training("further tokens", f"{_GROUPED} {_FURTHER} {_STAGES} --num-layers 4 --bf16", 2),
-    training(
-        "further tokens, tensor parallel", f"{_ROPE} {_FURTHER} {_TENSOR} --sequence-parallel --z-loss-coeff 0.05", 2
-    ),
+    training("MTP", f"{_GROUPED} {_MTP} {_STAGES} --num-layers 4 --bf16", 2),
+    training("MTP, tensor parallel", f"{_ROPE} {_MTP} {_TENSOR} --sequence-parallel --z-loss-coeff 0.05", 2),
     training(
         "norms before and after",
         f"{_GROUPED} --norm-placement both --apply-layernorm-1p --scale-embeddings --qk-layernorm {_WINDOWS} "
@@ -850,10 +848,8 @@ _REPLICAS = (
         1,
         launch(f"--finetune --load {{folder}}/saved --bf16 {_OVERLAPS} --metrics-jsonl {{folder}}/tuned.jsonl", 2),
     ),
-    training(
-        "further tokens, ring of keys", f"{_CONTEXT} {_FURTHER} --cp-comm-type p2p --reset-attention-mask {_DROPOUT}", 2
-    ),
-    training("further tokens in fp8", f"{_FP8} tensorwise {_ROPE} {_FURTHER} --fp8-param-gather {_OVERLAPS}", 2),
+    training("MTP, ring of keys", f"{_CONTEXT} {_MTP} --cp-comm-type p2p --reset-attention-mask {_DROPOUT}", 2),
+    training("MTP in fp8", f"{_FP8} tensorwise {_ROPE} {_MTP} --fp8-param-gather {_OVERLAPS}", 2),
     training(
         "parameters of experts gathered in fp8", f"{_EXPERTS} {_FP8} tensorwise --fp8-param-gather {_OVERLAPS}", 2
     ),

@@ -243,14 +243,14 @@ def difference(result: Result, expected: Result, *, counts_waits: bool = True) -
     if result.fault:
         return result.fault
     if len(result.metrics) != len(expected.metrics):
-        return f"{len(result.metrics)} lines of metrics in place of {len(expected.metrics)}"
+        return f"{len(result.metrics)} lines of metrics instead of {len(expected.metrics)}"
     for found, known in zip(result.metrics, expected.metrics):
         changed = [key for key in {**known, **found} if found.get(key) != known.get(key)]
         if changed:
             key = changed[0]
-            return f"{key} is {found.get(key)} in place of {known.get(key)}"
+            return f"{key} is {found.get(key)} instead of {known.get(key)}"
     if counts_waits and result.host_waits != expected.host_waits:
-        return f"the host waits for its device {result.host_waits} times in place of {expected.host_waits}"
+        return f"the host waits for its device {result.host_waits} times instead of {expected.host_waits}"
     if result.devices != expected.devices:
-        return f"ranks have memory on the devices {result.devices} in place of {expected.devices}"
+        return f"ranks have memory on the devices {result.devices} instead of {expected.devices}"
     return ""

@@ -168,7 +168,7 @@ def test_every_way_of_adding_adds(dtype: torch.dtype) -> None:
 
 
 def test_products_come_from_the_library_that_is_asked_for() -> None:
-    """oneDNN's product is added after it is rounded; torch's adds while it sums."""
+    """oneDNN's matmul is rounded before it is added. MKL's matmul accumulates into the sum."""
     if not has_library("onednn", torch.float32):
         pytest.skip("this build of torch has no oneDNN")
     generator = torch.Generator().manual_seed(1)

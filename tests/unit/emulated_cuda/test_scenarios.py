@@ -163,10 +163,10 @@ def test_the_host_waits_as_often_in_a_step_of_more_layers_and_micro_batches(
 def test_metrics_that_differ_are_shown() -> None:
     known = Result("", ({"lm_loss": 1.0, "iteration": 1},), 1.0)
     assert difference(known, known) == ""
-    assert difference(Result("", ({"lm_loss": 2.0, "iteration": 1},), 1.0), known) == "lm_loss is 2.0 in place of 1.0"
+    assert difference(Result("", ({"lm_loss": 2.0, "iteration": 1},), 1.0), known) == "lm_loss is 2.0 instead of 1.0"
     assert difference(Result("race", (), 1.0), known) == "race"
     waiting = Result("", ({"lm_loss": 1.0, "iteration": 1},), 1.0, host_waits=(3, 3))
-    assert difference(waiting, known) == "the host waits for its device (3, 3) times in place of ()"
+    assert difference(waiting, known) == "the host waits for its device (3, 3) times instead of ()"
 
 
 NOT_ON_CPU = (

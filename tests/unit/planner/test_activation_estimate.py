@@ -113,7 +113,7 @@ def test_a_rank_holds_what_the_closed_forms_say(flags: str, world_size: int) -> 
         # States before and after the last norm; logits in bf16, and in float32 twice.
         loss = (1 + model.num_further_tokens) * 1024 * (2 * 2 * 1024 + 10 * 128) * has_loss
         seen, planned = activation_bytes(config, rank), activation_memory.activation_bytes(config, rank)
-        # The estimate counts a whole layer's backward pass beside what waits, or the loss if that is more.
+        # In addition to saved activations the estimate counts a whole layer's backward pass, or the loss if it is more.
         assert 0.98 * planned - min(working, loss) <= seen <= 1.02 * planned + working
 
 

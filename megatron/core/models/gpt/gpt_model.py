@@ -230,7 +230,7 @@ class GPTModel(Model):
     ) -> torch.Tensor:
         """Return the loss of every token, and add the z-loss of the first ``num_own`` sequences to ``losses``.
 
-        The other sequences predict further tokens.
+        The other sequences are those of the multi-token prediction (MTP) modules.
 
         Shapes: ``hidden: [s, b, h], labels: [b, s], loss_mask: [num_own, s] -> [b, s]``.
         """

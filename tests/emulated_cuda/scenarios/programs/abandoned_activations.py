@@ -22,7 +22,7 @@ def main() -> None:
         with moved.layer(()):
             hidden = (hidden * weight).exp()
     moved.end(hidden)
-    # The gradient of the last layer's output is all that is asked for: its saved tensors come, and nobody uses them.
+    # Only the gradient of the last layer's output is computed: its saved tensors are fetched and not used.
     (gradient,) = torch.autograd.grad(hidden.sum(), [hidden])
     del hidden, moved
     for _ in range(4):

@@ -89,12 +89,12 @@ def prefer_cudnn() -> None:
 
 
 def install_flash_attn() -> None:
-    """Install what stands in for flash-attn."""
+    """Install the stub of flash-attn."""
     _install("flash_attn", "flash_attn_stand_in.py")
 
 
 def install_transformer_engine() -> None:
-    """Install what stands in for transformer-engine."""
+    """Install the stub of transformer-engine."""
     package = sys.modules["transformer_engine"] = ModuleType("transformer_engine")
     package.__path__ = []
     _install("transformer_engine.pytorch", "transformer_engine_stand_in.py")

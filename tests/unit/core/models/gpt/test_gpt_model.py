@@ -259,10 +259,10 @@ def test_embeddings_may_begin_with_a_deviation_of_their_own(is_tied: bool) -> No
     assert torch.equal(last_stage.output_layer.weight, whole.output_weight), "both ends hold the same values"
 
 
-@pytest.mark.parametrize("further", [None, 2], ids=["next token", "further tokens"])
+@pytest.mark.parametrize("further", [None, 2], ids=["no MTP", "MTP"])
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_the_z_loss_is_of_the_next_tokens_that_count(further: int | None, is_masked: bool) -> None:
-    """Tokens outside of the mask have none, nor have the logits of further tokens."""
+    """Tokens outside of the mask have none, nor have the logits of MTP modules."""
     model = make_model(ALONE, z_loss_coeff=0.25, mtp_num_layers=further)
     generator = torch.Generator().manual_seed(3)
     tokens, labels = torch.randint(model.config.vocab_size, (2, 2, 6), generator=generator)
