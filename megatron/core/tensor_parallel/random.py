@@ -25,11 +25,15 @@ def stream_seed(seed: int, stream: str, coordinates: tuple[int, ...]) -> int:
 
 
 class RngStreams:
-    """Seed torch's own generator, save it, and have it go on; ``place`` is this rank's in the grid of ranks."""
+    """Seed torch's own generator, save it, and have it go on; ``place`` is this rank's in the grid of ranks.
 
-    def __init__(self, device: Device, seed: int, place: Place) -> None:
+    Without a ``seed`` the generator stays as it is, for a model that is only described.
+    """
+
+    def __init__(self, device: Device, seed: int | None, place: Place) -> None:
         self.device = device
-        device.seed_default_generator(seed)
+        if seed is not None:
+            device.seed_default_generator(seed)
         self._seed = seed
         self._data_parallel_rank = place["dp"]
 
@@ -50,4 +54,5 @@ class RngStreams:
         if DEFAULT in states:
             self.device.set_rng_state(states[DEFAULT])
         else:
+            assert self._seed is not None, "a run has a seed"
             self.device.seed_default_generator(stream_seed(self._seed, DEFAULT, (iteration,)))

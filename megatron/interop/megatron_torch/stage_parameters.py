@@ -8,8 +8,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -88,8 +86,7 @@ class StageDescriber:
         if padded_vocab_size is not None:
             config = dataclasses.replace(config, make_vocab_size_divisible_by=padded_vocab_size // tp)
         self.config = dataclasses.replace(config, sequence_parallel=False)
-        with torch.random.fork_rng(devices=[]):
-            self._rng = RngStreams(Device("cpu"), 0, ONE_RANK.place())
+        self._rng = RngStreams(Device("cpu"), None, ONE_RANK.place())
 
     def parameters(
         self, tp_rank: int, layer_numbers: Sequence[int], *, has_embedding: bool, has_loss: bool, ep_rank: int = 0

@@ -51,6 +51,14 @@ def config_of(layout: str) -> RunConfig:
     return read_planned_run((*MODEL, *flags), world_size).config
 
 
+@pytest.mark.default
+def test_a_description_leaves_the_generator_of_a_run_alone() -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    assert model_size(config_of("tp2 pp2")).block > 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def add_parameter(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], size: int) -> None:
     build: Callable[..., None] = kind.__init__
 

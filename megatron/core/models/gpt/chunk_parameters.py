@@ -140,7 +140,7 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
     chunk = GPTModel(
         model,
         state.tp,
-        RngStreams(Device("cpu"), 0, state.place),
+        RngStreams(Device("cpu"), None, state.place),
         seed=None,
         device="meta",
         layer_numbers=contents.layer_numbers,
