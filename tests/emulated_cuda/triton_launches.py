@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,20 +103,23 @@ class _NothingToRestore:
 
 
 def _make_interpreter_fast(interpreter: Any) -> None:
-    """Let the interpreter patch the language once, and know the NumPy type of a type.
+    """Let the interpreter patch the language once, know the NumPy type of a type, and check no integers for overflow.
 
     It patches the language anew at each launch and at each call of a function by a program, which looks through a
     thousand members of modules: most of the time of a small program. Only interpreted programs use the language here.
     """
     patch_language, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
+    seen: set[Any] = set()
     patched: set[frozenset[int]] = set()
     numpy_types: dict[str, Any] = {}
 
     def patch_once(function: Any) -> _NothingToRestore:
-        visible = frozenset(id(value) for value in function.__globals__.values() if value in languages(value))
-        if visible not in patched:
-            patch_language(function)
-            patched.add(visible)
+        if function not in seen:
+            visible = frozenset(id(value) for value in function.__globals__.values() if value in languages(value))
+            if visible not in patched:
+                patch_language(function)
+                patched.add(visible)
+            seen.add(function)
         return _NothingToRestore()
 
     def languages(value: Any) -> tuple[Any, ...]:
@@ -131,6 +135,52 @@ def _make_interpreter_fast(interpreter: Any) -> None:
 
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = known_numpy_type
+    builder = interpreter.interpreter_builder
+    # Checks for overflow are most of the time of a small program. Compiled programs have them in debug mode only.
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    _keep_descriptions(interpreter.tl.core)
+    _broadcast_unequal_shapes_only(interpreter.interpreter_semantic)
+
+
+def _keep_descriptions(core: Any) -> None:
+    """Compute the attributes of each block type once, and those that a tensor has by its type."""
+    describe_block, describe_tensor = core.block_type.__init__, core.tensor.__init__
+    blocks: dict[Any, dict[str, Any]] = {}
+    tensors: dict[Any, dict[str, Any]] = {}
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = _identity(element_ty), tuple(getattr(size, "value", size) for size in shape)
+        if key not in blocks:
+            describe_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self), key=key)
+        vars(self).update(blocks[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = vars(type).get("key") or _identity(type)
+        if key not in tensors:
+            describe_tensor(self, handle, type)
+            tensors[key] = {name: value for name, value in vars(self).items() if name != "handle"}
+        vars(self).update(tensors[key])
+        self.handle = handle
+
+    core.block_type.__init__ = init_block
+    core.tensor.__init__ = init_tensor
+
+
+def _identity(kind: Any) -> Any:
+    """Return what tells scalar and pointer types apart."""
+    return (kind.name, kind.address_space, kind.const) if kind.is_ptr() else kind.name
+
+
+def _broadcast_unequal_shapes_only(semantic: Any) -> None:
+    """Leave out the comparison of each dim where two operands have one shape."""
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_unequal(left: Any, right: Any) -> Any:
+        shape, other = vars(left.type).get("key", (None, None))[1], vars(right.type).get("key", (None, None))[1]
+        return (left, right) if shape == other else broadcast(left, right)
+
+    semantic.broadcast_impl_value = broadcast_unequal
 
 
 def run_on_emulated_devices() -> None:
