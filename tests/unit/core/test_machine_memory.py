@@ -43,6 +43,8 @@ def make_machine(root: Path, groups: str = "", **limits: tuple[int | str, int, i
         # The name is the host's, and only the container's own group is seen.
         ("4:memory:/docker/abc\n", {"memory": (40 * MIB, 10 * MIB, 0)}, 30),
         ("0::/\n", {".": (10 * MIB, 11 * MIB, 0)}, 0),
+        # A group's name may have colons.
+        ("0::/job:7\n", {"job:7": (30 * MIB, 10 * MIB, 0)}, 20),
         # A group that limits something else.
         ("3:cpu:/job\n", {"memory/job": (30 * MIB, 10 * MIB, 0)}, 100),
     ],

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron.core.host_memory.pinned_memory import PinnedMemory, pack, pack_again
+from megatron.core.host_memory.pinned_memory import PinnedMemory, pack, pack_again, side_by_side
 
 MIB, GIB = 2**20, 2**30
 
@@ -154,3 +154,10 @@ def test_one_tensor_has_one_block_and_no_tensor_a_small_one() -> None:
     assert pack([5 * GIB]).blocks == (8 * GIB,)
     assert pack([5 * GIB, *[100 * MIB] * 30]).blocks == (8 * GIB,)
     assert sum(pack([]).blocks) <= 256
+
+
+def test_tensors_side_by_side_fill_one_block_in_steps_of_256_bytes() -> None:
+    packing = side_by_side([300, 0, 256, 1])
+    assert packing.blocks == (1024,)
+    assert sorted(start for (_, start), size in zip(packing.places, [300, 0, 256, 1]) if size) == [0, 512, 768]
+    assert side_by_side([]).blocks == (0,)

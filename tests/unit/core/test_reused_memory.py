@@ -76,3 +76,9 @@ def test_a_product_in_lent_memory_is_the_product() -> None:
                 got = linear(x.view(8, 8, 32), weight, with_bias, "mkl", memory)
             expected = torch.nn.functional.linear(x.view(8, 8, 32), weight, with_bias)
             torch.testing.assert_close(got, expected)
+
+
+def test_blocks_that_the_c_library_would_return_to_the_system_are_kept() -> None:
+    memory = ReusedMemory()
+    memory.empty((2**25,), torch.uint8).fill_(7)
+    assert (memory.empty((2**25,), torch.uint8)[::4096] == 7).all()

@@ -100,3 +100,13 @@ def test_evaluation_is_not_remembered() -> None:
     quantisers.matrix("input", torch.ones(2, 3), transpose=False, records=False)
     quantisers.weight(torch.ones(2, 3), transpose=False, records=False, scale=None)
     assert not state.amax.any()
+
+
+def test_a_state_goes_back_to_its_snapshot() -> None:
+    state = state_after([1.0, 7.0], fp8_amax_history_len=3)
+    state.amax[PLACE] = 3.0
+    before = state.snapshot()
+    kept = [each.clone() for each in before]
+    state.update(WORLD, 2)
+    state.restore(before)
+    assert all(map(torch.equal, (state.amax, state.scale, state.expected, state.history), kept))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +28,20 @@ def is_kept(k0: int, k1: int, column: int, probability: float) -> bool:
     x = (x * 0x735A2D97) & WORD
     x ^= x >> 15
     return (x >> 8) >= round(probability * 2**24)
+
+
+def test_the_lowest_bits_of_a_word_count() -> None:
+    """Among 2^19 words some are so near the threshold that bits of the last shift decide."""
+    keys, count, probability = make_keys(1), 2**19, 0.3
+    x = (np.uint64(int(keys.k0) & WORD) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B1)) & WORD
+    x ^= x >> np.uint64(16)
+    x = (x * np.uint64(0x21F0AAAD)) & WORD
+    x ^= x >> np.uint64(15)
+    x ^= np.uint64(int(keys.k1) & WORD)
+    x = (x * np.uint64(0x735A2D97)) & WORD
+    x ^= x >> np.uint64(15)
+    output = drop_elements(torch.ones(1, count), keys, probability)
+    assert np.array_equal(output.numpy()[0] != 0, (x >> np.uint64(8)) >= round(probability * 2**24))
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.93])

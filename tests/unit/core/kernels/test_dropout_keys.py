@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core.kernels import dropout_keys
 from megatron.core.kernels.attention_pattern import CAUSAL
 from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
 from megatron.core.kernels.dropout import drop_elements
@@ -77,8 +78,9 @@ def test_static_keys_take_over_those_of_another_micro_batch_in_their_own_memory(
     static = first.static_copy()
     used = static.after_attention(1)
     static.overwrite(second)
-    for keys in (used, static.after_attention(1)):
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(keys, second.after_attention(1), strict=True))
+    expected = make_keys(iteration=8).after_attention(1)
+    for keys in (used, static.after_attention(1), second.after_attention(1)):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(keys, expected, strict=True))
     assert torch.equal(static.of_router(1, 4, slice(None)), second.of_router(1, 4, slice(None)))
     assert all(torch.equal(a, b) for a, b in zip(first.after_attention(1), make_keys().after_attention(1), strict=True))
     assert torch.equal(first.samples.states, make_keys().samples.states)
@@ -162,3 +164,10 @@ def test_numbers_in_place_of_logits_are_the_same_wherever_a_token_is() -> None:
     some = replace(make_keys(first_sample=2, batch=3), positions=torch.arange(LENGTH).roll(7)[:9])
     found = some.of_router(2, 5, slice(4, 20))
     assert torch.equal(found, whole.roll(7, dims=0)[:9, 2:5].reshape(27, 5)[4:20])
+
+
+def test_the_ends_of_the_draw_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout_keys, "_LARGEST_DRAWN", 1)
+    drawn = make_keys().of_router(1, 16, slice(None))
+    quartile = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.75)))
+    assert drawn.unique().tolist() == pytest.approx([-quartile, quartile])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron.core.host_memory.reused_memory import ReusedMemory
 from megatron.core.kernels import matrix_product
 from megatron.core.kernels.matrix_product import (
     grouped_gradient,
@@ -231,3 +232,35 @@ def test_a_group_without_rows_has_a_gradient_of_zero_whatever_the_kernel_leaves(
         torch.testing.assert_close(actual, wanted, rtol=2**-6, atol=2**-6)
     gradient = grouped_gradient(grad, x.detach(), counts)
     assert all(count or not of_group.any() for count, of_group in zip(counts, gradient))
+
+
+class RecordedMemory(ReusedMemory):
+    """Record what is lent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lent: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.lent.append((tuple(shape), dtype))
+        return super().empty(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "library", "is_lent"),
+    [
+        (torch.float32, "mkl", True),
+        (torch.float32, "onednn", not has_library("onednn", torch.float32)),
+        (torch.bfloat16, "mkl", True),
+        (torch.bfloat16, "onednn", True),
+    ],
+)
+def test_the_product_lies_in_the_memory_unless_the_operator_cannot_write_there(
+    dtype: torch.dtype, library: str, is_lent: bool
+) -> None:
+    memory = RecordedMemory()
+    x, weight = torch.randn(8, 8, 16).to(dtype), torch.randn(5, 16).to(dtype)
+    with torch.no_grad():
+        result = linear(x, weight, library=library, memory=memory)
+    assert memory.lent == ([((8, 8, 5), dtype)] if is_lent else [])
+    torch.testing.assert_close(result, torch.nn.functional.linear(x, weight))

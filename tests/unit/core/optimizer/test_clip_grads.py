@@ -107,6 +107,7 @@ def test_copies_and_padding_do_not_count() -> None:
     statistics = GradStatistics.from_totals(meter.measure(count_zeros=True).tolist())
     assert statistics.norm == pytest.approx(math.sqrt(8 * 4.0 + 7 * 9.0), rel=1e-6)
     assert statistics.num_zeros == 4
+    assert [len(meter.measure(count_zeros=counted)) for counted in (False, True)] == [1, 2]
     assert GradStatistics.from_totals(meter.measure().tolist()).num_zeros is None
     grads["norm"][1] = float("nan")
     assert not GradStatistics.from_totals(meter.measure().tolist()).is_finite

@@ -231,3 +231,5 @@ def test_buckets_are_filled_in_order_and_long_parts_are_cut() -> None:
     buckets = list(cut_into_buckets([([part(30), part(50), part(70)], 1.0), ([part(300), part(20)], 0.0)], 128))
     assert [lengths(bucket) for bucket in buckets] == [[[30, 50]], [[70]], [[128]], [[128]], [[44, 20]]]
     assert [multiplier for bucket in buckets for _, multiplier in bucket] == [1.0, 1.0, 0.0, 0.0, 0.0]
+    whole = list(cut_into_buckets([([part(128), part(64), part(64), part(256)], 1.0)], 128))
+    assert [lengths(bucket) for bucket in whole] == [[[128]], [[64, 64]], [[128]], [[128]]]

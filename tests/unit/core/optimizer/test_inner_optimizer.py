@@ -83,6 +83,7 @@ def test_the_state_of_a_built_in_rule_exists_from_the_start() -> None:
     ("text", "problem"),
     [
         ("lr_mult=2", "no pattern"),
+        (":lr_mult=2", "no pattern"),
         ("a:lr=2", "'lr=2' is neither"),
         ("a:lr_mult=x", "'x' of lr_mult is not a number"),
         ("a:wd_mult=-1", "wd_mult=-1 must be 0 or more"),
@@ -94,3 +95,23 @@ def test_an_override_that_says_something_else_is_refused(text: str, problem: str
     with pytest.raises(ValueError, match=problem):
         parse_override(text)
     assert parse_override("a:b:lr_mult=1e-1") == GroupOverride("a:b", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("config", "hidden", "word"),
+    [
+        ({}, 0.25, 0.25),
+        ({"optimizer": "muon", "muon_scale_mode": "spectral"}, 0.5, 0.25),
+        ({"optimizer": "muon", "muon_scale_mode": "unit_rms_norm"}, 1.0, 0.25),
+    ],
+)
+def test_the_learning_rate_of_a_wider_model(config: dict[str, str], hidden: float, word: float) -> None:
+    rates = ParamRates(OptimizerConfig(**config))  # type: ignore[arg-type]
+    for name, multiplier in (
+        ("decoder.layers.0.mlp.linear_fc1.weight", hidden),
+        ("embedding.word_embeddings.weight", word),
+    ):
+        given = nn.Parameter(torch.zeros(4, 4))
+        attach_spec(given, ParamSpec(name, (4, 4), full_pieces((4, 4)), width_multiplier=4.0))
+        assert rates.learning_rate(given).multiplier == multiplier
+        assert rates.learning_rate(parameter(name, (4, 4))).multiplier == 1.0

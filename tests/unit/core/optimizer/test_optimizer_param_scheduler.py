@@ -215,3 +215,9 @@ def test_a_weight_decay_that_rises_over_no_samples_is_the_last_one_and_over_one_
     for steps, num_samples, expected in ((0, 0, 0.3), (1, 0, 0.1), (1, 1, 0.3), (1, 2, 0.3)):
         config = ScheduleConfig(max_lr=1.0, start_wd=0.1, end_wd=0.3, wd_incr_steps=steps, wd_incr_style=style)
         assert weight_decay(config, num_samples) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "inverse-square-root"])
+def test_a_decay_over_one_sample_starts_at_the_largest_rate(style: str) -> None:
+    config = ScheduleConfig(max_lr=1.0, min_lr=0.25, lr_warmup_steps=0, lr_decay_steps=1, lr_decay_style=style)
+    assert rates(config, 0, 2) == [1.0, 0.25]

@@ -184,3 +184,32 @@ def test_state_that_was_made_to_be_loaded_goes_with_a_return_to_the_beginning(us
     inner.state_of(parameter, "sum").fill_(5.0)
     inner.make_state()
     assert torch.equal(inner.state_of(parameter, "sum"), first + 5.0)
+
+
+class SteppingAlways(torch.optim.SGD):
+    """Move every parameter, whatever the learning rate is."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["past"] = parameter.grad.clone()
+                parameter.add_(1.0)
+
+
+def test_creating_state_leaves_parameters_and_gradients(use: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), 2.0)
+    inner = InnerOptimizer(OptimizerConfig(optimizer=use(SteppingAlways)), [([parameter], 1.0)])
+    inner.make_state()
+    assert inner.names_of_state(parameter) == ["past"]
+    assert torch.equal(parameter.detach(), torch.ones(3))
+    assert torch.equal(parameter.grad, torch.full((3,), 2.0))
+
+
+def test_a_rule_that_is_not_elementwise_needs_whole_parameters(use: Any) -> None:
+    name = use(torch.optim.Adafactor)
+    with pytest.raises(ConfigurationError, match="Adafactor is not elementwise, and --use-precision-aware-optimizer"):
+        build(torch.bfloat16, optimizer=name, use_precision_aware_optimizer=True)
+    with pytest.raises(ConfigurationError, match="some rank holds a shard of"):
+        build(torch.float32, optimizer=name, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)

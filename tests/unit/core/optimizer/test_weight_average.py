@@ -61,3 +61,36 @@ def test_the_model_has_the_average_inside_and_trains_on_as_if_it_never_had() -> 
     assert train_step(ddp, optimizer, 1) == train_step(other_ddp, other, 1)
     assert all(torch.equal(a, b) for a, b in zip(ddp.parameters(), other_ddp.parameters(), strict=True))
     assert not other.has_average
+
+
+def test_weights_that_were_loaded_alone_begin_the_average_anew() -> None:
+    ddp, optimizer = build(torch.float32, ema_decay=DECAY)
+    train_step(ddp, optimizer, 0)
+    with torch.no_grad():
+        for parameter in ddp.module.parameters():
+            parameter.fill_(3.0)
+    optimizer.reload_main_params()
+    assert all(bool((average == 3.0).all()) for average in averages(optimizer).values())
+
+
+def test_other_ranks_gather_the_average_and_afterwards_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp, optimizer = build(torch.float32, ema_decay=DECAY)
+    train_step(ddp, optimizer, 0)
+    events: list[tuple[str, float]] = []
+
+    def first() -> float:
+        return ddp.module.fc2[0, 0].item()
+
+    for name in ("start_param_gather", "finish_param_gather"):
+        monkeypatch.setattr(ddp, name, lambda name=name: events.append((name, first())))
+    weight = first()
+    with optimizer.averaged_weights():
+        average = first()
+        inside = len(events)
+    assert average != weight
+    assert events[:inside] == [
+        ("finish_param_gather", weight),
+        ("start_param_gather", average),
+        ("finish_param_gather", average),
+    ]
+    assert events[inside:] == [("start_param_gather", weight), ("finish_param_gather", weight)]

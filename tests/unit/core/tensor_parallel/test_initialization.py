@@ -76,6 +76,7 @@ def test_keys_of_64_bits_are_not_rounded() -> None:
 def test_more_and_fewer_dims_than_two() -> None:
     cube = normal_box(5, "w", (7, 4, 3), Box((0, 0, 0), (7, 4, 3)))
     assert np.array_equal(normal_box(5, "w", (7, 4, 3), Box((2, 1, 0), (3, 2, 3))), cube[2:5, 1:3])
+    assert np.array_equal(normal_box(5, "w", (7, 4, 3), Box((2, 1, 1), (3, 2, 2))), cube[2:5, 1:3, 1:])
     vector = normal_box(5, "w", (600,), Box((0,), (600,)))
     assert np.array_equal(normal_box(5, "w", (600,), Box((250,), (300,))), vector[250:550])
 
