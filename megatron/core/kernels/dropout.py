@@ -69,8 +69,6 @@ def drop_elements(
     """Return what `keyed_dropout` returns, without a gradient."""
     rows = x.reshape(-1, x.shape[-1])
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    if output.numel() == 0:
-        return output.view(x.shape)
     k0, k1 = (key.reshape(-1, 1) for key in keys)
     steps = _column_steps(x, columns)
     # Kept where the unsigned word is at least this one; subtracting 2**31 from both makes signed words of them.
