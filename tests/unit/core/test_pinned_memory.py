@@ -154,6 +154,8 @@ def test_one_tensor_has_one_block_and_no_tensor_a_small_one() -> None:
     assert pack([5 * GIB]).blocks == (8 * GIB,)
     assert pack([5 * GIB, *[100 * MIB] * 30]).blocks == (8 * GIB,)
     assert sum(pack([]).blocks) <= 256
+    # As long as 1 GiB is left, no block is smaller.
+    assert pack([size * MIB for size in (300, 300, 600, 700, 500)]).blocks == (GIB,) * 3
 
 
 def test_tensors_side_by_side_fill_one_block_in_steps_of_256_bytes() -> None:
@@ -161,3 +163,14 @@ def test_tensors_side_by_side_fill_one_block_in_steps_of_256_bytes() -> None:
     assert packing.blocks == (1024,)
     assert sorted(start for (_, start), size in zip(packing.places, [300, 0, 256, 1]) if size) == [0, 512, 768]
     assert side_by_side([]).blocks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("size", "block"),
+    [(40, 128), (50, 256), (55, 512), (56, 56), (64, 64), (600, 600), (80, 256), (120, 120), (65, 512)],
+)
+def test_a_tensor_shares_the_smallest_block_that_its_size_fills_but_for_a_seventh(size: int, block: int) -> None:
+    blocks = Blocks()
+    kept = PinnedMemory(blocks.make).empty_like(like(size * MIB))
+    assert blocks.sizes == [block * MIB]
+    assert kept.nbytes == size * MIB

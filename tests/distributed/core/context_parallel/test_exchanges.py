@@ -9,8 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.context_parallel.all_gather_attention import AllGatherAttention
 from megatron.core.context_parallel.exchange import with_context_parallel
 from megatron.core.context_parallel.partition import cut_sequence, to_sequence_order
+from megatron.core.context_parallel.ring_attention import RingAttention
+from megatron.core.context_parallel.ulysses_attention import UlyssesAttention
+from megatron.core.kernels.attention_block import AttentionBlocks
 from megatron.core.kernels.attention_choice import select_attention_core
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dot_product_attention import plain_attention
@@ -178,3 +182,25 @@ def test_every_exchange_drops_the_weights_that_whole_attention_drops(name: str) 
         for layout, tensors in results.items():
             for label, actual, wanted in zip(LABELS[: len(expected)], tensors, expected, strict=True):
                 assert_tensors_close(actual, wanted, TOLERANCE, f"{layout} {label}")
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("name", ["grouped", "window-packed", "sinks-window-packed", "both-directions"])
+def test_one_rank_alone_computes_whole_attention(name: str, dropout: float, exchange: str) -> None:
+    case, cp = CASES[name], single_rank_group(("cp",))
+    expected = whole_attention(case, torch.float64, dropout)
+    core = select_attention_core("auto", "cpu")
+    exchanges = {
+        "p2p": lambda: RingAttention(cp, AttentionBlocks()),
+        "all_gather": lambda: AllGatherAttention(cp, core),
+        "a2a": lambda: UlyssesAttention(cp, core),
+    }
+    *leaves, grad = (tensor.requires_grad_() for tensor in inputs(case, torch.float64))
+    sinks = sinks_of(case, torch.float64)
+    output = exchanges[exchange]()(*leaves, pattern_of(case), dropout_of(case, dropout), sinks=sinks)
+    output.backward(grad.detach())
+    leaves += [] if sinks is None else [sinks]
+    tensors = [output.detach().numpy(), *(leaf.grad.numpy() for leaf in leaves if leaf.grad is not None)]
+    for label, actual, wanted in zip(LABELS[: len(expected)], tensors, expected, strict=True):
+        assert_tensors_close(actual, wanted, TOLERANCE, label)

@@ -108,3 +108,26 @@ def test_rounds_bound_what_each_rank_holds_over_tensor_and_expert_parallel_ranks
         for (_, one, expected), (_, other, _) in zip(at_once, in_rounds, strict=True):
             assert torch.equal(one, other)
             torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
+
+
+def cubed_of_replicas() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return results and what they should be of matrices that two tensor-parallel ranks both hold whole."""
+    state, generator = create_parallel_state(ParallelSizes(tp=2)), torch.Generator().manual_seed(7)
+    values = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((6, 5), (3, 4), (2, 2))]
+    parameters, parts = [], []
+    for number, value in enumerate(values):
+        parameter, shape = torch.nn.Parameter(value.clone()), tuple(value.shape)
+        spec = ParamSpec(f"{number}.weight", shape, full_pieces(shape), ("tp",), (), state.tp.rank, 2)
+        attach_spec(parameter, spec)
+        flat = parameter.data.view(-1)
+        parameters.append(parameter)
+        parts.append(ParamPart(parameter, 0, flat.numel(), flat, torch.zeros_like(flat)))
+    (matrices,) = MatrixOwners(parameters, parts, state.tp, state.dp, is_sharded=False).rounds
+    results = matrices.compute([part.values.clone() for part in parts], lambda each, _: cubed(each))
+    return [(result.view(value.shape), cubed(value)) for result, value in zip(results, values, strict=True)]
+
+
+def test_every_rank_has_the_result_of_a_replicated_matrix() -> None:
+    for pairs in run_distributed(2, cubed_of_replicas):
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

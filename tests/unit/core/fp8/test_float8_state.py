@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.fp8 import float8_quantisers, float8_state
 from megatron.core.fp8.float8_config import Float8Config
 from megatron.core.fp8.float8_places import Float8Places
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.fp8.float8_recipe import Float8Recipe
 from megatron.core.fp8.float8_state import Float8State
 from megatron.core.kernels.float8.quantised import E4M3, E5M2, scale_of
-from megatron.core.process_group import single_rank_group
+from megatron.core.process_group import Group, single_rank_group
 
 WORLD = single_rank_group(("world",))
 PLACE = (1, 2)
@@ -110,3 +111,80 @@ def test_a_state_goes_back_to_its_snapshot() -> None:
     state.update(WORLD, 2)
     state.restore(before)
     assert all(map(torch.equal, (state.amax, state.scale, state.expected, state.history), kept))
+
+
+OTHER_AMAX = 48.0
+"""The largest value that another rank has."""
+
+
+@pytest.fixture
+def _another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_reduce(tensor: torch.Tensor, group: Group, operation: str) -> None:
+        assert operation == "max"
+        tensor.clamp_(min=OTHER_AMAX)
+
+    monkeypatch.setattr(float8_state, "all_reduce", all_reduce)
+    monkeypatch.setattr(float8_quantisers, "all_reduce", all_reduce)
+
+
+@pytest.mark.usefixtures("_another_rank")
+def test_the_history_has_the_largest_amax_of_all_ranks() -> None:
+    assert state_after([5.0]).history[PLACE][:, 0].tolist() == [OTHER_AMAX] * 3
+
+
+@pytest.mark.usefixtures("_another_rank")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_ranks_share_a_scale_where_they_hold_parts_of_what_it_scales(recipe: str) -> None:
+    """A transposed row lies on all ranks of a sequence-parallel group, a block of 128 on one."""
+    quantisers = Float8Quantisers(Float8Recipe.of(Float8Config(fp8_format="e4m3", fp8_recipe=recipe)))
+    x = torch.ones(128, 128)
+    _, shared = quantisers.matrix("input", x, transpose=True, records=False, group=WORLD)
+    _, own = quantisers.matrix("input", x, transpose=True, records=False)
+    assert shared is not None
+    assert own is not None
+    assert torch.equal(own.scale, scale_of(torch.ones_like(own.scale), E4M3))
+    seen = 1.0 if recipe == "blockwise" else OTHER_AMAX
+    assert torch.equal(shared.scale, scale_of(torch.full_like(own.scale, seen), E4M3))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "turns", "keeps_weight_scale"),
+    [
+        ("delayed", True, True),
+        ("tensorwise", True, True),
+        ("rowwise", False, False),
+        ("blockwise", False, True),
+        ("mxfp8", False, False),
+    ],
+)
+def test_what_a_recipe_shares_with_the_transpose(recipe: str, turns: bool, keeps_weight_scale: bool) -> None:
+    for has_weight_gradients in (True, False):
+        config = Float8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=has_weight_gradients)
+        quantisers = Float8Quantisers(Float8Recipe.of(config))
+        assert (quantisers.turns, quantisers.keeps_weight_scale) == (turns, keeps_weight_scale)
+        assert quantisers.gathers_gradients == (turns and has_weight_gradients)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        ({"fp8_hybrid": True}, "hybrid"),
+        ({"fp8_e4m3": True}, "e4m3"),
+        ({"fp8_format": "e4m3"}, "e4m3"),
+        ({"fp8_format": "e4m3", "fp8_hybrid": True}, "e4m3"),
+    ],
+)
+def test_older_flags_name_the_format(options: dict[str, object], expected: str | None) -> None:
+    assert Float8Config(**options).fp8_format == expected  # type: ignore[arg-type]
+
+
+def test_the_layers_in_fp8() -> None:
+    assert not Float8Config().float8_layers(8)
+    assert Float8Config(fp8_format="e4m3").float8_layers(8) == range(8)
+    ends = Float8Config(
+        fp8_format="e4m3", first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1
+    )
+    # Layers behind the model's, as multi-token prediction has them, are in fp8 too.
+    assert [number for number in range(10) if ends.is_in_float8(number, 8)] == [2, 3, 4, 5, 6, 8, 9]
+    assert not any(Float8Config().is_in_float8(number, 8) for number in range(10))

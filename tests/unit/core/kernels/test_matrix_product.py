@@ -246,6 +246,7 @@ class RecordedMemory(ReusedMemory):
         return super().empty(shape, dtype)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "library", "is_lent"),
     [
@@ -256,11 +257,12 @@ class RecordedMemory(ReusedMemory):
     ],
 )
 def test_the_product_lies_in_the_memory_unless_the_operator_cannot_write_there(
-    dtype: torch.dtype, library: str, is_lent: bool
+    dtype: torch.dtype, library: str, is_lent: bool, has_bias: bool
 ) -> None:
     memory = RecordedMemory()
+    bias = torch.randn(5).to(dtype) if has_bias else None
     x, weight = torch.randn(8, 8, 16).to(dtype), torch.randn(5, 16).to(dtype)
     with torch.no_grad():
-        result = linear(x, weight, library=library, memory=memory)
+        result = linear(x, weight, bias, library, memory)
     assert memory.lent == ([((8, 8, 5), dtype)] if is_lent else [])
-    torch.testing.assert_close(result, torch.nn.functional.linear(x, weight))
+    torch.testing.assert_close(result, torch.nn.functional.linear(x, weight, bias))

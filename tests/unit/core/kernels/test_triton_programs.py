@@ -169,7 +169,7 @@ def compare_heads(
         close(one, other)
 
 
-@pytest.mark.default(1)
+@pytest.mark.default(2)
 @pytest.mark.parametrize(
     ("dtype", "interleaved"),
     [

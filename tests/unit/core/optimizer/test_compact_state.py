@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.optimizer.compact_state import CompactTensor, RemainderTensor, ScaledTensor, make_moment
+from megatron.core.optimizer.recipes.stochastic_rounding import random_words
 from megatron.core.optimizer.update_bucket import cut_into_buckets
 from tests.unit.core.optimizer.test_optimizer import build, poisoned_step, train_step
 
@@ -277,3 +278,16 @@ def test_a_scale_is_the_smallest_power_of_two_that_a_block_does_not_exceed(dtype
     scaled, exponents = stored(blocks.view(-1), dtype).held()
     assert scaled.float().abs().max() == {"fp16": 2.0**15, "fp8": 2.0**8}[dtype]
     assert (exponents - exponents[0]).flatten().tolist() == [0, 0, -1, 1, 1, 1]
+
+
+def test_the_random_bits_are_those_of_every_release() -> None:
+    """A resumed run rounds as it would have without the interruption, also after an update of this package."""
+    values = torch.linspace(-3.0, 5.0, 256).view(2, 128)
+    words = random_words(values, 7)
+    raw = values.view(torch.int32)
+    for block, lane in ((0, 0), (0, 127), (1, 0), (1, 64)):
+        word = int(raw[block, lane]) ^ (lane * 0x9E3779B1 + 7 * 0x85EBCA6B)
+        for factor in (0x7FEB352D, 0x846CA68B):
+            word &= 0xFFFFFFFF
+            word = (word ^ (word >> 16)) * factor
+        assert int(words[block, lane]) == (word & 0xFFFFFFFF) >> 16

@@ -206,6 +206,16 @@ def test_weights_that_were_loaded_alone_reach_the_host() -> None:
         assert all(parameter.eq(3.0).all() for parameter in ddp.parameters())
 
 
+def test_full_precision_weights_of_a_checkpoint_reach_the_host() -> None:
+    ddp, optimizer = build(torch.float32, **OFFLOAD, lr=0.0)
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.fill_(3.0)
+    optimizer.load_scalar_state(optimizer.scalar_state())
+    train_step(ddp, optimizer, 0)
+    assert all(parameter.eq(3.0).all() for parameter in ddp.parameters())
+
+
 def part(length: int) -> ParamPart:
     parameter = nn.Parameter(torch.arange(float(length)))
     return ParamPart(parameter, 0, length, parameter.detach(), torch.zeros(length))

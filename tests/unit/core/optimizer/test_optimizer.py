@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,11 +17,14 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.weight_check import BadWeightsError
 from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
+from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
+from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec
+from megatron.core.process_group import single_rank_group
+from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, full_pieces, spec_of
 from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch
 
 STATE = describe_parallel_state(0, 1)
@@ -417,3 +422,32 @@ def test_learning_rate_and_decay_take_effect_at_the_next_step() -> None:
     optimizer.step()
     # Without a gradient and without moments only the decay moves a weight.
     torch.testing.assert_close(ddp.module.unused.detach(), before["unused"] * (1 - 0.1 * 0.5))
+
+
+class WithExperts(nn.Module):
+    """Hold a matrix of a dense layer and one of an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("dense", (4, 3)), ("expert", (2, 4, 3))):
+            parameter = nn.Parameter(torch.randn(shape))
+            full_name = f"decoder.layers.0.mlp.{name}.weight"
+            attach_spec(parameter, ParamSpec(full_name, shape, full_pieces(shape), is_expert=name == "expert"))
+            self.register_parameter(name, parameter)
+
+
+def test_muon_brings_experts_together_over_the_groups_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+
+    class Recorded(MatrixOwners):
+        def __init__(
+            self, parameters: Sequence[nn.Parameter], parts: object, model: object, dp: object, **options: object
+        ) -> None:
+            found.update({spec_of(parameter).name.split(".")[-2]: (model, dp) for parameter in parameters})
+            super().__init__(parameters, parts, model, dp, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(optimizer_module, "MatrixOwners", Recorded)
+    state = replace(STATE, expert_model=single_rank_group(("etp", "ep")), expert_dp=single_rank_group(("edp",)))
+    ddp = DistributedDataParallel(WithExperts(), DistributedDataParallelConfig(), state)
+    MegatronOptimizer(OptimizerConfig(optimizer="muon"), [ddp], state)
+    assert found == {"dense": (state.tp, state.dp_cp), "expert": (state.expert_model, state.expert_dp)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import Box, ParamSpec, even_pieces, full_pieces, spec_of, stacked_pieces
+from megatron.core.tensor_parallel.divided_initialization import _divide
 from megatron.core.tensor_parallel.initialization import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -164,3 +167,14 @@ def test_stages_of_a_pipeline_hold_the_layers_of_the_whole_model() -> None:
     for name, parameter in held.items():
         assert torch.equal(parameter, expected[name]), name
         assert spec_of(parameter) == spec_of(expected[name])
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [([1] * 6, [2, 2, 2]), ([4, 1, 1, 1, 1, 4], [1, 4, 1]), ([1, 1], [1, 0, 1]), ([9, 1, 1, 1], [0, 1, 3])],
+)
+def test_ranks_draw_about_as_many_values_each(costs: list[int], expected: list[int]) -> None:
+    blocks = [SimpleNamespace(cost=cost) for cost in costs]
+    parts = _divide(blocks, 3)  # type: ignore[arg-type]
+    assert [len(part) for part in parts] == expected
+    assert [block for part in parts for block in part] == blocks
