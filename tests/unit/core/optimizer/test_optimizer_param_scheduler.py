@@ -221,3 +221,11 @@ def test_a_weight_decay_that_rises_over_no_samples_is_the_last_one_and_over_one_
 def test_a_decay_over_one_sample_starts_at_the_largest_rate(style: str) -> None:
     config = ScheduleConfig(max_lr=1.0, min_lr=0.25, lr_warmup_steps=0, lr_decay_steps=1, lr_decay_style=style)
     assert rates(config, 0, 2) == [1.0, 0.25]
+
+
+def test_the_optimizer_has_the_values_of_a_loaded_schedule() -> None:
+    config = ScheduleConfig(max_lr=1.0, lr_decay_steps=100, lr_decay_style="linear")
+    first, recorder = OptimizerParamScheduler(Recorder(), config), Recorder()
+    first.step(40)
+    OptimizerParamScheduler(recorder, config).load_state_dict(first.state_dict())
+    assert [rate for rate, _ in recorder.values] == pytest.approx([1.0, 0.6])
