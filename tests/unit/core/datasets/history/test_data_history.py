@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,16 @@ from megatron.core.datasets.history.data_history import (
     DataSetRecord,
     Phase,
     RunPosition,
+    recorded_history,
 )
 from megatron.core.datasets.history.dataset_chain import LaterPhase, SegmentChain
-from megatron.core.datasets.history.sample_keys import ReadCounter, SamplePlace, locate_sample, sample_keys
+from megatron.core.datasets.history.sample_keys import (
+    ReadCounter,
+    SamplePlace,
+    blend_names,
+    locate_sample,
+    sample_keys,
+)
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.samples.data_samplers import DataloaderType, SampleOrder
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
@@ -49,7 +57,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 class Run:
     """Train step after step on nothing, with a checkpoint wherever it is stopped."""
 
-    cache: Path
+    cache: Path | None
     dataloader_type: DataloaderType = "single"
     seed: int = 5
     sequence_length: int = LENGTH
@@ -65,7 +73,7 @@ class Run:
             random_seed=self.seed,
             blend=blend,
             split="1",
-            path_to_cache=str(self.cache),
+            path_to_cache=None if self.cache is None else str(self.cache),
         )
         position = RunPosition(
             dataloader_type=self.dataloader_type, consumed_samples=self.consumed, history=self.history
@@ -208,6 +216,10 @@ def test_without_weights_what_is_left_of_each_data_set_counts(texts: tuple[str, 
     a, b, c, _ = texts
     run = Run(tmp_path).train(Blend((a, b)), 80, 80)
     assert run.counts() == {"a": 48, "b": 32}
+    for more in (40, 81):
+        rest = run.build(Blend((a, b, c)), 80 + more).train
+        assert rest is not None
+        assert len(rest) == 80 + more
     run.train(Blend((a, b, c)), 80 + 81)
     assert run.counts() == {"a": 51, "b": 34, "c": 76}
     assert_read_in_order(run)
@@ -341,6 +353,7 @@ def test_a_place_is_where_the_tokens_are(texts: tuple[str, ...], tmp_path: Path)
                 offset=piece.byte_offset,
             )
             read += raw.tolist()
+            assert piece.document == piece.sequence  # each document of these texts is one sequence
         assert read == tokens
 
 
@@ -372,3 +385,35 @@ def test_counts_of_an_earlier_point_lack_the_data_sets_of_later_phases() -> None
     counted = two_phases(30, 20, 7).counted_as(two_phases(12, 5))
     assert counted.consumed_samples == 50
     assert [record.consumed_samples for record in counted.data_sets] == [12, 5, 0]
+
+
+def test_a_blend_is_kept_with_its_first_data_set(texts: tuple[str, ...], tmp_path: Path) -> None:
+    prefixes = []
+    for text in texts[:2]:
+        folder = tmp_path / text[-1]
+        folder.mkdir()
+        for suffix in (".bin", ".idx"):
+            shutil.copy(text + suffix, folder)
+        prefixes.append(str(folder / text[-1]))
+    first, second = (Blend(tuple(prefixes), weights) for weights in ((0.5, 0.5), (0.7, 0.3)))
+    run = Run(None)
+    run.train(first, 60, 20).train(second, 60)
+    blends = [path.parent.parent.parent for path in tmp_path.rglob("*-BlendedDataset-train-description.txt")]
+    assert blends == [tmp_path / "a"] * 2
+
+
+def test_a_session_without_training_data_records_nothing() -> None:
+    assert recorded_history(None) is None
+    with pytest.raises(DataError, match="record of the data that was read is damaged"):
+        recorded_history({})
+
+
+def test_names_are_of_blends_of_several_data_sets(texts: tuple[str, ...], tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for blend, names in (
+        (Blend(texts[:1]), ()),
+        (Blend(texts[:1], (1.0,)), ()),
+        (Blend(texts[:2]), ("a", "b")),
+        (Blend((texts[0], texts[1], texts[0])), ("a", "b", "a (2)")),
+    ):
+        assert blend_names(run.build(blend, 20).train) == names

@@ -61,15 +61,15 @@ def test_writes_the_bytes_that_megatron_writes(name: str, tmp_path: Path) -> Non
 
 
 def test_tokens_are_on_the_disk_before_they_get_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_disk: set[int] = set()
+    on_disk: dict[int, int] = {}
     real_fsync, real_replace = os.fsync, os.replace
 
     def fsync(descriptor: int) -> None:
         real_fsync(descriptor)
-        on_disk.add(os.fstat(descriptor).st_ino)
+        on_disk[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
     def replace(source: str | Path, target: str | Path) -> None:
-        assert os.stat(source).st_ino in on_disk, target
+        assert on_disk[os.stat(source).st_ino] == os.stat(source).st_size, target
         real_replace(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)

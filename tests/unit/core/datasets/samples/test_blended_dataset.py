@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
 from megatron.core.datasets.samples.blended_dataset import BlendedDataset, normalize_weights, samples_per_dataset
 from megatron.core.datasets.samples.gpt_dataset import GPTDataset
 from megatron.core.datasets.samples.gpt_dataset_config import (
@@ -340,3 +342,53 @@ def test_mock_data_needs_no_files(tmp_path: Path) -> None:
     assert isinstance(splits.valid, MockGPTDataset)
     assert (len(splits.train), len(splits.valid), splits.test) == (12, 5, None)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_samples", [8, 9])
+def test_text_that_is_read_twice_is_reported(num_samples: int, tmp_path: Path) -> None:
+    lines: list[str] = []
+    build(tmp_path, (num_samples, 0, 0), lines, blend=Blend((write_text(tmp_path / "a", 1, 65),)), split="1")
+    assert [line for line in lines if "epoch" in line] == [
+        f" > train data {tmp_path / 'a'}: need 9 samples, have 8 in one epoch, reading 2 epochs"
+    ] * (num_samples - 8)
+
+
+def test_further_validation_sets_are_checked_and_need_no_other_data(tmp_path: Path) -> None:
+    web = write_text(tmp_path / "web", 2, 41)
+    further = (ValidationSet("web", Blend((web,)), num_samples=4),)
+    splits = build(tmp_path, (5, 0, 0), mock=True, extra_valid=further)
+    assert isinstance(splits.train, MockGPTDataset)
+    assert splits.extra_valid["web"].source_of(0) == web
+    config = GPTDatasetConfig(
+        sequence_length=8, mock=True, extra_valid=(ValidationSet("web", Blend((str(tmp_path / "no"),)), 4),)
+    )
+    with pytest.raises(DataError, match=r"^validation set web: .*no\.idx does not exist"):
+        BlendedDatasetBuilder(config, (5, 0, 0), print).check()
+
+
+def test_a_weight_of_a_data_set_without_tokens_is_refused(tmp_path: Path) -> None:
+    blend = Blend((write_text(tmp_path / "text", 10, 41), write_text(tmp_path / "empty", 3, 0)), (1.0, 1.0))
+    text = refusal(tmp_path, (10, 0, 0), blend=blend, split="1")
+    assert f"have 0 tokens in {tmp_path / 'empty'};" in text
+    assert build(tmp_path, (10, 0, 0), blend=Blend(blend.prefixes), split="1").train is not None
+
+
+def test_the_vocabulary_is_compared_with_the_first_tokens_alone(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("megatron.core.datasets.blended_dataset_builder._PROBED_TOKENS", 40)
+    blend = Blend((write_text(tmp_path / "text", 3, 20, first_token=95),))
+    build(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=97)
+    assert "token id 96" in refusal(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=96)
+
+
+def test_indices_are_built_by_the_builder_that_is_given(tmp_path: Path) -> None:
+    class Counted(NumpyIndexBuilder):
+        calls = 0
+
+        def sample_index(self, *arguments: Any) -> Any:
+            self.calls += 1
+            return super().sample_index(*arguments)
+
+    config = GPTDatasetConfig(sequence_length=8, blend=Blend((write_text(tmp_path / "a", 1, 65),)), split="1")
+    given = Counted()
+    BlendedDatasetBuilder(config, (5, 0, 0), print, given).build()
+    assert given.calls == 1
