@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -35,3 +36,10 @@ def test_another_broken_pipe_is_an_error() -> None:
         with pytest.raises(BrokenPipeError), reader_may_leave():
             raise BrokenPipeError
         os.close(reader)
+
+
+def test_output_that_is_no_file_has_not_lost_its_reader() -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert not has_lost_reader()
+        with pytest.raises(BrokenPipeError), reader_may_leave():
+            raise BrokenPipeError

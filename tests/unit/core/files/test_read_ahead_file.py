@@ -46,6 +46,7 @@ def test_windows_grow_where_they_are_gone_on_with(requests: list[tuple[int, int]
     read(file, 300, 100)
     read(file, 990, 20)
     read(file, 1000, 4)
+    read(file, 500, 0)
     assert requests == [(300, 400), (990, 1000)]
 
 
