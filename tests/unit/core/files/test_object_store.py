@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -406,19 +407,19 @@ def test_an_upload_is_compared_in_size_and_given_up_after_an_error(monkeypatch) 
         assert file.append(np.frombuffer(b"45", np.uint8)) == zlib.crc32(b"45")
     assert path.read_bytes() == b"12345"
     calls: list[str] = []
-    real = MEMORY.open
-
-    def open_and_note(self, path, mode="rb", **named):
-        file = real(self, path, mode, **named)
-        file.discard = lambda: calls.append("discard")
-        return file
-
-    monkeypatch.setattr(MEMORY, "open", open_and_note)
-    with pytest.raises(ValueError, match="in between"), UploadedFile(remote("run/other"), 5) as file:
-        file.append(b"12")
-        raise ValueError("in between")
+    opened = SimpleNamespace(
+        write=lambda data: None,
+        discard=lambda: calls.append("discard"),
+        close=lambda: calls.append("close"),
+        closed=False,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(MEMORY, "open", lambda *words, **named: opened)
+        with pytest.raises(ValueError, match="in between"), UploadedFile(remote("run/other"), 5) as file:
+            file.append(b"12")
+            raise ValueError("in between")
     assert calls == ["discard"]
-    assert file._file.closed
+    assert opened.closed, "what is forgotten would be closed, and appear"
     with pytest.raises(OSError, match="the store has 2 of 3 bytes"), UploadedFile(remote("run/short"), 3) as file:
         file.append(b"12")
         file.num_bytes = 3
@@ -482,3 +483,108 @@ def test_nothing_is_left_of_a_copy_that_failed(tmp_path: Path, monkeypatch) -> N
     with pytest.raises(ObjectStoreError):
         fetch([remote("t/a")], tmp_path)
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize(
+    ("version", "is_old"),
+    [("2025.2", False), ("2025.2.1", False), ("2025.1.9", True), ("2024.12", True), ("2026", False)],
+)
+def test_a_package_without_conditional_writes_is_refused(version: str, is_old: bool, monkeypatch) -> None:
+    made: list[dict[str, object]] = []
+    modules = {
+        "s3fs": SimpleNamespace(__version__=version),
+        "fsspec": SimpleNamespace(filesystem=lambda scheme, **options: made.append({"scheme": scheme, **options})),
+    }
+    monkeypatch.setattr(object_store, "importlib", SimpleNamespace(import_module=modules.__getitem__))
+    if is_old:
+        with pytest.raises(StorageError, match=rf"s3fs {version} cannot create .*; install s3fs>=2025\.2"):
+            open_store("s3://bucket/run")
+    else:
+        open_store("s3://bucket/run")
+    assert made == [{"scheme": "s3", "use_listings_cache": False}]
+
+
+def test_a_reason_is_cut_after_300_characters() -> None:
+    assert reason_of(Unreachable("x" * 300)) == "x" * 300
+    assert reason_of(Unreachable("x" * 301)) == "x" * 300 + "..."
+
+
+def test_failures_have_the_numbers_of_the_system(monkeypatch) -> None:
+    remote("a/b").create(b"x")
+    with pytest.raises(FileExistsError) as exists:
+        remote("a/b").create(b"y")
+    with pytest.raises(FileNotFoundError) as missing:
+        remote("a/c").read_bytes()
+    with pytest.raises(FileNotFoundError) as folder:
+        remote("a").read_bytes()
+    fail_first(monkeypatch, "pipe_file", 1, FileNotFoundError("bucket"))
+    with pytest.raises(FileNotFoundError) as no_bucket:
+        remote("a/b").write_bytes(b"x")
+    fail_first(monkeypatch, "pipe_file", 1, PermissionError("AccessDenied"))
+    with pytest.raises(PermissionError) as denied:
+        remote("a/b").write_bytes(b"x")
+    caught = (exists, missing, folder, no_bucket, denied)
+    assert [each.value.errno for each in caught] == [
+        errno.EEXIST,
+        errno.ENOENT,
+        errno.ENOENT,
+        errno.ENOENT,
+        errno.EACCES,
+    ]
+    assert str(folder.value) == "memory://a: No such file or directory"
+
+
+def test_names_that_a_pattern_stands_for(monkeypatch) -> None:
+    for name in ("a1", "a2", "b1"):
+        remote(f"run/{name}").write_bytes(b"x")
+    folder = ObjectPath("memory://run")
+    for pattern, names in (("a?", ["a1", "a2"]), ("[ab]1", ["a1", "b1"]), ("*1", ["a1", "b1"]), ("a1", ["a1"])):
+        assert [path.name for path in folder.glob(pattern)] == names
+    assert list(folder.glob("c")) == []
+    with pytest.raises(StorageError, match="memory://run is in an object store"):
+        folder.rglob("*")
+    # One name is asked for by itself.
+    monkeypatch.setattr(ObjectStore, "entries", None)
+    assert [path.name for path in folder.glob("b1")] == ["b1"]
+
+
+@pytest.mark.parametrize(("gap", "are_joined"), [(256 << 10, True), ((256 << 10) + 1, False)])
+def test_ranges_are_joined_over_256_kib(gap: int, are_joined: bool, monkeypatch) -> None:
+    num_bytes = (256 << 10) + 7
+    remote("a/b").write_bytes(bytes(num_bytes))
+    asked: list[list[tuple[int, int]]] = []
+    real = ObjectStore.read_ranges
+
+    def read_ranges(self, url, ranges):
+        asked.append(ranges)
+        return real(self, url, ranges)
+
+    monkeypatch.setattr(ObjectStore, "read_ranges", read_ranges)
+    open_ranged(remote("a/b")).announce(0, 4, [0, gap + 4])
+    assert asked == [[(0, num_bytes)] if are_joined else [(0, 4), (gap + 4, num_bytes)]]
+
+
+def test_a_long_range_of_an_object_is_read_alone(monkeypatch) -> None:
+    monkeypatch.setattr("megatron.core.files.ranged_file.PART_BYTES", 10)
+    data = bytes(range(200))
+    remote("a/b").write_bytes(data)
+    asked: list[tuple[int, int]] = []
+    real = MEMORY.cat_file
+
+    def cat_file(self, path, start, end):
+        asked.append((start, end))
+        return real(self, path, start, end)
+
+    monkeypatch.setattr(MEMORY, "cat_file", cat_file)
+    file = open_ranged(remote("a/b"))
+    for start, num_bytes in ((20, 10), (100, 9), (195, 30), (200, 3)):
+        assert read_range(file, start, num_bytes) == data[start : start + num_bytes]
+    assert asked == [(20, 30), (100, 200)]
+
+
+def test_a_local_file_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    file = open_ranged(tmp_path / "file")
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        read_range(file, 0, 1)

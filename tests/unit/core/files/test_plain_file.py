@@ -80,6 +80,9 @@ def test_a_file_is_read_up_to_a_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
     assert read_plain_file(path, 10) == b"0123456789"
+    with open_plain_file(path) as file:
+        assert file.read(1) == b"0"
+        assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == 1, "no more is read than is asked for"
     with pytest.raises(OSError, match="it has 10 bytes, and 9 are read at most"):
         read_plain_file(path, 9)
     with pytest.raises(OSError, match="it has 10 bytes, and 9 are read at most"):
