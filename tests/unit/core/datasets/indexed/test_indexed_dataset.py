@@ -234,3 +234,11 @@ def test_replaced_tokens_leave_no_index_and_no_checksums_of_the_old_ones(tmp_pat
     tokens.write_bytes(b"abcd")
     replace_tokens(prefix, tokens)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"data.bin": b"abcd"}
+
+
+def test_nothing_is_added_to_an_abandoned_data_set(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_document([1, 2])
+    with pytest.raises(ValueError, match="closed file"):
+        builder.add_document([3])
+    assert list(tmp_path.iterdir()) == []

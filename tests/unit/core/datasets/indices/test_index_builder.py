@@ -273,3 +273,28 @@ def test_a_missing_extension_is_named_in_one_line(monkeypatch: pytest.MonkeyPatc
     assert "compiled index builder not found" in lines[0]
     assert "using the NumPy index builder" in lines[0]
     assert "\n" not in lines[0]
+
+
+@pytest.mark.parametrize(("num_samples", "num_epochs"), [(None, 1), (0, 1), (1, 2), (2, 4)])
+def test_text_of_less_than_a_sample_is_repeated_for_one(num_samples: int | None, num_epochs: int) -> None:
+    assert plan_epochs(5, 8, num_samples).num_epochs == num_epochs
+
+
+def test_shuffles_of_64_bit_numbers_are_numpys(compiled: IndexBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "megatron.core.datasets.indices.index_builder.shuffle_index_dtype", lambda num_samples: np.dtype(np.int64)
+    )
+    left, right = np.random.RandomState(11), np.random.RandomState(11)
+    assert_identical(compiled.shuffle_index(70, 100, left), numpy_builder.shuffle_index(70, 100, right))
+    assert left.randint(1 << 30) == right.randint(1 << 30)
+
+
+@pytest.mark.parametrize("num_data_sets", [0, 32768])
+def test_a_blend_of_more_data_sets_than_can_be_numbered_is_refused(num_data_sets: int, compiled: IndexBuilder) -> None:
+    for builder in (compiled, numpy_builder):
+        with pytest.raises(DataError, match=f"a blend of {num_data_sets} data sets cannot be indexed"):
+            builder.exhaustive_blending_indices(np.ones(num_data_sets, np.int64))
+        with pytest.raises(DataError, match=f"a blend of {num_data_sets} data sets cannot be indexed"):
+            builder.blending_indices(np.ones(num_data_sets), 1)
+        with pytest.raises(DataError, match="has the share 1.5"):
+            builder.blending_indices(np.array([0.5, 1.5]), 1)

@@ -190,3 +190,25 @@ def test_mock_data_walks_through_at_most_1024_words(vocab_size: int | None, num_
 def test_a_vocabulary_of_one_end_token_makes_no_data() -> None:
     with pytest.raises(DataError, match="a vocabulary of 1 ids leaves no tokens to make data of"):
         MockGPTDataset(1, "train", GPTDatasetConfig(sequence_length=4, mock=True, vocab_size=1, eod_token_id=0))
+
+
+def test_positions_begin_anew_in_a_short_sample_whose_end_tokens_count() -> None:
+    config = GPTDatasetConfig(sequence_length=5, mock=True, eod_token_id=EOD, reset_position_ids=True)
+    text = np.array([1, EOD, 3, 4, 0, 0], np.int64)
+    sample = make_sample(text, 4, config, np.arange(5), np.ones(5, np.float32))
+    assert sample["loss_mask"].tolist() == [1, 1, 1, 0, 0]
+    assert sample["position_ids"].tolist() == [0, 1, 0, 1, 2]
+    assert sample["padding_mask"].tolist() == [False] * 4 + [True]
+
+
+def test_two_ids_make_mock_data_of_documents_of_16_to_64_tokens() -> None:
+    config = GPTDatasetConfig(sequence_length=400, mock=True, vocab_size=2, eod_token_id=1)
+    dataset = MockGPTDataset(300, "train", config)
+    lengths = set()
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        assert sample["position_ids"].tolist() == list(range(400))
+        ends = np.flatnonzero(np.append(sample["tokens"], sample["labels"][-1]) == 1) + 1
+        assert np.unique(np.diff(ends, prepend=0)).tolist() == [ends[0]]
+        lengths.add(int(ends[0]))
+    assert lengths == set(range(16, 65))
