@@ -134,7 +134,8 @@ class PanicException(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("raised", "expected"), [(PanicException, TokenizerError), (Exception, TokenizerError)] + [(KeyboardInterrupt,) * 2]
+    ("raised", "expected"),
+    [(PanicException, TokenizerError), (Exception, TokenizerError), (KeyboardInterrupt, KeyboardInterrupt)],
 )
 def test_what_interrupts_reading_a_file_is_passed_on(
     raised: type[BaseException], expected: type[BaseException], hugging_face_folder: Path, monkeypatch

@@ -530,3 +530,15 @@ def test_a_sample_that_is_not_there_has_no_key(texts: tuple[str, ...], tmp_path:
         for index in (-1, len(train)):
             with pytest.raises(IndexError, match=f"^samples {min(0, index)} to {max(0, index)} of {len(train)}$"):
                 sample_keys(train, np.array([0, index]))
+
+
+def test_a_place_names_the_document_of_a_sequence(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "pairs", np.uint16) as builder:
+        for _ in range(6):
+            builder.add_document(np.arange(20), [9, 11])
+        builder.finalize()
+    train = Run(tmp_path).build(Blend((str(tmp_path / "pairs"),)), 10).train
+    assert train is not None
+    pieces = [piece for index in range(len(train)) for piece in locate_sample(train, index).pieces]
+    assert {piece.sequence for piece in pieces} == set(range(12))
+    assert all(piece.document == piece.sequence // 2 for piece in pieces)

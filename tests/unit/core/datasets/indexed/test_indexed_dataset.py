@@ -242,3 +242,27 @@ def test_nothing_is_added_to_an_abandoned_data_set(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="closed file"):
         builder.add_document([3])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, 1), (1, 3)])
+def test_documents_that_do_not_rise_from_0_are_named(place: int, value: int, tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        for _ in range(2):
+            builder.add_document([1])
+        builder.finalize()
+    path = tmp_path / "data.idx"
+    index = bytearray(path.read_bytes())
+    start = len(index) - 8 * (3 - place)
+    index[start : start + 8] = value.to_bytes(8, "little")
+    path.write_bytes(index)
+    with pytest.raises(DataError, match="its document indices do not rise from 0"):
+        IndexedDataset(tmp_path / "data").verify_structure()
+
+
+def test_the_largest_and_the_smallest_token_of_a_type_are_stored(tmp_path: Path) -> None:
+    for dtype in (np.uint8, np.int8, np.uint16, np.int16):
+        limits = np.iinfo(dtype)
+        with IndexedDatasetBuilder(tmp_path / "data", dtype) as builder:
+            builder.add_document([limits.min, limits.max])
+            builder.finalize()
+        assert IndexedDataset(tmp_path / "data")[0].tolist() == [limits.min, limits.max]

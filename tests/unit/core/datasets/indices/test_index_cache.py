@@ -331,3 +331,15 @@ def test_an_index_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "replace", replace)
     open_dataset(tmp_path, [])
     assert len(on_disk) >= 4
+
+
+def test_nothing_is_left_of_an_index_that_cannot_be_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(source: Path, target: Path) -> None:
+        raise OSError("disk is full")
+
+    monkeypatch.setattr(os, "replace", replace)
+    lines: list[str] = []
+    assert content(open_dataset(tmp_path, lines)) == content(open_dataset(None, lines))
+    assert list(tmp_path.iterdir()) == []
+    assert len(lines) == 1
+    assert "cannot be written (disk is full)" in lines[0]

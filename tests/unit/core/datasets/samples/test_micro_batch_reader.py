@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.history.sample_keys import data_set_numbers
+from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.samples.batch import BatchContents, BatchLayout
 from megatron.core.datasets.samples.data_samplers import PADDING_ID
 from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
