@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,21 @@ def output_to_a_pipe() -> Iterator[int]:
         yield reader
 
 
-def test_a_program_ends_without_a_word_when_the_reader_has_left() -> None:
+def note_opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list of the descriptors that `os.open` returns from now on."""
+    opened: list[int] = []
+    real = os.open
+
+    def note(*arguments: Any) -> int:
+        opened.append(real(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", note)
+    return opened
+
+
+def test_a_program_ends_without_a_word_when_the_reader_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = note_opened(monkeypatch)
     with output_to_a_pipe() as reader:
         assert not has_lost_reader()
         os.close(reader)
@@ -29,6 +44,9 @@ def test_a_program_ends_without_a_word_when_the_reader_has_left() -> None:
             print("unread")
         sys.stdout.flush()
     assert caught.value.code == STATUS == 141
+    (nowhere,) = opened
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(nowhere)
 
 
 def test_another_broken_pipe_is_an_error() -> None:

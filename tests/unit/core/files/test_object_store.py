@@ -106,6 +106,7 @@ def test_objects_are_written_listed_read_and_deleted() -> None:
     assert (status.st_size, status.st_mtime, int(status.st_mtime)) == (10, written, status[8])
     assert status.st_mtime_ns == pytest.approx(written * 1e9, rel=1e-12)
     assert stat.S_ISREG(status.st_mode)
+    assert (*status[1:6], status[7], status[9]) == (0, 0, 1, 0, 0, 0, 0)
     (folder / "b").unlink()
     (folder / "b").unlink()
     folder.remove_folder()
@@ -420,6 +421,12 @@ def test_an_upload_is_compared_in_size_and_given_up_after_an_error(monkeypatch) 
             raise ValueError("in between")
     assert calls == ["discard"]
     assert opened.closed, "what is forgotten would be closed, and appear"
+    with monkeypatch.context() as patch:
+        patch.setattr(MEMORY, "open", lambda *words, **named: opened)
+        patch.setattr(ObjectStore, "size", lambda self, url: 2)
+        with UploadedFile(remote("run/other"), 5) as file:
+            file.append(b"12")
+    assert calls == ["discard", "close"]
     file = UploadedFile(remote("run/short"), 3)
     file.append(b"12")
     file.num_bytes = 3
@@ -519,6 +526,10 @@ def test_failures_have_the_numbers_of_the_system(monkeypatch) -> None:
         remote("a/c").read_bytes()
     with pytest.raises(FileNotFoundError) as folder:
         remote("a").read_bytes()
+    fail_first(monkeypatch, "pipe_file", 1, FileExistsError("condition"))
+    with pytest.raises(FileExistsError) as condition:
+        remote("a/b").write_bytes(b"x")
+    assert condition.value.errno == errno.EEXIST
     fail_first(monkeypatch, "pipe_file", 1, FileNotFoundError("bucket"))
     with pytest.raises(FileNotFoundError) as no_bucket:
         remote("a/b").write_bytes(b"x")

@@ -7,6 +7,7 @@ import os
 import socket
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket", "link to a device"])
-def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "it"
     if kind == "pipe":
         os.mkfifo(path)
@@ -50,12 +51,19 @@ def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
         path = Path("/dev/zero")
     else:
         path.symlink_to("/dev/zero")
-    free = os.dup(0)
-    os.close(free)
+    opened: list[int] = []
+    real = os.open
+
+    def note(*arguments: Any) -> int:
+        opened.append(real(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", note)
     with pytest.raises(OSError, match=r"not a file|No such device"):
         open_plain_file(path)
-    assert os.dup(0) == free, "it was left open"
-    os.close(free)
+    for descriptor in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 def test_json_has_a_depth() -> None:

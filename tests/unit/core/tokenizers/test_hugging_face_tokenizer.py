@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.merge_check import check_merges
 from megatron.core.tokenizers.tokenizers_engine import TokenizersEngine
 
 TEXTS = ["", "parse the arguments", "naïve 你好 🙂", "  spaces\n\nand lines ", "x" * 50]
@@ -169,3 +170,20 @@ def test_the_package_gets_texts_by_the_batch(monkeypatch) -> None:
         [n] for n in (2, 2, 1, 2, 1, 0, 7, 0)
     ]
     assert batches == [["ab", "cd"], ["e", "fg", "h"], ["", "abcdefg"], [""]]
+
+
+def test_a_merge_of_one_part_is_named(hugging_face_folder: Path) -> None:
+    path = hugging_face_folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["model"] |= {"continuing_subword_prefix": "##", "merges": ["ab"]}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: merge 0, 'ab', has no part with"):
+        HuggingFaceTokenizer(hugging_face_folder)
+
+
+@pytest.mark.parametrize(("lacking", "vocabulary"), [("b", {"a": 0, "ab": 1}), ("ab", {"a": 0, "b": 1})])
+def test_tokens_that_a_merge_needs_are_named(lacking: str, vocabulary: dict[str, int]) -> None:
+    with pytest.raises(
+        TokenizerError, match=f"merge 0: .* the merge 'a' 'b' needs the token '{lacking}', which v lacks"
+    ):
+        check_merges(vocabulary, [("a", "b")], {"a", "b"}, ("v", "m"), lambda number: f"merge {number}")

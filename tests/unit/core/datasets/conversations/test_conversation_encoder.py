@@ -274,3 +274,10 @@ def test_a_template_makes_no_more_than_it_may(source: str, length: int, problem:
     else:
         with pytest.raises(DataError, match=re.escape(problem)):
             template.render_prompt(TURNS)
+
+
+def test_the_spelling_of_an_end_may_follow_a_token_that_begins_every_text(tmp_path: Path, monkeypatch) -> None:
+    tokenizer = write_chat_folder(tmp_path / "model")
+    for ids, spelling in (([5, tokenizer.eod_id], "<|end|>"), ([tokenizer.eod_id, 5], "\ufdd2")):
+        monkeypatch.setattr(tokenizer, "tokenize", lambda text, ids=ids: ids)
+        assert choose_template(tokenizer, None).special_tokens["eos_token"] == spelling
