@@ -32,7 +32,7 @@ class PickleBudget:
             ValueError: there are more, or they ask for more, than a checkpoint of that size needs.
         """
         self.operations += 1
-        if self.operations > _FREE_OPERATIONS and self.operations > _FREE_OPERATIONS + num_read / _BYTES_AN_OPERATION:
+        if self.operations > _FREE_OPERATIONS + num_read / _BYTES_AN_OPERATION:
             raise ValueError(f"its first {num_read} bytes are {self.operations} operations")
         self.spend(num_bytes, num_read)
 
@@ -43,7 +43,7 @@ class PickleBudget:
             ValueError: it is more than a checkpoint of that size needs.
         """
         self.spent += num_bytes
-        if self.spent > _FREE_BYTES and self.spent > _FREE_BYTES + _BYTES_A_BYTE * num_read:
+        if self.spent > _FREE_BYTES + _BYTES_A_BYTE * num_read:
             raise ValueError(f"its first {num_read} bytes ask for {self.spent} bytes of memory")
 
     def spend_items(self, values: Iterable[Any], num_read: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,21 @@ def output_to_a_pipe() -> Iterator[int]:
         yield reader
 
 
-def test_a_program_ends_without_a_word_when_the_reader_has_left() -> None:
+def note_opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list of the descriptors that `os.open` returns from now on."""
+    opened: list[int] = []
+    real = os.open
+
+    def note(*arguments: Any) -> int:
+        opened.append(real(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", note)
+    return opened
+
+
+def test_a_program_ends_without_a_word_when_the_reader_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = note_opened(monkeypatch)
     with output_to_a_pipe() as reader:
         assert not has_lost_reader()
         os.close(reader)
@@ -28,6 +44,9 @@ def test_a_program_ends_without_a_word_when_the_reader_has_left() -> None:
             print("unread")
         sys.stdout.flush()
     assert caught.value.code == STATUS == 141
+    (nowhere,) = opened
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(nowhere)
 
 
 def test_another_broken_pipe_is_an_error() -> None:
@@ -35,3 +54,10 @@ def test_another_broken_pipe_is_an_error() -> None:
         with pytest.raises(BrokenPipeError), reader_may_leave():
             raise BrokenPipeError
         os.close(reader)
+
+
+def test_output_that_is_no_file_has_not_lost_its_reader() -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert not has_lost_reader()
+        with pytest.raises(BrokenPipeError), reader_may_leave():
+            raise BrokenPipeError

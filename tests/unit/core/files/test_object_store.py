@@ -7,22 +7,27 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import stat
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron.core.errors import InputError, StorageError
 from megatron.core.files import object_store
 from megatron.core.files.local_copy import fetch, local_copy, machine_cache
 from megatron.core.files.object_path import ObjectPath, as_path, url_problem
-from megatron.core.files.object_store import ObjectStoreError, missing_package, open_store, reason_of
+from megatron.core.files.object_store import ObjectStore, ObjectStoreError, missing_package, open_store, reason_of
 from megatron.core.files.plain_file import read_plain_file
-from megatron.core.files.ranged_file import open_ranged
+from megatron.core.files.ranged_file import open_ranged, read_range
+from megatron.core.files.uploaded_file import UploadedFile
 from tests.harness.object_faults import MEMORY, Unreachable, empty_memory_store
 
 
@@ -96,7 +101,12 @@ def test_objects_are_written_listed_read_and_deleted() -> None:
         False,
     )
     assert (folder / "b").read_text() == "0123456789"
-    assert (folder / "b").stat().st_size == 10
+    status = (folder / "b").stat()
+    written = MEMORY().modified("/run/b").timestamp()
+    assert (status.st_size, status.st_mtime, int(status.st_mtime)) == (10, written, status[8])
+    assert status.st_mtime_ns == pytest.approx(written * 1e9, rel=1e-12)
+    assert stat.S_ISREG(status.st_mode)
+    assert (*status[1:6], status[7], status[9]) == (0, 0, 1, 0, 0, 0, 0)
     (folder / "b").unlink()
     (folder / "b").unlink()
     folder.remove_folder()
@@ -361,3 +371,233 @@ def test_copies_are_kept_in_a_folder_of_the_user(tmp_path: Path, monkeypatch) ->
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     with pytest.raises(StorageError, match=r"no folder for copies of objects: neither ~/\.cache nor TMPDIR"):
         machine_cache()
+
+
+def test_attempts_are_repeated_for_15_seconds_not_all_at_the_same_moment(monkeypatch) -> None:
+    monkeypatch.undo()
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+
+    def fail() -> None:
+        raise Unreachable("reset by peer")
+
+    store = open_store("memory://a")
+    for _ in range(40):
+        with pytest.raises(ObjectStoreError):
+            store.attempt("memory://a", fail)
+    waited = np.array(waits).reshape(40, 5) / (0.5, 1.0, 2.0, 4.0, 8.0)
+    assert 0.5 <= waited.min() < 0.7
+    assert 1.3 < waited.max() <= 1.5
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "block_bytes"),
+    [(0, 16 << 20), (9000 * (16 << 20), 16 << 20), (9000 * (16 << 20) + 1, (16 << 20) + 1)],
+)
+def test_an_upload_has_9000_parts_at_most(num_bytes: int, block_bytes: int, monkeypatch) -> None:
+    opened: list[dict[str, object]] = []
+    monkeypatch.setattr(MEMORY, "open", lambda self, path, mode, **named: opened.append({"mode": mode, **named}))
+    open_store("memory://a").upload("memory://a/b", num_bytes)
+    assert opened == [{"mode": "wb", "block_size": block_bytes}]
+
+
+def test_an_upload_is_compared_in_size_and_given_up_after_an_error(monkeypatch) -> None:
+    path = remote("run/shard")
+    with UploadedFile(path, 5) as file:
+        assert file.append(b"123") == zlib.crc32(b"123")
+        assert file.append(np.frombuffer(b"45", np.uint8)) == zlib.crc32(b"45")
+    assert path.read_bytes() == b"12345"
+    calls: list[str] = []
+    opened = SimpleNamespace(
+        write=lambda data: None,
+        discard=lambda: calls.append("discard"),
+        close=lambda: calls.append("close"),
+        closed=False,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(MEMORY, "open", lambda *words, **named: opened)
+        file = UploadedFile(remote("run/other"), 5)
+        with pytest.raises(ValueError, match="in between"), file:
+            raise ValueError("in between")
+    assert calls == ["discard"]
+    assert opened.closed, "what is forgotten would be closed, and appear"
+    with monkeypatch.context() as patch:
+        patch.setattr(MEMORY, "open", lambda *words, **named: opened)
+        patch.setattr(ObjectStore, "size", lambda self, url: 2)
+        with UploadedFile(remote("run/other"), 5) as file:
+            file.append(b"12")
+    assert calls == ["discard", "close"]
+    file = UploadedFile(remote("run/short"), 3)
+    file.append(b"12")
+    file.num_bytes = 3
+    with pytest.raises(OSError, match="the store has 2 of 3 bytes"):
+        file.__exit__(None, None, None)
+
+
+class CreatesOnce:
+    """Stand for the file system of a store that has conditional writes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, bytes, str]] = []
+
+    def _strip_protocol(self, url: str) -> str:
+        return url.partition("://")[2]
+
+    def pipe_file(self, key: str, data: bytes, mode: str) -> None:
+        self.calls.append((key, data, mode))
+
+
+def test_an_object_of_a_store_with_conditional_writes_is_created_by_them() -> None:
+    files = CreatesOnce()
+    ObjectStore(files, "s3").create("s3://bucket/index.json", b"mine")
+    assert files.calls == [("bucket/index.json", b"mine", "create")]
+
+
+def test_a_local_file_is_filled_from_a_place_on(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(50)))
+    real = os.preadv
+    # A system may give fewer bytes than are asked for.
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, start: real(file, [buffers[0][:7]], start))
+    file = open_ranged(tmp_path / "file")
+    assert file.num_bytes == 50
+    target = bytearray(30)
+    assert file.fill(memoryview(target), 10) == 30
+    assert target == bytes(range(10, 40))
+    assert file.fill(memoryview(target), 45) == 5
+    assert target == bytes([*range(45, 50), *range(15, 40)])
+    assert read_range(file, 45, 30) == bytes(range(45, 50))
+    assert read_range(file, 50, 3) == read_range(file, 60, 3) == b""
+    file.close()
+
+
+def test_a_folder_of_objects_is_copied_under_its_name(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("megatron.core.files.local_copy.machine_cache", lambda: tmp_path)
+    remote("models/small/vocab.json").write_bytes(b"{}")
+    remote("models/small/deep/other").write_bytes(b"x")
+    copy = local_copy(remote("models/small"))
+    assert (copy.name, [path.name for path in copy.iterdir()]) == ("small", ["vocab.json"])
+    assert copy.is_relative_to(tmp_path)
+    fail_first(monkeypatch, "ls", 9, Unreachable("reset by peer"))
+    with pytest.raises(StorageError, match=r"^cannot copy memory://models/small to this machine: reset by peer$"):
+        local_copy(remote("models/small"))
+
+
+def test_nothing_is_left_of_a_copy_that_failed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("megatron.core.files.local_copy._CHUNK_BYTES", 4)
+    remote("t/a").write_bytes(b"0123456789")
+    folder = fetch([remote("t/a")], tmp_path)
+    assert (folder / "a").read_bytes() == b"0123456789"
+    shutil.rmtree(folder.parent)
+    fail_first(monkeypatch, "cat_file", 9, Unreachable("reset by peer"))
+    with pytest.raises(ObjectStoreError):
+        fetch([remote("t/a")], tmp_path)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize(
+    ("version", "is_old"),
+    [("2025.2", False), ("2025.2.1", False), ("2025.1.9", True), ("2024.12", True), ("2026", False)],
+)
+def test_a_package_without_conditional_writes_is_refused(version: str, is_old: bool, monkeypatch) -> None:
+    made: list[dict[str, object]] = []
+    modules = {
+        "s3fs": SimpleNamespace(__version__=version),
+        "fsspec": SimpleNamespace(filesystem=lambda scheme, **options: made.append({"scheme": scheme, **options})),
+    }
+    monkeypatch.setattr(object_store, "importlib", SimpleNamespace(import_module=modules.__getitem__))
+    if is_old:
+        with pytest.raises(StorageError, match=rf"s3fs {version} cannot create .*; install s3fs>=2025\.2"):
+            open_store("s3://bucket/run")
+    else:
+        open_store("s3://bucket/run")
+    assert made == [{"scheme": "s3", "use_listings_cache": False}]
+
+
+def test_a_reason_is_cut_after_300_characters() -> None:
+    assert reason_of(Unreachable("x" * 300)) == "x" * 300
+    assert reason_of(Unreachable("x" * 301)) == "x" * 300 + "..."
+
+
+def test_failures_have_the_numbers_of_the_system(monkeypatch) -> None:
+    remote("a/b").create(b"x")
+    with pytest.raises(FileExistsError) as exists:
+        remote("a/b").create(b"y")
+    with pytest.raises(FileNotFoundError) as missing:
+        remote("a/c").read_bytes()
+    with pytest.raises(FileNotFoundError) as folder:
+        remote("a").read_bytes()
+    fail_first(monkeypatch, "pipe_file", 1, FileExistsError("condition"))
+    with pytest.raises(FileExistsError) as condition:
+        remote("a/b").write_bytes(b"x")
+    assert condition.value.errno == errno.EEXIST
+    fail_first(monkeypatch, "pipe_file", 1, FileNotFoundError("bucket"))
+    with pytest.raises(FileNotFoundError) as no_bucket:
+        remote("a/b").write_bytes(b"x")
+    fail_first(monkeypatch, "pipe_file", 1, PermissionError("AccessDenied"))
+    with pytest.raises(PermissionError) as denied:
+        remote("a/b").write_bytes(b"x")
+    caught = (exists, missing, folder, no_bucket, denied)
+    assert [each.value.errno for each in caught] == [
+        errno.EEXIST,
+        errno.ENOENT,
+        errno.ENOENT,
+        errno.ENOENT,
+        errno.EACCES,
+    ]
+    assert str(folder.value) == "memory://a: No such file or directory"
+
+
+def test_names_that_a_pattern_stands_for(monkeypatch) -> None:
+    for name in ("a1", "a2", "b1"):
+        remote(f"run/{name}").write_bytes(b"x")
+    folder = ObjectPath("memory://run")
+    for pattern, names in (("a?", ["a1", "a2"]), ("[ab]1", ["a1", "b1"]), ("*1", ["a1", "b1"]), ("a1", ["a1"])):
+        assert [path.name for path in folder.glob(pattern)] == names
+    assert list(folder.glob("c")) == []
+    with pytest.raises(StorageError, match="memory://run is in an object store"):
+        folder.rglob("*")
+    # One name is asked for by itself.
+    monkeypatch.setattr(ObjectStore, "entries", None)
+    assert [path.name for path in folder.glob("b1")] == ["b1"]
+
+
+@pytest.mark.parametrize(("gap", "are_joined"), [(256 << 10, True), ((256 << 10) + 1, False)])
+def test_ranges_are_joined_over_256_kib(gap: int, are_joined: bool, monkeypatch) -> None:
+    num_bytes = (256 << 10) + 7
+    remote("a/b").write_bytes(bytes(num_bytes))
+    asked: list[list[tuple[int, int]]] = []
+    real = ObjectStore.read_ranges
+
+    def read_ranges(self, url, ranges):
+        asked.append(ranges)
+        return real(self, url, ranges)
+
+    monkeypatch.setattr(ObjectStore, "read_ranges", read_ranges)
+    open_ranged(remote("a/b")).announce(0, 4, [0, gap + 4])
+    assert asked == [[(0, num_bytes)] if are_joined else [(0, 4), (gap + 4, num_bytes)]]
+
+
+def test_a_long_range_of_an_object_is_read_alone(monkeypatch) -> None:
+    monkeypatch.setattr("megatron.core.files.ranged_file.PART_BYTES", 10)
+    data = bytes(range(200))
+    remote("a/b").write_bytes(data)
+    asked: list[tuple[int, int]] = []
+    real = MEMORY.cat_file
+
+    def cat_file(self, path, start, end):
+        asked.append((start, end))
+        return real(self, path, start, end)
+
+    monkeypatch.setattr(MEMORY, "cat_file", cat_file)
+    file = open_ranged(remote("a/b"))
+    for start, num_bytes in ((20, 10), (100, 9), (195, 30), (200, 3)):
+        assert read_range(file, start, num_bytes) == data[start : start + num_bytes]
+    assert asked == [(20, 30), (100, 200)]
+
+
+def test_a_local_file_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    file = open_ranged(tmp_path / "file")
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        read_range(file, 0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.files.pickle_bounds import PickleBudget, check_value
+from megatron.core.files.pickle_bounds import PickleBudget, check_key, check_value, dict_of, hashable
 
 
 class Record:
@@ -29,3 +29,84 @@ def test_memory_is_bounded_by_what_was_read() -> None:
     budget.spend(32, 1001)
     with pytest.raises(ValueError, match="its first 1001 bytes ask for 629177633 bytes of memory"):
         budget.spend(1, 1001)
+
+
+def test_operations_are_bounded_by_what_was_read() -> None:
+    """There may be 250,000 operations, and one more for each 1.8 bytes of the pickle."""
+    budget = PickleBudget()
+    budget.operations = 249_999
+    budget.begin(7, 0)
+    budget.operations += 9
+    budget.begin(7, 18)
+    with pytest.raises(ValueError, match="its first 18 bytes are 250011 operations"):
+        budget.begin(7, 18)
+    assert budget.spent == 14
+
+
+def test_items_that_are_copied_take_32_bytes_each() -> None:
+    budget = PickleBudget()
+    budget.spend_items(["abc", b"ab", [1], (1, 2), {1: 2}, {1}, 5, None], 0)
+    assert budget.spent == 32 * 10
+
+
+@pytest.mark.parametrize("key", [(*range(64),), ((*range(62),), ()), "a" * 1000, 5])
+def test_keys_of_64_parts_are_hashed_and_larger_ones_are_not(key: object) -> None:
+    check_key(key)
+    assert list(hashable([key])) == [key]
+    assert dict_of([key, 1, "b", 2]) == {key: 1, "b": 2}
+    if isinstance(key, tuple):
+        for larger in ((*key, 1), (*key[:-1], (key[-1],))):
+            with pytest.raises(ValueError, match="a key of more than 64 parts"):
+                dict_of([larger, 1])
+
+
+def nested(depth: int) -> list[object]:
+    value: list[object] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def test_values_nest_100_deep_at_most() -> None:
+    check_value(nested(100), Record)
+    # Parts that are done already count with their depth.
+    deep = nested(99)
+    check_value([deep, [[], deep][1]], Record)
+    with pytest.raises(ValueError, match="values nest more than 100 deep"):
+        check_value(nested(101), Record)
+    with pytest.raises(ValueError, match="values nest more than 100 deep"):
+        check_value([[[deep]], deep], Record)
+
+
+def test_a_value_that_holds_itself_is_refused_and_one_that_is_there_twice_is_not() -> None:
+    part: list[object] = [1]
+    check_value([part, part, (part, {"a": part})], Record)
+    part.append([part])
+    with pytest.raises(ValueError, match="a value that holds itself"):
+        check_value(part, Record)
+
+
+def test_what_a_record_holds_is_walked_through() -> None:
+    record = Record()
+    record.attributes = (record,)
+    with pytest.raises(ValueError, match="a value that holds itself"):
+        check_value([record], Record)
+    check_value({"a": Record()}, Record)
+
+
+@pytest.mark.parametrize(("extra", "is_rejected"), [(0, False), (1, True)])
+def test_parts_are_counted_each_time_that_they_occur(extra: int, is_rejected: bool, monkeypatch) -> None:
+    """A value may have so many parts, and 64 times the containers and the parts of its own."""
+    free = 1000
+    monkeypatch.setattr("megatron.core.files.pickle_bounds._FREE_PARTS", free)
+    # The outer list of n times the inner one: 1 + n + n * (1 + len(inner)), of at most free + 64 * (1 + n).
+    num_times = 10
+    inner = [0] * ((free + 64 * (1 + num_times) - 1 - num_times) // num_times - 1)
+    spare = free + 64 * (1 + num_times) - (1 + num_times + num_times * (1 + len(inner)))
+    value = [inner] * num_times
+    monkeypatch.setattr("megatron.core.files.pickle_bounds._FREE_PARTS", free - spare - extra)
+    if is_rejected:
+        with pytest.raises(ValueError, match="values repeat each other without end"):
+            check_value(value, Record)
+    else:
+        check_value(value, Record)

@@ -7,6 +7,7 @@ import os
 import socket
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket", "link to a device"])
-def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "it"
     if kind == "pipe":
         os.mkfifo(path)
@@ -50,8 +51,19 @@ def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
         path = Path("/dev/zero")
     else:
         path.symlink_to("/dev/zero")
+    opened: list[int] = []
+    real = os.open
+
+    def note(*arguments: Any) -> int:
+        opened.append(real(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", note)
     with pytest.raises(OSError, match=r"not a file|No such device"):
         open_plain_file(path)
+    for descriptor in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 def test_json_has_a_depth() -> None:
@@ -70,3 +82,31 @@ def test_json_has_a_depth() -> None:
 def test_names_that_lead_elsewhere(name: object) -> None:
     assert not is_plain_name(name)
     assert is_plain_name("shard_00000.safetensors")
+
+
+def test_a_file_is_read_up_to_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    assert read_plain_file(path, 10) == b"0123456789"
+    with open_plain_file(path) as file:
+        assert file.read(1) == b"0"
+        assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == 1, "no more is read than is asked for"
+    with pytest.raises(OSError, match="it has 10 bytes, and 9 are read at most"):
+        read_plain_file(path, 9)
+    with pytest.raises(OSError, match="it has 10 bytes, and 9 are read at most"):
+        read_plain_text(path, 9)
+    with open(path, "wb") as file:
+        file.truncate((1 << 28) + 1)
+    with pytest.raises(OSError, match="it has 268435457 bytes, and 268435456 are read at most"):
+        read_plain_file(path)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("folder", "a folder"), ("pipe", "a pipe"), ("/dev/null", "a device")])
+def test_what_is_no_file_is_named(kind: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / kind
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    with pytest.raises(OSError, match=f"is {words}, not a file"):
+        open_plain_file(path)

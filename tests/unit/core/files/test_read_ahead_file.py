@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,6 +47,7 @@ def test_windows_grow_where_they_are_gone_on_with(requests: list[tuple[int, int]
     read(file, 300, 100)
     read(file, 990, 20)
     read(file, 1000, 4)
+    read(file, 500, 0)
     assert requests == [(300, 400), (990, 1000)]
 
 
@@ -69,3 +71,24 @@ def test_a_single_run_is_not_read_before_it_is_needed(requests: list[tuple[int, 
     assert requests == []
     assert list(file.announce(100, 4, [3, 9])) == [3, 9]
     assert requests == [(103, 113)]
+
+
+def test_whoever_reads_on_gets_from_128_kib_to_8_mib_at_a_time_and_8_windows_are_kept() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def read_of_store(url: str, start: int, end: int) -> bytes:
+        asked.append((start, end - start))
+        return bytes(end - start)
+
+    store = SimpleNamespace(size=lambda url: 1 << 40, read=read_of_store)
+    file = ReadAheadFile(SimpleNamespace(store=store))  # type: ignore[arg-type]
+    position = 0
+    for _ in range(8):
+        file.read(position, 10)
+        position = sum(asked[-1])
+    assert [num_bytes for _, num_bytes in asked] == [(128 << 10) << n for n in range(7)] + [8 << 20]
+    asked.clear()
+    for start in [*range(1 << 30, (1 << 30) + (9 << 20), 1 << 20), (1 << 30) + (1 << 20), 1 << 30]:
+        file.read(start, 10)
+    assert [start - (1 << 30) for start, _ in asked] == [*range(0, 9 << 20, 1 << 20), 0]
+    assert {num_bytes for _, num_bytes in asked} == {128 << 10}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_flags
 
 
 def test_every_kind_is_built(
@@ -62,6 +62,24 @@ def test_settings_that_cannot_be(gpt2_files: tuple[Path, Path], keywords: dict[s
 def test_a_padded_size_has_ids_without_text(gpt2_files: tuple[Path, Path], padded: int, extra: int) -> None:
     tokenizer = build_tokenizer(vocab_file=gpt2_files[0], merge_file=gpt2_files[1], padded_vocab_size=padded)
     assert (tokenizer.vocab_size, tokenizer.arguments["extra_vocab_size"]) == (padded, extra)
+
+
+def test_the_size_that_is_given_is_without_extra_ids(gpt2_files: tuple[Path, Path]) -> None:
+    files = {"vocab_file": gpt2_files[0], "merge_file": gpt2_files[1]}
+    assert build_tokenizer(**files, vocab_size=700, extra_vocab_size=3).vocab_size == 703  # type: ignore[arg-type]
+
+
+def test_flags_of_other_kinds_are_named() -> None:
+    given = ("vocab_file", "tokenizer_model", "tiktoken_pattern", "vocab_size")
+    ends = {
+        "GPT2BPETokenizer": ["tokenizer-model", "tiktoken-pattern"],
+        "Llama2Tokenizer": ["vocab-file", "tiktoken-pattern"],
+        "TikTokenizer": ["vocab-file"],
+        "NullTokenizer": ["vocab-file", "tokenizer-model", "tiktoken-pattern"],
+    }
+    for name, flags in ends.items():
+        assert unused_flags(name, given) == [f"--{flag} has no effect: the tokenizer is {name}" for flag in flags]
+        assert unused_flags(name, ()) == []
 
 
 @pytest.mark.parametrize(

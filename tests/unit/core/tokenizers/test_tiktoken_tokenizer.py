@@ -71,7 +71,7 @@ def test_unnamed_special_tokens_and_broken_bytes(tiktoken_file: Path) -> None:
     tokenizer = TikTokenizer(
         tiktoken_file, pattern="v1", num_special_tokens=9, special_tokens=["<s>", "<unk>", "</s>", "<im>"]
     )
-    assert tokenizer.detokenize([3, 4, 0xFF + 9]) == "<im><SPECIAL_4>\ufffd"
+    assert tokenizer.detokenize([0, 3, 4, 8, 0xFF + 9]) == "<s><im><SPECIAL_4><SPECIAL_8>\ufffd"
 
 
 def test_lines_of_base64(tiktoken_ranks: list[bytes], tiktoken_file: Path, tmp_path: Path) -> None:
@@ -107,6 +107,7 @@ def test_damaged_files(tiktoken_file: Path, tmp_path: Path) -> None:
         (lambda e: [*e, {"rank": 269}], "entry 269 is damaged"),
         (lambda e: [*e, {"rank": 269, "token_bytes": "YQ=="}], "no token may repeat"),
         (lambda e: {"vocab": e}, "is not a list of tiktoken entries"),
+        (lambda e: [*e, "YQ=="], "is not a list of tiktoken entries"),
     ):
         path = tmp_path / "damaged.json"
         path.write_text(json.dumps(change(entries)))

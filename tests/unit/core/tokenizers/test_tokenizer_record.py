@@ -113,3 +113,8 @@ def test_damaged_records_are_refused(tmp_path: Path) -> None:
         rebuild_tokenizer({"record_version": 1})
     with pytest.raises(TokenizerError, match="record is damaged"):
         rebuild_tokenizer(record | {"arguments": {"tokenizer_kind": "NullTokenizer"}})
+
+
+def test_a_record_may_be_written_again(gpt2_files: tuple[Path, Path], tmp_path: Path) -> None:
+    tokenizer = GPT2BPETokenizer(*gpt2_files)
+    assert record_tokenizer(tokenizer, tmp_path) == record_tokenizer(tokenizer, tmp_path)

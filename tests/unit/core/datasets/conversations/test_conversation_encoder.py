@@ -15,6 +15,7 @@ from megatron.core.datasets.conversations.conversation import read_conversations
 from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder
 from megatron.core.datasets.conversations.template_choice import choose_template
 from megatron.core.errors import DataError
+from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.sentence_piece_tokenizer import SentencePieceTokenizer
 from tests.unit.core.datasets.conversations.small_chat import MARKED, TEMPLATE, write_chat_folder
@@ -98,6 +99,10 @@ def test_a_system_message_begins_another_conversation() -> None:
         ("{", "not a JSON line"),
         ("[1]", "expected a JSON object, found list"),
         ('{"text": "a"}', "the keys are text; give messages"),
+        ('{"prompt": "a"}', "the keys are prompt; give messages"),
+        ('{"instruction": "a"}', "the keys are instruction; give messages"),
+        ('{"output": "a"}', "the keys are output; give messages"),
+        ('{"conversations": [{"from": "gpt", "tool_calls": []}]}', "message 1 of 'conversations' has no 'value'"),
         ('{"messages": []}', "'messages' is no list of messages"),
         ('{"messages": [{"content": "a"}]}', "message 1 of 'messages' has no 'role'"),
         ('{"messages": [{"role": "user"}]}', "message 1 of 'messages' has no 'content'"),
@@ -122,6 +127,10 @@ def test_a_line_that_is_no_conversation_is_refused(line: str, problem: str) -> N
         ('{{ "text" * 10 ** 13 }}', "4 x 10000000000000 characters or items are more than"),
         ('{{ 10 ** 10 * ["item"] }}', "1 x 10000000000 characters or items are more than"),
         ("{{ 10 ** (10 ** 9) }}", "a power of 1000000000 is too large"),
+        (
+            "{% if add_generation_prompt %}X{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "up to message 3 differently once it goes on",
+        ),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "differently once it goes on"),
     ],
 )
@@ -186,3 +195,89 @@ def test_a_message_with_a_reserved_character_is_rejected(character: str) -> None
             ChatTemplate(template, "mine", {}).render(*conversation)
         with pytest.raises(DataError, match="a message holds one of the noncharacters"):
             ChatTemplate(template, "mine", {}).render_prompt([message])
+
+
+def test_the_place_of_a_tokenizer_does_not_matter_and_its_arguments_do(tmp_path: Path) -> None:
+    described = []
+    for folder, extra in (("a", 0), ("b", 0), ("b", 5)):
+        tokenizer = write_chat_folder(tmp_path / folder)
+        size = tokenizer.vocab_size
+        tokenizer = HuggingFaceTokenizer(tmp_path / folder, extra_vocab_size=extra)
+        tokenizer.vocab_size = size
+        described.append(ConversationEncoder(tokenizer, choose_template(tokenizer, None)).describe()["tokenizer"])
+    assert described[0] == described[1] != described[2]
+
+
+def test_templates_that_are_none_are_passed_over(tmp_path: Path) -> None:
+    write_chat_folder(tmp_path / "model")
+    entries = [3, {"name": "default"}, {"name": "default", "template": 5}, {"name": "default", "template": MARKED}]
+    (tmp_path / "model/tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|end|>", "chat_template": entries})
+    )
+    assert choose_template(HuggingFaceTokenizer(tmp_path / "model"), None).source == MARKED
+
+
+def test_an_answer_may_be_a_call_of_a_tool() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    (conversation,) = read_conversations(json.dumps({"messages": [TURNS[1], call]}).encode())
+    assert conversation.messages[1] == call
+
+
+def test_answers_are_found_where_the_text_goes_on_otherwise_than_the_prompt(tmp_path: Path) -> None:
+    template = TEMPLATE.replace("{{ '<|assistant|>' }}", "{{ '<|assistant|>~' }}")
+    tokenizer = write_chat_folder(tmp_path / "model", template)
+    encoder = ConversationEncoder(tokenizer, choose_template(tokenizer, None))
+    # The message after an answer is none of it.
+    assert learnt(encoder, {"messages": TURNS[1:4]}) == [
+        ("<|user|>ab<|assistant|>cd<|end|><|user|>e", "....cd<|end|>..")
+    ]
+
+
+def test_a_token_across_the_beginning_of_an_answer_is_learnt(tmp_path: Path) -> None:
+    write_chat_folder(tmp_path / "model")
+    path = tmp_path / "model/tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["bc"] = 200
+    content["model"]["merges"] = [["b", "c"]]
+    path.write_text(json.dumps(content))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "model")
+    encoder = ConversationEncoder(tokenizer, choose_template(tokenizer, "identity"))
+    assert learnt(encoder, {"prompt": "xab", "completion": "cd"}) == [("xabcd", "..bcd")]
+
+
+def test_a_template_sees_the_special_tokens_of_the_files_alone(tmp_path: Path) -> None:
+    settings = {"eos_token": "<|end|>", "pad_token": {"content": "<|user|>"}, "bos_token": None, "chat_template": "x"}
+    write_chat_folder(tmp_path / "model")
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(settings))
+    template = choose_template(HuggingFaceTokenizer(tmp_path / "model"), None)
+    assert template.special_tokens == {"eos_token": "<|end|>", "pad_token": "<|user|>"}
+
+
+@pytest.mark.parametrize(
+    ("source", "length", "problem"),
+    [
+        ("{{ 'x' * 60 }}{{ 'y' * 40 }}", 100, None),
+        ("{{ 'x' * 60 }}{{ 'y' * 41 }}", 0, "the text of one conversation is longer than 100 characters"),
+        ("{{ 'xy' * 50 }}", 100, None),
+        ("{{ ('xy' * 51) | length }}", 0, "2 x 51 characters or items are more than 100"),
+        ("{{ (50 * 'xy') | length }}", 3, None),
+        ("{{ 3 ** 50 }}", 24, None),
+        ("{{ 3 ** 51 }}", 0, "a power of 51 is too large"),
+        ("{{ 4 ** 0.5 }}{{ 3 * 100 }}", 6, None),
+    ],
+)
+def test_a_template_makes_no_more_than_it_may(source: str, length: int, problem: str | None, monkeypatch) -> None:
+    monkeypatch.setattr("megatron.core.datasets.conversations.chat_template._LONGEST", 100)
+    template = ChatTemplate(source, "mine", {})
+    if problem is None:
+        assert len(template.render_prompt(TURNS)) == length
+    else:
+        with pytest.raises(DataError, match=re.escape(problem)):
+            template.render_prompt(TURNS)
+
+
+def test_the_spelling_of_an_end_may_follow_a_token_that_begins_every_text(tmp_path: Path, monkeypatch) -> None:
+    tokenizer = write_chat_folder(tmp_path / "model")
+    for ids, spelling in (([5, tokenizer.eod_id], "<|end|>"), ([tokenizer.eod_id, 5], "\ufdd2")):
+        monkeypatch.setattr(tokenizer, "tokenize", lambda text, ids=ids: ids)
+        assert choose_template(tokenizer, None).special_tokens["eos_token"] == spelling

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +20,17 @@ from megatron.core.datasets.history.data_history import (
     DataSetRecord,
     Phase,
     RunPosition,
+    number_occurrences,
+    recorded_history,
 )
 from megatron.core.datasets.history.dataset_chain import LaterPhase, SegmentChain
-from megatron.core.datasets.history.sample_keys import ReadCounter, SamplePlace, locate_sample, sample_keys
+from megatron.core.datasets.history.sample_keys import (
+    ReadCounter,
+    SamplePlace,
+    blend_names,
+    locate_sample,
+    sample_keys,
+)
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.samples.data_samplers import DataloaderType, SampleOrder
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
@@ -49,7 +59,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 class Run:
     """Train step after step on nothing, with a checkpoint wherever it is stopped."""
 
-    cache: Path
+    cache: Path | None
     dataloader_type: DataloaderType = "single"
     seed: int = 5
     sequence_length: int = LENGTH
@@ -65,7 +75,7 @@ class Run:
             random_seed=self.seed,
             blend=blend,
             split="1",
-            path_to_cache=str(self.cache),
+            path_to_cache=None if self.cache is None else str(self.cache),
         )
         position = RunPosition(
             dataloader_type=self.dataloader_type, consumed_samples=self.consumed, history=self.history
@@ -208,6 +218,10 @@ def test_without_weights_what_is_left_of_each_data_set_counts(texts: tuple[str, 
     a, b, c, _ = texts
     run = Run(tmp_path).train(Blend((a, b)), 80, 80)
     assert run.counts() == {"a": 48, "b": 32}
+    for more in (40, 81):
+        rest = run.build(Blend((a, b, c)), 80 + more).train
+        assert rest is not None
+        assert len(rest) == 80 + more
     run.train(Blend((a, b, c)), 80 + 81)
     assert run.counts() == {"a": 51, "b": 34, "c": 76}
     assert_read_in_order(run)
@@ -296,6 +310,8 @@ def test_a_damaged_record_is_named(texts: tuple[str, ...], tmp_path: Path) -> No
         {"phases": 3},
         {"data_sets": [{}]},
         {"data_sets": []},
+        {"phases": [{**whole["phases"][0], "data_sets": [0, 2]}]},
+        {"phases": [{**whole["phases"][0], "data_sets": [-1, 0]}]},
         {"phases": [{**whole["phases"][0], "weights": ["x"]}]},
     ):
         with pytest.raises(DataError, match="the checkpoint's record of the data that was read"):
@@ -341,6 +357,7 @@ def test_a_place_is_where_the_tokens_are(texts: tuple[str, ...], tmp_path: Path)
                 offset=piece.byte_offset,
             )
             read += raw.tolist()
+            assert piece.document == piece.sequence  # each document of these texts is one sequence
         assert read == tokens
 
 
@@ -372,3 +389,156 @@ def test_counts_of_an_earlier_point_lack_the_data_sets_of_later_phases() -> None
     counted = two_phases(30, 20, 7).counted_as(two_phases(12, 5))
     assert counted.consumed_samples == 50
     assert [record.consumed_samples for record in counted.data_sets] == [12, 5, 0]
+
+
+def test_a_blend_is_kept_with_its_first_data_set(texts: tuple[str, ...], tmp_path: Path) -> None:
+    prefixes = [copied(text, tmp_path / text[-1]) for text in texts[:2]]
+    first, second = (Blend(tuple(prefixes), weights) for weights in ((0.5, 0.5), (0.7, 0.3)))
+    run = Run(None)
+    run.train(first, 60, 20).train(second, 60)
+    blends = [path.parent.parent.parent for path in tmp_path.rglob("*-BlendedDataset-train-description.txt")]
+    assert blends == [tmp_path / "a"] * 2
+
+
+def test_a_session_without_training_data_records_nothing() -> None:
+    assert recorded_history(None) is None
+    with pytest.raises(DataError, match="record of the data that was read is damaged"):
+        recorded_history({})
+
+
+def test_names_are_of_blends_of_several_data_sets(texts: tuple[str, ...], tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for blend, names in (
+        (Blend(texts[:1]), ()),
+        (Blend(texts[:1], (1.0,)), ()),
+        (Blend(texts[:2]), ("a", "b")),
+        (Blend((texts[0], texts[1], texts[0])), ("a", "b", "a (2)")),
+    ):
+        assert blend_names(run.build(blend, 20).train) == names
+
+
+def test_what_becomes_of_each_data_set_is_described(texts: tuple[str, ...], tmp_path: Path) -> None:
+    a, b, c, _ = texts
+    run = Run(tmp_path).train(Blend((a, b), (0.9, 0.1)), 60, 1)
+    assert run.counts() == {"a": 1, "b": 0}
+    run.train(Blend((b, c), (0.5, 0.5)), 60, 7)
+    assert f"{b} 0.1 -> 0.5, going on after 0 samples; {c} new, 0.5; {a} 0.9 -> left out" in run.lines[-1]
+    run.train(Blend((a, c), (0.5, 0.5)), 60)
+    changes = [line for line in run.lines if "the training data changes" in line]
+    assert f"{a} left out -> 0.5, going on after 1 samples" in changes[-1]
+
+
+def test_the_largest_seed_is_followed_by_0(texts: tuple[str, ...], tmp_path: Path) -> None:
+    blend = Blend((texts[0],))
+    run = Run(tmp_path, seed=2**32 - 1).train(blend, 40).train(blend, 130)
+    assert run.history is not None
+    assert [segment.seed for segment in run.history.data_sets[0].segments] == [2**32 - 1, 0]
+
+
+def test_samples_before_and_after_a_phase_are_refused(texts: tuple[str, ...], tmp_path: Path) -> None:
+    run = Run(tmp_path).train(Blend(texts[:1]), 40)
+    changed = run.build(Blend(texts[:2], (1.0, 1.0)), 60).train
+    assert isinstance(changed, LaterPhase)
+    with pytest.raises(DataError, match="sample 39 was read before the data changed after 40 samples"):
+        sample_keys(changed, np.array([40, 39]))
+    assert len(sample_keys(changed, np.array([40, 59]))) == 2
+    assert len(sample_keys(changed, np.array([], np.int64))) == 0
+    shorter = LaterPhase(changed.dataset, 40, 50)
+    assert shorter.source_of(49) in texts[:2]
+    for index in (-1, 50):
+        with pytest.raises(IndexError, match=f"^sample {index} of 50$"):
+            shorter[index]
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 51), (50, 1), (51, 0), (60, 0)])
+def test_a_chain_that_was_read_to_its_end_is_empty(
+    offset: int, length: int, texts: tuple[str, ...], tmp_path: Path
+) -> None:
+    segment = Run(tmp_path).build(Blend((texts[0],)), 40).train
+    chain = SegmentChain([segment], offset)  # type: ignore[list-item]
+    assert len(chain) == length
+    for index in (-1, length):
+        with pytest.raises(IndexError, match=f"^sample {index} of {length}$"):
+            chain[index]
+
+
+def copied(text: str, folder: Path) -> str:
+    """Copy a text to a folder and return its prefix there."""
+    folder.mkdir(parents=True)
+    for suffix in (".bin", ".idx"):
+        shutil.copy(text + suffix, folder)
+    return str(folder / Path(text).name)
+
+
+def test_a_data_set_of_which_nothing_is_left_is_read_no_more(texts: tuple[str, ...], tmp_path: Path) -> None:
+    a, b, c, _ = texts
+    run = Run(tmp_path).train(Blend((a, b)), 85, 85).train(Blend((a, b, c)), 85 + 70)
+    assert run.counts() == {"a": 51, "b": 34, "c": 70}
+    assert_read_in_order(run)
+
+
+def test_the_rest_of_two_data_sets_is_rounded_up_for_each(texts: tuple[str, ...], tmp_path: Path) -> None:
+    run = Run(tmp_path).train(Blend(texts[:1]), 40)
+    weighted, by_size = (run.build(Blend(texts[:2], weights), 55).train for weights in ((0.3, 0.7), None))
+    assert [len(data) for data in (weighted, by_size) if data is not None] == [40 + 5 + 11, 55]
+    done = run.build(Blend(texts[1:3]), 40).train
+    assert done is not None
+    assert len(done) == 41
+
+
+def test_new_weights_are_no_change_the_next_time(texts: tuple[str, ...], tmp_path: Path) -> None:
+    for weights in ((0.3, 0.7), None):
+        run = Run(tmp_path).train(Blend(texts[:1]), 40, 10)
+        for stop in (20, 30, 40):
+            run.train(Blend(texts[:2], weights), 40, stop)
+        assert run.history is not None
+        assert [phase.start for phase in run.history.phases] == [0, 10]
+
+
+def test_a_data_set_that_was_moved_goes_on_and_is_recorded_there(texts: tuple[str, ...], tmp_path: Path) -> None:
+    run = Run(tmp_path / "cache").train(Blend(texts[:1]), 40, 10)
+    moved = copied(texts[0], tmp_path / "moved")
+    run.train(Blend((moved,)), 40)
+    assert run.history is not None
+    assert [record.prefix for record in run.history.data_sets] == [moved]
+    assert_read_in_order(run)
+
+
+def test_text_that_a_continued_run_reads_twice_is_reported(texts: tuple[str, ...], tmp_path: Path) -> None:
+    run = Run(tmp_path).train(Blend(texts[:1]), 80, 40)
+    run.lines.clear()
+    run.train(Blend(texts[:1]), 80)
+    assert run.lines == [f" > train data {texts[0]}: need 80 samples, have 51 in one epoch, reading 2 epochs"]
+
+
+def test_the_same_data_set_is_counted_apart_each_time() -> None:
+    key = DataSetKey(name="d", lengths_fingerprint="", first_sequence=0, end_sequence=9, sequence_length=4)
+    other = dataclasses.replace(key, name="e")
+    assert [each.occurrence for each in number_occurrences([key, other, key, key, other])] == [0, 0, 1, 2, 1]
+
+
+def test_data_sets_of_one_name_are_named_by_more_of_their_paths(texts: tuple[str, ...], tmp_path: Path) -> None:
+    prefixes = tuple(copied(texts[0], tmp_path / folder) for folder in ("x/one", "y/one", "z"))
+    train = Run(tmp_path / "cache").build(Blend((*prefixes, texts[1], prefixes[0], prefixes[0])), 20).train
+    assert blend_names(train) == ("x/one/a", "y/one/a", "z/a", "b", "x/one/a (2)", "x/one/a (3)")
+
+
+def test_a_sample_that_is_not_there_has_no_key(texts: tuple[str, ...], tmp_path: Path) -> None:
+    for blend in (Blend(texts[:1]), Blend(texts[:2])):
+        train = Run(tmp_path).build(blend, 20).train
+        assert train is not None
+        for index in (-1, len(train)):
+            with pytest.raises(IndexError, match=f"^samples {min(0, index)} to {max(0, index)} of {len(train)}$"):
+                sample_keys(train, np.array([0, index]))
+
+
+def test_a_place_names_the_document_of_a_sequence(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "pairs", np.uint16) as builder:
+        for _ in range(6):
+            builder.add_document(np.arange(20), [9, 11])
+        builder.finalize()
+    train = Run(tmp_path).build(Blend((str(tmp_path / "pairs"),)), 10).train
+    assert train is not None
+    pieces = [piece for index in range(len(train)) for piece in locate_sample(train, index).pieces]
+    assert {piece.sequence for piece in pieces} == set(range(12))
+    assert all(piece.document == piece.sequence // 2 for piece in pieces)

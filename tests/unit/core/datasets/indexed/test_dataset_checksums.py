@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,17 @@ def test_sizes_are_checked(prefix: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '{"format": 1}', '{"format": 1, "algorithm": "crc32", "bin": {"block_bytes": [1], "crc32": []}}'],
+    [
+        "",
+        "[]",
+        '{"format": 1}',
+        '{"format": 1, "algorithm": "crc32", "bin": {"block_bytes": [1], "crc32": []}}',
+        *(
+            f'{{"format": 1, "algorithm": "crc32", "bin": {{"block_bytes": [{size}], "crc32": ["0"]}}, '
+            '"idx": {"block_bytes": [], "crc32": []}}'
+            for size in ("-1", "true", '"1"', "1.0")
+        ),
+    ],
 )
 def test_a_damaged_checksum_file_is_named(prefix: Path, content: str) -> None:
     checksums_path(prefix).write_text(content)
@@ -93,3 +104,42 @@ def test_data_in_parts_has_the_blocks_of_its_parts(monkeypatch: pytest.MonkeyPat
     assert checksum_blocks(b"123456789"[:0]) == []
     monkeypatch.setattr(dataset_checksums, "CHECKSUM_BLOCK_BYTES", 9)
     assert checksum_blocks(b"123456789") == [Block(9, 0xCBF43926)]
+
+
+def test_who_watches_learns_of_every_byte(prefix: Path) -> None:
+    whole = 300 + Path(f"{prefix}.idx").stat().st_size
+    for do in (
+        lambda read: list(verify_checksums(prefix, read)),
+        lambda read: dataset_checksums.write_checksums(prefix, read=read),
+    ):
+        told: list[int] = []
+        do(told.append)
+        assert sum(told) == whole
+        assert max(told) == 128
+
+
+def test_checksums_are_on_the_disk_before_they_get_their_name(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk: dict[int, int] = {}
+    real_replace = os.replace
+
+    def fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        on_disk[status.st_ino] = status.st_size
+
+    def replace(source: Path, target: Path) -> None:
+        assert on_disk[os.stat(source).st_ino] == os.stat(source).st_size > 0
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    dataset_checksums.write_checksums(prefix)
+
+
+def test_nothing_is_left_of_checksums_that_cannot_be_written(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(source: Path, target: Path) -> None:
+        raise OSError("disk is full")
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(DataError, match="cannot be written: disk is full"):
+        dataset_checksums.write_checksums(prefix)
+    assert sorted(path.name for path in prefix.parent.iterdir()) == ["data.bin", "data.checksums.json", "data.idx"]

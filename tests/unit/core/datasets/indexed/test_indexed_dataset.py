@@ -61,15 +61,15 @@ def test_writes_the_bytes_that_megatron_writes(name: str, tmp_path: Path) -> Non
 
 
 def test_tokens_are_on_the_disk_before_they_get_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_disk: set[int] = set()
+    on_disk: dict[int, int] = {}
     real_fsync, real_replace = os.fsync, os.replace
 
     def fsync(descriptor: int) -> None:
         real_fsync(descriptor)
-        on_disk.add(os.fstat(descriptor).st_ino)
+        on_disk[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
     def replace(source: str | Path, target: str | Path) -> None:
-        assert os.stat(source).st_ino in on_disk, target
+        assert on_disk[os.stat(source).st_ino] == os.stat(source).st_size, target
         real_replace(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -234,3 +234,35 @@ def test_replaced_tokens_leave_no_index_and_no_checksums_of_the_old_ones(tmp_pat
     tokens.write_bytes(b"abcd")
     replace_tokens(prefix, tokens)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"data.bin": b"abcd"}
+
+
+def test_nothing_is_added_to_an_abandoned_data_set(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_document([1, 2])
+    with pytest.raises(ValueError, match="closed file"):
+        builder.add_document([3])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, 1), (1, 3)])
+def test_documents_that_do_not_rise_from_0_are_named(place: int, value: int, tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        for _ in range(2):
+            builder.add_document([1])
+        builder.finalize()
+    path = tmp_path / "data.idx"
+    index = bytearray(path.read_bytes())
+    start = len(index) - 8 * (3 - place)
+    index[start : start + 8] = value.to_bytes(8, "little")
+    path.write_bytes(index)
+    with pytest.raises(DataError, match="its document indices do not rise from 0"):
+        IndexedDataset(tmp_path / "data").verify_structure()
+
+
+def test_the_largest_and_the_smallest_token_of_a_type_are_stored(tmp_path: Path) -> None:
+    for dtype in (np.uint8, np.int8, np.uint16, np.int16):
+        limits = np.iinfo(dtype)
+        with IndexedDatasetBuilder(tmp_path / "data", dtype) as builder:
+            builder.add_document([limits.min, limits.max])
+            builder.finalize()
+        assert IndexedDataset(tmp_path / "data")[0].tolist() == [limits.min, limits.max]

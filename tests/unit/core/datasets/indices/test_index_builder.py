@@ -17,7 +17,9 @@ from megatron.core.datasets.indices.index_builder import (
     NumpyIndexBuilder,
     count_samples,
     plan_epochs,
+    sample_index_dtype,
     select_index_builder,
+    shuffle_index_dtype,
 )
 from megatron.core.datasets.samples.blended_dataset import normalize_weights, samples_per_dataset
 from megatron.core.errors import DataError
@@ -273,3 +275,61 @@ def test_a_missing_extension_is_named_in_one_line(monkeypatch: pytest.MonkeyPatc
     assert "compiled index builder not found" in lines[0]
     assert "using the NumPy index builder" in lines[0]
     assert "\n" not in lines[0]
+
+
+@pytest.mark.parametrize(("num_samples", "num_epochs"), [(None, 1), (0, 1), (1, 2), (2, 4)])
+def test_text_of_less_than_a_sample_is_repeated_for_one(num_samples: int | None, num_epochs: int) -> None:
+    assert plan_epochs(5, 8, num_samples).num_epochs == num_epochs
+    assert plan_epochs(1, 8, num_samples).num_epochs == (8 * (num_samples or 0) + 1)
+
+
+def test_shuffles_of_64_bit_numbers_are_numpys(compiled: IndexBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "megatron.core.datasets.indices.index_builder.shuffle_index_dtype", lambda num_samples: np.dtype(np.int64)
+    )
+    left, right = np.random.RandomState(11), np.random.RandomState(11)
+    assert_identical(compiled.shuffle_index(70, 100, left), numpy_builder.shuffle_index(70, 100, right))
+    assert left.randint(1 << 30) == right.randint(1 << 30)
+
+
+@pytest.mark.parametrize("num_data_sets", [0, 32768])
+def test_a_blend_of_more_data_sets_than_can_be_numbered_is_refused(num_data_sets: int, compiled: IndexBuilder) -> None:
+    for builder in (compiled, numpy_builder):
+        with pytest.raises(DataError, match=f"a blend of {num_data_sets} data sets cannot be indexed"):
+            builder.exhaustive_blending_indices(np.ones(num_data_sets, np.int64))
+        with pytest.raises(DataError, match=f"a blend of {num_data_sets} data sets cannot be indexed"):
+            builder.blending_indices(np.ones(num_data_sets), 1)
+        with pytest.raises(DataError, match=r"has the share 1\.5"):
+            builder.blending_indices(np.array([0.5, 1.5]), 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "num_samples", "plan"),
+    [
+        # The last epoch is shuffled by itself where less than four fifths of its samples are needed.
+        (6, 1, 8, EpochPlan(2, True, 5)),
+        (6, 1, 9, EpochPlan(2, False, None)),
+        (6, 1, 5, EpochPlan(1, False, None)),
+        (0, 8, 0, EpochPlan(1, False, None)),
+    ],
+)
+def test_epochs_are_planned(tokens: int, length: int, num_samples: int, plan: EpochPlan) -> None:
+    assert plan_epochs(tokens, length, num_samples) == plan
+
+
+def test_one_token_and_none_make_no_sample() -> None:
+    assert [count_samples(tokens, 1, drop) for tokens in (0, 1, 2) for drop in (True, False)] == [0, 0, 0, 0, 1, 1]
+
+
+def test_numbers_are_as_wide_as_they_must_be() -> None:
+    assert [sample_index_dtype(2**31 + more) for more in (-1, 0)] == [np.int32, np.int64]
+    assert [shuffle_index_dtype(2**32 + more) for more in (-3, -2, -1)] == [np.uint32, np.int64, np.int64]
+
+
+@pytest.mark.parametrize("sizes", [[0, 2, 2], [9, 1], [1, 9], [3, 0, 5, 0], [1], [*[0] * 32766, 1]], ids=len)
+def test_all_samples_are_blended_alike_and_none_of_an_empty_data_set(compiled: IndexBuilder, sizes: list[int]) -> None:
+    values = np.array(sizes, np.int64)
+    left, right = (builder.exhaustive_blending_indices(values) for builder in (compiled, numpy_builder))
+    for one, other in zip(left, right, strict=True):
+        assert_identical(one, other)
+    assert np.bincount(right[0], minlength=len(sizes)).tolist() == sizes

@@ -307,3 +307,39 @@ def test_an_array_of_another_form_is_damaged(damaged: np.ndarray) -> None:
     assert find_damage({"order": np.zeros((3, 2), np.int32)}, expected) is None
     problem = find_damage({"order": damaged}, expected)
     assert problem == f"order has shape {damaged.shape} and dtype {damaged.dtype}, expected (3, 2) and int32"
+
+
+def test_indices_of_earlier_versions_are_found(tmp_path: Path) -> None:
+    """The names of the files and the fingerprint of a data set, which checkpoints hold too, never change."""
+    open_dataset(tmp_path, [])
+    assert stems(tmp_path) == {"05f9ccea6ff650d906f224d029502ca2"}
+    assert IndexedDataset(GOLDEN / "c_multi").lengths_fingerprint == "57da35f23ec398a2b0302dc3bc49d3d1"
+
+
+def test_an_index_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk: dict[int, int] = {}
+    real_replace = os.replace
+
+    def fsync(descriptor: int) -> None:
+        on_disk[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def replace(source: str | Path, target: str | Path) -> None:
+        assert on_disk[os.stat(source).st_ino] == os.stat(source).st_size > 0
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    open_dataset(tmp_path, [])
+    assert len(on_disk) >= 4
+
+
+def test_nothing_is_left_of_an_index_that_cannot_be_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(source: Path, target: Path) -> None:
+        raise OSError("disk is full")
+
+    monkeypatch.setattr(os, "replace", replace)
+    lines: list[str] = []
+    assert content(open_dataset(tmp_path, lines)) == content(open_dataset(None, lines))
+    assert list(tmp_path.iterdir()) == []
+    assert len(lines) == 1
+    assert "cannot be written (disk is full)" in lines[0]

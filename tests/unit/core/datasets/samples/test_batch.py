@@ -145,3 +145,29 @@ def test_what_does_not_fit_is_refused(name: str, value: float, message: str) -> 
 
 def test_a_batch_has_nothing_unless_told() -> None:
     assert set(vars(Batch()).values()) == {None}
+
+
+@pytest.mark.parametrize("vocab_size", [61, None])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_any_mix_of_widths_is_laid_out_where_it_can_be_read(vocab_size: int | None, rows: int) -> None:
+    contents = BatchContents(position_ids=True, document_ids=True, data_sets=True, padding_mask=True)
+    layout = BatchLayout(contents, rows, LENGTH, vocab_size, (slice(3, 4), slice(5, 9)))
+    memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    writer = layout.writer(memory.numpy())
+    samples = make_samples(**RESETS)[:rows]
+    for row, sample in enumerate(samples):
+        writer.write(row, sample)
+    writer.write_data_sets(np.array([5, 65535, 0][:rows]))
+    batch = layout.unpack(memory)
+    assert_equals(batch.tokens, samples, "tokens", [3, 5, 6, 7, 8])
+    assert_equals(batch.document_ids, samples, "document_ids", list(range(LENGTH)))
+    assert batch.data_sets is not None
+    assert batch.data_sets.tolist() == [5, 65535, 0][:rows]
+
+
+def test_data_sets_are_written_where_they_are_wanted_alone() -> None:
+    layout = BatchLayout(BatchContents(), ROWS, LENGTH, 61)
+    memory = pack(layout, make_samples())
+    before = memory.clone()
+    layout.writer(memory.numpy()).write_data_sets(np.array([1, 2, 3]))
+    assert torch.equal(memory[8:], before[8:])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
 from megatron.core.datasets.samples.blended_dataset import BlendedDataset, normalize_weights, samples_per_dataset
 from megatron.core.datasets.samples.gpt_dataset import GPTDataset
 from megatron.core.datasets.samples.gpt_dataset_config import (
@@ -159,7 +161,12 @@ def test_a_test_split_without_data_is_off_and_named(tmp_path: Path) -> None:
 
 def test_a_test_blend_leaves_out_what_has_no_share(tmp_path: Path) -> None:
     prefixes = (write_text(tmp_path / "few", 8, 30), write_text(tmp_path / "many", 90, 30))
-    splits = build(tmp_path, (10, 0, 4), blend=Blend(prefixes, (1.0, 1.0)), split="95,0,5")
+    lines: list[str] = []
+    splits = build(tmp_path, (10, 0, 4), lines, blend=Blend(prefixes, (1.0, 1.0)), split="95,0,5")
+    assert [line for line in lines if "test" in line] == [
+        f" > 4 test samples are asked for, but {prefixes[0]} has 8 sequences, of which --split 95,0,5 leaves none for "
+        "test; use --split 7,0,1"
+    ]
     assert splits.test is not None
     assert {splits.test.source_of(i) for i in range(len(splits.test))} == {prefixes[1]}
 
@@ -253,6 +260,10 @@ def test_unweighted_blend_larger_than_one_epoch_repeats_in_proportion(tmp_path: 
     assert within is not None
     assert len(within) == 100
     assert not [line for line in lines if "epochs" in line]
+    all_of_it = build(tmp_path, (153, 0, 0), lines, blend=Blend(prefixes), split="1").train
+    assert all_of_it is not None
+    assert len(all_of_it) == 153
+    assert not [line for line in lines if "epochs" in line]
     beyond = build(tmp_path, (1000, 0, 0), lines, blend=Blend(prefixes), split="1").train
     assert isinstance(beyond, BlendedDataset)
     assert len(beyond) >= 1000
@@ -261,11 +272,13 @@ def test_unweighted_blend_larger_than_one_epoch_repeats_in_proportion(tmp_path: 
     assert len([line for line in lines if "epochs" in line]) == 2
 
 
-def test_unweighted_blend_leaves_out_a_data_set_without_samples(tmp_path: Path) -> None:
-    prefixes = (write_text(tmp_path / "short", 2, 3), write_text(tmp_path / "long", 10, 41))
+@pytest.mark.parametrize(("length", "num_left"), [(3, 1), (8, 1), (9, 2)])
+def test_unweighted_blend_leaves_out_a_data_set_without_samples(length: int, num_left: int, tmp_path: Path) -> None:
+    prefixes = (write_text(tmp_path / "short", 1, length), write_text(tmp_path / "long", 10, 41))
     train = build(tmp_path, (40, 0, 0), blend=Blend(prefixes), split="1").train
     assert isinstance(train, BlendedDataset)
-    assert {train.source_of(i) for i in range(40)} == {prefixes[1]}
+    assert len(train.datasets) == num_left
+    assert {train.source_of(i) for i in range(40)} == set(prefixes[-num_left:])
 
 
 def test_extreme_weights_stay_in_range(tmp_path: Path) -> None:
@@ -340,3 +353,95 @@ def test_mock_data_needs_no_files(tmp_path: Path) -> None:
     assert isinstance(splits.valid, MockGPTDataset)
     assert (len(splits.train), len(splits.valid), splits.test) == (12, 5, None)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_samples", [8, 9])
+def test_text_that_is_read_twice_is_reported(num_samples: int, tmp_path: Path) -> None:
+    lines: list[str] = []
+    build(tmp_path, (num_samples, 0, 0), lines, blend=Blend((write_text(tmp_path / "a", 1, 65),)), split="1")
+    assert [line for line in lines if "epoch" in line] == [
+        f" > train data {tmp_path / 'a'}: need 9 samples, have 8 in one epoch, reading 2 epochs"
+    ] * (num_samples - 8)
+
+
+def test_further_validation_sets_are_checked_and_need_no_other_data(tmp_path: Path) -> None:
+    web = write_text(tmp_path / "web", 2, 41)
+    further = (ValidationSet("web", Blend((web,)), num_samples=4),)
+    splits = build(tmp_path, (5, 0, 0), mock=True, extra_valid=further)
+    assert isinstance(splits.train, MockGPTDataset)
+    assert splits.extra_valid["web"].source_of(0) == web
+    config = GPTDatasetConfig(
+        sequence_length=8, mock=True, extra_valid=(ValidationSet("web", Blend((str(tmp_path / "no"),)), 4),)
+    )
+    with pytest.raises(DataError, match=r"^validation set web: .*no\.idx does not exist"):
+        BlendedDatasetBuilder(config, (5, 0, 0), print).check()
+
+
+def test_a_weight_of_a_data_set_without_tokens_is_refused(tmp_path: Path) -> None:
+    blend = Blend((write_text(tmp_path / "text", 10, 41), write_text(tmp_path / "empty", 3, 0)), (1.0, 1.0))
+    text = refusal(tmp_path, (10, 0, 0), blend=blend, split="1")
+    assert f"have 0 tokens in {tmp_path / 'empty'};" in text
+    assert "--eval-iters" not in text
+    assert build(tmp_path, (10, 0, 0), blend=Blend(blend.prefixes), split="1").train is not None
+    one_token = Blend((blend.prefixes[0], write_text(tmp_path / "one", 1, 1)), (1.0, 1.0))
+    assert build(tmp_path, (10, 0, 0), blend=one_token, split="1").train is not None
+
+
+def test_the_vocabulary_is_compared_with_the_first_tokens_alone(tmp_path: Path, monkeypatch) -> None:
+    blend = Blend((write_text(tmp_path / "text", 3, 20, first_token=95),))
+    monkeypatch.setattr("megatron.core.datasets.blended_dataset_builder._PROBED_TOKENS", 41)
+    assert "token id 97" in refusal(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=97)
+    monkeypatch.setattr("megatron.core.datasets.blended_dataset_builder._PROBED_TOKENS", 40)
+    build(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=97)
+    assert "token id 96" in refusal(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=96)
+
+
+def test_indices_are_built_by_the_builder_that_is_given(tmp_path: Path) -> None:
+    class Counted(NumpyIndexBuilder):
+        calls = 0
+
+        def sample_index(self, *arguments: Any) -> Any:
+            self.calls += 1
+            return super().sample_index(*arguments)
+
+    config = GPTDatasetConfig(sequence_length=8, blend=Blend((write_text(tmp_path / "a", 1, 65),)), split="1")
+    given = Counted()
+    BlendedDatasetBuilder(config, (5, 0, 0), print, given).build()
+    assert given.calls == 1
+
+
+def test_all_validation_data_is_read_once_whatever_its_weights(tmp_path: Path) -> None:
+    prefixes = (write_text(tmp_path / "one", 10, 41), write_text(tmp_path / "two", 20, 41))
+    valid = build(tmp_path, (0, None, 0), blend=Blend(prefixes, (9.0, 1.0)), split="0,1,0").valid
+    assert isinstance(valid, BlendedDataset)
+    assert np.bincount(valid.dataset_index).tolist() == [51, 102]
+    assert "which needs a number of samples" in refusal(
+        tmp_path, (None, 0, 0), blend=Blend(prefixes, (9.0, 1.0)), split="1"
+    )
+
+
+def test_the_first_token_of_a_vocabulary_is_one_of_it(tmp_path: Path) -> None:
+    blend = Blend((write_text(tmp_path / "text", 3, 20, first_token=0),))
+    build(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=3)
+    with IndexedDatasetBuilder(tmp_path / "negative", np.int32) as builder:
+        builder.add_document([1, -1] * 10)
+        builder.finalize()
+    text = refusal(tmp_path, (1, 0, 0), blend=Blend((str(tmp_path / "negative"),)), split="1", vocab_size=3)
+    assert "holds token id -1" in text
+
+
+def test_short_last_samples_of_a_validation_blend_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
+    blend = Blend((write_text(tmp_path / "one", 10, 41), write_text(tmp_path / "two", 20, 41)))
+    lines: list[str] = []
+    for drop_last, num_valid in ((True, 51 + 102), (False, 52 + 103)):
+        splits = build(
+            tmp_path,
+            (None, None, 0),
+            lines,
+            blend_per_split=(blend, blend, None),
+            drop_last_partial_validation_sequence=drop_last,
+        )
+        assert splits.train is not None
+        assert splits.valid is not None
+        assert (len(splits.train), len(splits.valid)) == (51 + 102, num_valid)
+    assert not [line for line in lines if "epochs" in line]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
+from megatron.core.datasets.conversations import conversation_file
 from megatron.core.datasets.conversations.conversation_file import ConversationFile, ConversationOptions, mask_prefix
 from megatron.core.datasets.history.data_history import DataHistory, RunPosition
 from megatron.core.datasets.history.sample_keys import locate_sample, sample_keys
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
+from megatron.core.datasets.indices.index_cache import IndexCache
 from megatron.core.datasets.samples.conversation_dataset import ConversationDataset, count_epochs
 from megatron.core.datasets.samples.conversation_packing import pack_conversations
+from megatron.core.datasets.samples.data_source import count_held, make_samples
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
 from megatron.core.errors import DataError
@@ -254,3 +260,69 @@ def test_a_sample_that_is_not_there_is_named(tmp_path: Path, index: int) -> None
     dataset = one_epoch(tmp_path, [6, 4], packs=False)
     with pytest.raises(IndexError, match=rf"^sample {index} of 2$"):
         dataset[index]
+
+
+def test_an_epoch_is_packed_of_intact_conversations_alone(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "talk", of_lengths([6, 4]))
+    path = Path(f"{prefix}.idx")
+    index = bytearray(path.read_bytes())
+    index[42:50] = (9).to_bytes(8, "little")
+    path.write_bytes(index)
+    with pytest.raises(DataError, match=r"talk\.idx is damaged at sequence 0"):
+        build(config_of(Blend((prefix,)), tmp_path), 1)
+
+
+def test_a_conversation_of_one_token_is_a_sample(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "talk", [([5], [0])])
+    (sample,) = build(config_of(Blend((prefix,)), tmp_path), 1).train
+    assert sample["tokens"].tolist() == [5] + [EOD] * (LENGTH - 1)
+
+
+def test_what_is_left_of_a_sample_is_filled_without_an_end_token_too(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "talk", of_lengths([4]))
+    config = config_of(
+        Blend((prefix,)), tmp_path, eod_token_id=None, reset_position_ids=False, reset_attention_mask=False
+    )
+    (sample,) = build(config, 1).train
+    assert sample["tokens"][4:].tolist() == [0] * (LENGTH - 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "variant"),
+    [
+        ({}, ""),
+        ({"longest": 7}, " (cut at 7)"),
+        ({"packs": False}, " (not packed)"),
+        ({"longest": 7, "packs": False}, " (cut at 7, not packed)"),
+    ],
+)
+def test_samples_of_other_options_are_told_apart(options: dict[str, Any], variant: str) -> None:
+    assert ConversationOptions(NullTokenizer(EOD), "plain", **options).variant == variant
+
+
+def test_as_many_samples_are_counted_as_are_made(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "talk", of_lengths([6, 4, 6]))
+    config = config_of(Blend((prefix,)), tmp_path, packs=False)
+    dataset, cache = ConversationFile(prefix), IndexCache(tmp_path / "cache", print)
+    for num_samples, held in ((None, 3), (3, 3), (4, 6), (7, 9)):
+        assert count_held(dataset, range(3), num_samples, config, cache) == held
+        made = make_samples(dataset, range(3), num_samples, "train", config, NumpyIndexBuilder(), cache)
+        assert len(made) == held
+
+
+def test_one_process_packs_jsonl_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "talk.jsonl"
+    file.write_text('{"prompt": "1 2 ", "completion": "7"}\n')
+    tried = []
+    real = conversation_file.pack
+
+    def pack(*arguments: Any) -> tuple[int, int]:
+        (lock,) = (tmp_path / "cache/of/runs").glob("*.lock")
+        with open(lock) as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        tried.append(lock)
+        return real(*arguments)
+
+    monkeypatch.setattr(conversation_file, "pack", pack)
+    build(config_of(Blend((str(file),)), tmp_path, path_to_cache=str(tmp_path / "cache/of/runs")), 1)
+    assert len(tried) == 1

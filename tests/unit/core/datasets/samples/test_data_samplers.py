@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.samples.data_samplers import DataloaderType, MicroBatchSampler, SampleOrder, sample_ids_hash
+from megatron.core.datasets.samples.data_samplers import (
+    PADDING_ID,
+    DataloaderType,
+    MicroBatchSampler,
+    SampleOrder,
+    WholeSetSampler,
+    sample_ids_hash,
+)
 from megatron.core.errors import DataError
 
 KINDS: tuple[DataloaderType, ...] = ("single", "cyclic")
@@ -104,3 +111,13 @@ def test_sample_ids_hash() -> None:
     assert len(expected) == 16
     assert sample_ids_hash(np.array([7, 0, 3, 2**40])) != expected
     assert sample_ids_hash(np.empty(0, np.int64)) == hashlib.blake2b(b"", digest_size=8).hexdigest()
+
+
+@pytest.mark.parametrize(("num_samples", "rounds"), [(11, 2), (12, 2), (13, 3), (1, 1), (0, 0)])
+def test_a_whole_set_is_read_once_by_equally_many_micro_batches(num_samples: int, rounds: int) -> None:
+    samplers = [WholeSetSampler(num_samples, 2, rank, 3) for rank in range(3)]
+    assert [len(sampler) for sampler in samplers] == [rounds] * 3
+    micro_batches = [part for parts in zip(*samplers, strict=True) for part in parts]
+    assert {len(part) for part in micro_batches} <= {2}
+    read = [sample for part in micro_batches for sample in part]
+    assert read == [*range(num_samples), *[PADDING_ID] * (6 * rounds - num_samples)]

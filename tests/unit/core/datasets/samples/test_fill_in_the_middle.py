@@ -109,3 +109,10 @@ def test_a_data_set_gives_the_same_tasks_whenever_it_is_read(tokenizer: HuggingF
         samples.append([dataset[index]["labels"].tolist() for index in reversed(range(len(dataset)))])
     assert samples[0] == samples[1]
     assert samples[0] != samples[2]
+
+
+def test_empty_documents_change_nothing_of_the_others(tokenizer: HuggingFaceTokenizer) -> None:
+    fim = make(tokenizer, spm_rate=0.0)
+    for number in range(5):
+        text = rearranged(fim, f"abcdefgh{END}ijklmnop", number)
+        assert rearranged(fim, f"{END}abcdefgh{END}{END}ijklmnop", number) == END + text.replace(END, END + END)

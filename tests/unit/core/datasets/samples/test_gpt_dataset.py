@@ -43,7 +43,7 @@ def test_samples_overlap_by_one_token_and_cover_the_epoch(tmp_path: Path) -> Non
         assert sample["position_ids"].tolist() == [0, 1, 2, 3]
         assert "document_ids" not in sample
     for index in (-1, 3):
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match=f"^sample {index} of 3$"):
             dataset[index]
 
 
@@ -145,3 +145,70 @@ def test_mock_data_can_be_learned() -> None:
     assert len(followers) > 80
     assert all(len(labels) == 1 for labels in followers.values())
     assert any(96 in dataset[i]["tokens"] for i in range(40))
+
+
+@pytest.mark.parametrize(
+    ("row", "split_name", "is_damage"),
+    [(0, "train", True), (2, "train", True), (0, "valid", True), (1, "valid", True), (2, "valid", False)],
+)
+def test_only_the_last_validation_sample_may_be_short(
+    row: int, split_name: str, is_damage: bool, tmp_path: Path
+) -> None:
+    options = {"drop_last_partial_validation_sequence": False}
+    dataset = open_text(tmp_path, [list(range(1, 14))], None, split_name, **options)
+    assert len(dataset) == 3
+    dataset.sample_index[row + 1] = dataset.sample_index[row]
+    (index,) = np.flatnonzero(dataset.shuffle_index == row).tolist()
+    if is_damage:
+        with pytest.raises(DataError, match=f"sample {index} of .* is out of range: the index in memory is damaged"):
+            dataset[index]
+    else:
+        assert dataset[index]["loss_mask"].tolist() == [0, 0, 0, 0]
+
+
+def test_an_index_is_not_built_from_damaged_lengths(tmp_path: Path) -> None:
+    open_text(tmp_path, [[1, 2, 3, 4, 5], [6, 7, 8]], None)
+    index = bytearray((tmp_path / "text.idx").read_bytes())
+    index[34:42] = np.array([6, 3], "<i4").tobytes()
+    (tmp_path / "text.idx").write_bytes(index)
+    dataset, config = IndexedDataset(tmp_path / "text"), GPTDatasetConfig(sequence_length=4, mock=True)
+    with pytest.raises(DataError, match="damaged at sequence 1"):
+        GPTDataset(dataset, range(2), None, "train", config, NumpyIndexBuilder(), IndexCache(None, print))
+
+
+@pytest.mark.parametrize(("vocab_size", "num_words"), [(None, 1023), (5000, 1023), (40, 39)])
+def test_mock_data_walks_through_at_most_1024_words(vocab_size: int | None, num_words: int) -> None:
+    config = GPTDatasetConfig(sequence_length=3000, mock=True, vocab_size=vocab_size, eod_token_id=3)
+    dataset = MockGPTDataset(None, "train", config)
+    assert len(dataset) == 1024
+    words = set(dataset[0]["tokens"].tolist())
+    assert words == set(range(num_words + 1))
+    with pytest.raises(IndexError, match="sample 1024 of 1024"):
+        dataset[1024]
+
+
+def test_a_vocabulary_of_one_end_token_makes_no_data() -> None:
+    with pytest.raises(DataError, match="a vocabulary of 1 ids leaves no tokens to make data of"):
+        MockGPTDataset(1, "train", GPTDatasetConfig(sequence_length=4, mock=True, vocab_size=1, eod_token_id=0))
+
+
+def test_positions_begin_anew_in_a_short_sample_whose_end_tokens_count() -> None:
+    config = GPTDatasetConfig(sequence_length=5, mock=True, eod_token_id=EOD, reset_position_ids=True)
+    text = np.array([1, EOD, 3, 4, 0, 0], np.int64)
+    sample = make_sample(text, 4, config, np.arange(5), np.ones(5, np.float32))
+    assert sample["loss_mask"].tolist() == [1, 1, 1, 0, 0]
+    assert sample["position_ids"].tolist() == [0, 1, 0, 1, 2]
+    assert sample["padding_mask"].tolist() == [False] * 4 + [True]
+
+
+def test_two_ids_make_mock_data_of_documents_of_16_to_64_tokens() -> None:
+    config = GPTDatasetConfig(sequence_length=400, mock=True, vocab_size=2, eod_token_id=1)
+    dataset = MockGPTDataset(300, "train", config)
+    lengths = set()
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        assert sample["position_ids"].tolist() == list(range(400))
+        ends = np.flatnonzero(np.append(sample["tokens"], sample["labels"][-1]) == 1) + 1
+        assert np.unique(np.diff(ends, prepend=0)).tolist() == [ends[0]]
+        lengths.add(int(ends[0]))
+    assert lengths == set(range(16, 65))

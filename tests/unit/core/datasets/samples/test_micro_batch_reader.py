@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
+from megatron.core.datasets.history.sample_keys import data_set_numbers
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.samples.batch import BatchContents, BatchLayout
 from megatron.core.datasets.samples.data_samplers import PADDING_ID
@@ -140,3 +142,15 @@ def test_errors_that_nobody_foresaw_say_in_one_line_where_they_were_made() -> No
 def test_a_damaged_index_does_not_hide_which_sample_it_was() -> None:
     with pytest.raises(DataError, match=r"^sample 7: the blend is damaged$"):
         read(Broken(DataError("the blend is damaged")), [3, 7])
+
+
+def test_the_data_set_of_each_sample_is_laid_out(tmp_path: Path) -> None:
+    dataset = text_dataset(tmp_path)
+    layout = BatchLayout(BatchContents(data_sets=True), 3, LENGTH, 700)
+    memory = np.empty(layout.num_bytes, np.uint8)
+    ids = [of_file(dataset, name)[0] for name in ("high", "low", "high")]
+    MicroBatchReader(dataset, layout, 700, partial(data_set_numbers, dataset)).read(ids, memory)
+    batch = layout.unpack(torch.from_numpy(memory))
+    assert batch.data_sets is not None
+    assert batch.data_sets.tolist() == data_set_numbers(dataset, np.array(ids)).tolist()
+    assert len(set(batch.data_sets.tolist())) == 2

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from concurrent.futures._base import DoneAndNotDoneFutures
@@ -200,3 +201,21 @@ def test_a_thread_that_is_stuck_holds_nothing_up(monkeypatch: pytest.MonkeyPatch
     assert reader_threads()
     release.set()
     wait_until_gone()
+
+
+def test_results_that_nobody_takes_are_forgotten_when_it_is_closed() -> None:
+    made: list[weakref.ref[set[int]]] = []
+    all_made = threading.Event()
+
+    def make(job: int) -> set[int]:
+        result = {job}
+        made.append(weakref.ref(result))
+        if job == 2:
+            all_made.set()
+        return result
+
+    ahead = ReadAhead(make, iter(range(3)), 1)
+    next(ahead)
+    assert all_made.wait(10.0)
+    ahead.close()
+    assert [result() for result in made] == [None] * 3
