@@ -10,7 +10,7 @@ import torch
 from megatron.core.device import Device
 from megatron.core.errors import InputError
 from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.continuous import running_batch
+from megatron.core.inference.continuous import row_choice, running_batch
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
 from megatron.core.inference.continuous.progress import NewToken, PromptEnded, PromptFailed, PromptSeen
@@ -360,9 +360,38 @@ def test_rows_run_together_within_the_bound_of_their_longest() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "counts"),
-    [([3], [3]), ([12], [12]), ([13], [12]), ([6, 6, 1], [6, 6]), ([4, 4, 4], [4, 4, 4]), ([5, 7], [5]), ([13, 1], [12])],
+    [
+        ([3], [3]),
+        ([12], [12]),
+        ([13], [12]),
+        ([6, 6, 1], [6, 6]),
+        ([4, 4, 4], [4, 4, 4]),
+        ([5, 7], [5]),
+        ([13, 1], [12]),
+    ],
 )
 def test_prompts_are_shown_together_within_a_budget(lengths: list[int], counts: list[int]) -> None:
     requests = [GenerationRequest(prompts=((7,) * length,), max_new_tokens=1) for length in lengths]
     rows = [Row(0, request, 0, torch.device("cpu")) for request in requests]
     assert running_batch._counts_within(rows, 12) == counts
+
+
+def test_a_row_without_a_token_to_choose_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InferenceEngine(build(odd_config(vocab_size=5, make_vocab_size_divisible_by=1), ALONE.tp), ALONE)
+    used_up = SamplingConfig(no_repeat_ngram_size=1)
+    continuous = ContinuousEngine(engine, 4, 1000)
+    continuous.add(0, GenerationRequest(prompts=((1, 2, 3, 4, 0),), max_new_tokens=4, sampling=used_up))
+    continuous.add(1, GenerationRequest(prompts=((1, 2, 3, 4),), max_new_tokens=1, sampling=used_up))
+    news = continuous.step()
+    (failed,) = [happened for job, happened in news if job == 0 and isinstance(happened, PromptFailed)]
+    assert str(failed.error).startswith("no_repeat_ngram_size 1 leaves no token to choose at token 1")
+    assert [happened.token for job, happened in news if job == 1 and isinstance(happened, NewToken)] == [0]
+
+    def fail(*given: object) -> torch.Tensor:
+        raise RuntimeError("probability tensor contains inf")
+
+    monkeypatch.setattr(row_choice, "choose_tokens", fail)
+    continuous.add(2, GenerationRequest(prompts=((1, 2),), max_new_tokens=4))
+    (failed,) = [happened for _, happened in continuous.step() if isinstance(happened, PromptFailed)]
+    assert str(failed.error) == "no token can be chosen at token 1"
+    assert not continuous.is_busy

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.inference import sampled_batch
 from megatron.core.inference.beam_config import BeamConfig
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine, generate
@@ -472,3 +473,15 @@ def test_a_pair_is_of_two_tokens_that_follow_each_other() -> None:
 def test_a_negative_number_of_tokens_is_refused_though_the_prompt_is_to_be_scored() -> None:
     with pytest.raises(InputError, match="-1 tokens to generate is not positive"):
         InferenceEngine(make_model("odd"), STATE).generate(request(max_new_tokens=-1, log_probabilities=True))
+
+
+def test_an_error_of_the_choice_reaches_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages without logits learn of it by what is shared."""
+
+    def fail(*given: object) -> torch.Tensor:
+        raise RuntimeError("probability tensor contains inf")
+
+    monkeypatch.setattr(sampled_batch, "choose_tokens", fail)
+    with pytest.raises(RuntimeError, match="no token can be chosen at token 1") as caught:
+        InferenceEngine(make_model("odd"), STATE).generate(request())
+    assert str(caught.value.__cause__) == "probability tensor contains inf"

@@ -150,9 +150,9 @@ def test_penalties_count_what_each_row_has_and_leave_the_logits_alone(logits: to
 
 def test_a_repetition_penalty_brings_what_a_text_has_nearer_to_minus_infinity() -> None:
     """Logits above 0 are divided by it and others multiplied, once, whether a token is of the prompt or new."""
-    logits = torch.tensor([[4.0, -4.0, 3.0, -3.0, 0.0], [4.0, -4.0, 3.0, -3.0, 0.0]])
+    logits = torch.tensor([[0.5, -4.0, 3.0, -3.0, 0.0], [4.0, -4.0, 3.0, -3.0, 0.0]])
     given = penalize(logits, [[0, 1, 1], [3, 4]], [1, 0], SamplingConfig(repetition_penalty=2.0))
-    assert given.tolist() == [[2.0, -8.0, 3.0, -3.0, 0.0], [4.0, -4.0, 3.0, -6.0, 0.0]]
+    assert given.tolist() == [[0.25, -8.0, 3.0, -3.0, 0.0], [4.0, -4.0, 3.0, -6.0, 0.0]]
 
 
 @pytest.mark.parametrize(
