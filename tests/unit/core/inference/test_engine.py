@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,12 @@ from megatron.core.inference.request import (
 )
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.scored_batch import ScoredRow
+from megatron.core.inference.staged_model import StagedModel
 from megatron.core.kernels.attention_pattern import CAUSAL
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.kv_cache import KeyValueCache
 from tests.unit.core.inference.small_models import build, golden_model, odd_config, whole_logits
@@ -485,3 +488,32 @@ def test_an_error_of_the_choice_reaches_every_stage(monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match="no token can be chosen at token 1") as caught:
         InferenceEngine(make_model("odd"), STATE).generate(request())
     assert str(caught.value.__cause__) == "probability tensor contains inf"
+
+
+def test_a_stage_waits_for_what_it_has_sent() -> None:
+    sent: list[torch.Tensor] = []
+    num_waits = 0
+
+    class Work:
+        def wait(self) -> None:
+            nonlocal num_waits
+            num_waits += 1
+
+    class Link:
+        pipeline = SimpleNamespace(observe=lambda *given: None)
+
+        def send(self, tensor: torch.Tensor) -> Work:
+            sent.append(tensor)
+            return Work()
+
+    first = StageContents((0, 1), has_embedding=True, has_loss=False)
+    model = build(odd_config(), single_rank_group(), contents=first)
+    links: Any = SimpleNamespace(activations_in=None, activations_out=Link())
+    staged = StagedModel(model, describe_parallel_state(0, 2, ParallelSizes(pp=2)), links)
+    with torch.inference_mode():
+        tokens = torch.tensor([[3, 1, 4]])
+        assert staged.forward(tokens, torch.arange(3)[None], CAUSAL, KeyValueCache(3), last_position_only=True) is None
+    assert [tensor.shape for tensor in sent] == [(3, 1, 24)]
+    assert num_waits == 0
+    staged.finish()
+    assert num_waits == 1

@@ -99,3 +99,13 @@ def test_frequencies_that_never_turn_once_are_divided() -> None:
     few = LatentConfig(**YARN, original_max_position_embeddings=4)
     plain = 100.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     assert torch.allclose(yarn_frequencies(few, 100.0, 8)[1:], plain[1:] / 4.0)
+
+
+def test_a_blend_ends_at_the_width_at_most() -> None:
+    """Its end would be after channel 9 of a width of 8: it then ends at 7, as in the models of Hugging Face."""
+    config = LatentConfig(**YARN, original_max_position_embeddings=100_000, beta_fast=1000.0)
+    plain = 100.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    divided = plain / 4.0
+    # From channel 2 on, so that channel 3 is a fifth of the way.
+    expected = torch.cat((plain[:3], 0.8 * plain[3:] + 0.2 * divided[3:]))
+    assert torch.allclose(yarn_frequencies(config, 100.0, 8), expected, rtol=1e-12)

@@ -82,7 +82,7 @@ def test_ranks_cover_every_parameter_and_number_its_copies(name: str) -> None:
             for piece in spec.pieces:
                 box = zip(piece.local_box.offset, piece.local_box.shape, parameter.shape, strict=True)
                 assert all(offset + length <= size for offset, length, size in box)
-            assert sum(piece.global_box.num_elements for piece in spec.pieces) <= parameter.numel()
+            assert sum(piece.global_box.num_elements for piece in spec.pieces) == parameter.numel()
             held[spec.name].append(spec)
     whole = {spec_of(p).name: tuple(p.shape) for p in model_of(0, fields | SINGLE, ParallelSizes()).parameters()}
     assert held.keys() == whole.keys()
@@ -102,9 +102,9 @@ def test_ranks_cover_every_parameter_and_number_its_copies(name: str) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_rows_of_a_fused_projection_are_those_of_its_parts(tp: int) -> None:
     attention = model_of(0, {}, ParallelSizes(tp=tp)).decoder.layers["0"].self_attention
-    for parameter in attention.linear_qkv.parameters():
-        if spec_of(parameter).global_shape == (48, 24):
-            assert spec_of(parameter).fused_rows == (12, 3, 3)
+    weights = [parameter for parameter in attention.linear_qkv.parameters() if parameter.dim() == 2]
+    assert {spec_of(weight).global_shape for weight in weights} == {(36, 24)}
+    assert {spec_of(weight).fused_rows for weight in weights} == {(12, 3, 3)}
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -192,3 +192,11 @@ def test_adapters_of_a_layer_are_told_apart() -> None:
         layer = model_of(0, ADAPTERS | {"lora_target_modules": targets}, ParallelSizes()).decoder.layers["0"]
         sites = [adapter.site for adapter in layer.modules() if isinstance(adapter, LowRankAdapter)]
         assert len(sites) == len(set(sites)) == len(targets)
+
+
+@pytest.mark.parametrize(("tp", "num_groups", "width"), [(1, 2, 12), (2, 1, 12), (4, 1, 6)])
+def test_adapters_of_queries_keys_and_values_are_as_wide_as_their_heads(tp: int, num_groups: int, width: int) -> None:
+    model = model_of(0, ADAPTERS | {"lora_target_modules": PARTS}, ParallelSizes(tp=tp))
+    adapters = model.decoder.layers["0"].self_attention.linear_qkv.adapters
+    assert adapters.num_groups == num_groups
+    assert adapters.widths == {"q": width, "k": 3, "v": 3}
