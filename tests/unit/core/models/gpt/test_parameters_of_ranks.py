@@ -10,10 +10,12 @@ import pytest
 
 from megatron.core.device import Device
 from megatron.core.main_grad import gradient_uses_of
+from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, spec_of
 from megatron.core.tensor_parallel.low_rank import LowRankAdapter
@@ -200,3 +202,22 @@ def test_adapters_of_queries_keys_and_values_are_as_wide_as_their_heads(tp: int,
     adapters = model.decoder.layers["0"].self_attention.linear_qkv.adapters
     assert adapters.num_groups == num_groups
     assert adapters.widths == {"q": width, "k": 3, "v": 3}
+
+
+@pytest.mark.parametrize(("sequence_parallel", "reads", "writes"), [(False, 24, 40), (True, 12, 40)])
+def test_a_matrix_reads_its_inputs_and_writes_its_outputs(sequence_parallel: bool, reads: int, writes: int) -> None:
+    """Under sequence parallelism a rank reads its own part of what all ranks multiply."""
+    config = model_of(0, {"sequence_parallel": sequence_parallel}, ParallelSizes(tp=2)).config
+    found = {
+        each.name: each for each in chunk_parameters(config, StageContents((0,), has_embedding=True, has_loss=True))
+    }
+    # Gate and up have 80 rows, of which this rank has half.
+    weight = found["mlp.linear_fc1.weight"]
+    assert (weight.size, weight.reads, weight.writes) == (40 * 24, reads, writes)
+    assert (found["mlp.linear_fc1.bias"].reads, found["mlp.linear_fc1.bias"].writes) == (0, 0)
+    assert {each.name: each.is_matrix for each in found.values() if each.name.startswith("mlp.")} == {
+        "mlp.linear_fc1.weight": True,
+        "mlp.linear_fc1.bias": False,
+        "mlp.linear_fc2.weight": True,
+        "mlp.linear_fc2.bias": False,
+    }
