@@ -84,10 +84,9 @@ class RunningBatch:
         logits = self._forward(rows, self.num_running, counts, all_positions=scored)
         if scored:
             self._score_prompts(rows, starts, counts, logits)
-        for row in [row for row in rows if not row.num_unseen]:
-            self._swap(self.rows.index(row), self.num_running)
-            self.num_running += 1
+        # Only the first row may be shown in part, and then alone: the rows seen whole follow those that run.
         whole = [number for number, row in enumerate(rows) if not row.num_unseen]
+        self.num_running += len(whole)
         if not whole:
             return
         rows = [rows[number] for number in whole]
@@ -190,12 +189,6 @@ class RunningBatch:
             )
         assert code == NOT_CHOSEN
         return MegatronError(f"no token can be chosen at token {row.num_new + 1}")
-
-    def _swap(self, one: int, other: int) -> None:
-        if one != other:
-            rows = self.rows
-            self._cache.swap(one, other, max(rows[one].num_seen, rows[other].num_seen))
-            rows[one], rows[other] = rows[other], rows[one]
 
     def _release(self, slot: int, *, is_spoilt: bool = False) -> None:
         """Take a row out; the last running row takes its slot, and the last of all the slot of that one."""

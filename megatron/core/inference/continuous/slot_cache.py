@@ -58,14 +58,6 @@ class SlotCache(KeyValueCache):
             for buffer in buffers:
                 buffer[target, :length] = buffer[source, :length]
 
-    def swap(self, one: int, other: int, length: int) -> None:
-        """Exchange the first ``length`` columns of two slots."""
-        for buffers in self._buffers.values():
-            for buffer in buffers:
-                kept = buffer[one, :length].clone()
-                buffer[one, :length] = buffer[other, :length]
-                buffer[other, :length] = kept
-
     def clear(self, slot: int) -> None:
         """Forget what a slot holds: a number that is not finite would spoil what a mask hides."""
         for buffers in self._buffers.values():

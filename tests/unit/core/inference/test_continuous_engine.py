@@ -10,12 +10,13 @@ import torch
 from megatron.core.device import Device
 from megatron.core.errors import InputError
 from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.continuous import running_batch
+from megatron.core.inference.continuous import row_choice, running_batch
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
-from megatron.core.inference.continuous.progress import NewToken, PromptFailed, PromptSeen
+from megatron.core.inference.continuous.progress import NewToken, PromptEnded, PromptFailed, PromptSeen
 from megatron.core.inference.continuous.row import Row
 from megatron.core.inference.continuous.row_choice import NOT_FINITE, choose_for_rows, read_value
+from megatron.core.inference.continuous.slot_cache import SlotCache
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.request import Continuation, GenerationRequest, StopRule, TokenPairs
 from megatron.core.inference.sampling_config import SamplingConfig
@@ -97,6 +98,7 @@ def run_together(
             answers[job].add(happened)
         if all(answer.is_whole for answer in answers.values()):
             break
+    assert all(answer.is_whole for answer in answers.values())
     assert not continuous.is_busy
     return {step: answer.continuations() for step, answer in answers.items()}
 
@@ -204,4 +206,192 @@ def test_a_row_that_is_not_finite_fails_alone(engine: InferenceEngine, monkeypat
     assert isinstance(failed.error, InputError)
     assert "not finite at position 1" in str(failed.error)
     assert len([job for job, happened in news if job == 1 and isinstance(happened, NewToken)]) == 1
+    assert not continuous.is_busy
+
+
+def test_an_engine_is_busy_and_full_as_long_as_something_waits_or_runs(engine: InferenceEngine) -> None:
+    request = GenerationRequest(prompts=((5,),), max_new_tokens=3, sampling=GREEDY)
+    beams = GenerationRequest(prompts=((5,),), max_new_tokens=3, beams=BeamConfig(num_beams=2))
+    continuous = ContinuousEngine(engine, 2, 1000)
+    assert (continuous.is_busy, continuous.has_room, continuous.room) == (False, True, 2)
+    continuous.add(0, request)
+    # It waits for the next step.
+    assert (continuous.is_busy, continuous.has_room, continuous.room) == (True, False, 2)
+    continuous.step()
+    assert (continuous.is_busy, continuous.has_room, continuous.room) == (True, True, 1)
+    continuous.add(1, request)
+    continuous.step()
+    assert (continuous.is_busy, continuous.has_room, continuous.room) == (True, False, 0)
+    continuous.drop([0, 1])
+    assert (continuous.is_busy, continuous.has_room, continuous.room) == (False, True, 2)
+    for job in range(4):
+        assert continuous.has_room
+        continuous.add(job, beams)
+        assert continuous.is_busy
+    assert not continuous.has_room
+    continuous.drop([2])
+    assert continuous.has_room
+    continuous.reset()
+    assert not continuous.is_busy
+
+
+def test_why_each_prompt_ends_is_reported(engine: InferenceEngine) -> None:
+    (free,) = engine.generate(GenerationRequest(prompts=((3, 1, 4),), max_new_tokens=3, sampling=GREEDY))
+    first, second, _ = free.tokens
+    rules = (
+        StopRule(),
+        StopRule(end_tokens=frozenset((second,))),
+        StopRule(closing_tokens=frozenset((second,))),
+        StopRule(closing_pairs=TokenPairs(first=frozenset((first,)), second=frozenset((second,)))),
+    )
+    continuous = ContinuousEngine(engine, 5, 1000)
+    for job, stop in enumerate(rules):
+        continuous.add(job, GenerationRequest(prompts=((3, 1, 4),), max_new_tokens=3, sampling=GREEDY, stop=stop))
+    continuous.add(4, GenerationRequest(prompts=((9,), (3, 1)), max_new_tokens=0, log_probabilities=True))
+    ends = []
+    while continuous.is_busy:
+        ends += [(job, happened) for job, happened in continuous.step() if isinstance(happened, PromptEnded)]
+    assert sorted(ends, key=lambda end: (end[0], end[1].prompt)) == [
+        (0, PromptEnded(0, "length")),
+        (1, PromptEnded(0, "stop")),
+        (2, PromptEnded(0, "stop")),
+        (3, PromptEnded(0, "stop")),
+        (4, PromptEnded(0, "length")),
+        (4, PromptEnded(1, "length")),
+    ]
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_row_that_is_not_finite_leaves_nothing_to_those_that_follow(
+    is_dropped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys and values are in the columns that a mask hides from a shorter row in its slot."""
+    monkeypatch.setattr(running_batch, "_PROMPT_TOKENS_AT_ONCE", 8)
+    model = build(odd_config(untie_embeddings_and_output_weights=True), ALONE.tp)
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[13] = torch.nan
+    engine = InferenceEngine(model, ALONE)
+    long = GenerationRequest(prompts=(tuple(range(20, 28)),), max_new_tokens=8, sampling=GREEDY)
+    short = GenerationRequest(prompts=((4,),), max_new_tokens=8, sampling=GREEDY, log_probabilities=True)
+    continuous = ContinuousEngine(engine, 2, 1000)
+    answers = {0: GatheredAnswer(long), 2: GatheredAnswer(short)}
+    continuous.add(0, long)
+    continuous.step()
+    # Its prompt is shown whole in two steps, in the first of which nobody sees that it is not finite.
+    continuous.add(1, GenerationRequest(prompts=((13,) * 9,), max_new_tokens=5, sampling=GREEDY))
+    continuous.step()
+    assert continuous.num_rows == 2
+    if is_dropped:
+        continuous.drop([1])
+    else:
+        assert [job for job, happened in continuous.step() if isinstance(happened, PromptFailed)] == [1]
+    assert continuous.num_rows == 1
+    continuous.add(2, short)
+    news = []
+    while continuous.is_busy:
+        news += continuous.step()
+    for job, happened in news:
+        answers[job].add(happened)
+    assert [job for job, happened in news if isinstance(happened, PromptSeen)] == [2], "the other row was running"
+    check_equal(answers[2].continuations(), engine.generate(short))
+
+
+def test_the_cache_of_slots_grows_by_doubling_and_keeps_what_it_has() -> None:
+    cache = SlotCache()
+    sizes = []
+    for num_rows, length in ((1, 3), (2, 64), (3, 65), (5, 65), (5, 129)):
+        cache.begin_pass(0, torch.tensor([[length - 1]] * num_rows), length)
+        new = torch.full((1, num_rows, 1, 1), float(length))
+        key, value = cache.update(0, new, -new)
+        assert key.shape == (length, num_rows, 1, 1)
+        sizes.append(tuple(cache._buffers[0][0].shape[:2]))
+    # A column more than a pass may read.
+    assert sizes == [(1, 65), (2, 65), (4, 129), (8, 129), (8, 257)]
+    written = [[2, 63, 64, 128], [63, 64, 128], [64, 128], [64, 128], [64, 128]]
+    for row, columns in enumerate(written):
+        assert key[:, row].flatten().nonzero().flatten().tolist() == columns
+        assert torch.equal(key[columns, row].flatten(), torch.tensor(columns) + 1.0)
+    assert torch.equal(value, -key)
+
+
+@pytest.mark.parametrize("num_alternatives", [0, 3])
+def test_the_room_for_alternatives_is_that_of_the_widest_row(engine: InferenceEngine, num_alternatives: int) -> None:
+    rows = [
+        GenerationRequest(
+            prompts=((3, 1, 4),), max_new_tokens=1, sampling=GREEDY, log_probabilities=True, num_alternatives=number
+        )
+        for number in (num_alternatives, 2)
+    ]
+    continuous = ContinuousEngine(engine, 4, 1000)
+    for job, request in enumerate(rows):
+        continuous.add(job, request)
+    for job, happened in continuous.step():
+        wanted = rows[job].num_alternatives
+        if isinstance(happened, PromptSeen):
+            assert [len(value.alternatives) for value in happened.values] == [wanted] * 2
+        elif isinstance(happened, NewToken):
+            assert happened.value is not None
+            assert len(happened.value.alternatives) == wanted
+
+
+@pytest.mark.parametrize(("max_new_tokens", "length"), [(0, 3), (1, 3), (5, 7)])
+def test_a_row_needs_no_position_for_its_last_token(max_new_tokens: int, length: int) -> None:
+    request = GenerationRequest(prompts=((3, 1, 4),), max_new_tokens=max_new_tokens, log_probabilities=True)
+    assert Row(0, request, 0, torch.device("cpu")).full_length == length
+
+
+def test_rows_run_together_within_the_bound_of_their_longest() -> None:
+    """Three rows of 4 positions are within 12, two of 7 are not; a row alone always runs."""
+
+    def num_running(max_tokens: int, *sizes: int) -> int:
+        engine = InferenceEngine(build(odd_config(), ALONE.tp), ALONE)
+        continuous = ContinuousEngine(engine, 3, max_tokens)
+        for job, size in enumerate(sizes):
+            continuous.add(job, GenerationRequest(prompts=((7,) * (size - 1),), max_new_tokens=2, sampling=GREEDY))
+        continuous.step()
+        return continuous.num_rows
+
+    assert num_running(12, 4, 4, 4, 4) == 3
+    assert num_running(11, 4, 4, 4, 4) == 2
+    assert num_running(12, 4, 7, 4) == 1
+    assert num_running(14, 4, 7, 4) == 2
+    assert num_running(5, 20, 4) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    [
+        ([3], [3]),
+        ([12], [12]),
+        ([13], [12]),
+        ([6, 6, 1], [6, 6]),
+        ([4, 4, 4], [4, 4, 4]),
+        ([5, 7], [5]),
+        ([13, 1], [12]),
+    ],
+)
+def test_prompts_are_shown_together_within_a_budget(lengths: list[int], counts: list[int]) -> None:
+    requests = [GenerationRequest(prompts=((7,) * length,), max_new_tokens=1) for length in lengths]
+    rows = [Row(0, request, 0, torch.device("cpu")) for request in requests]
+    assert running_batch._counts_within(rows, 12) == counts
+
+
+def test_a_row_without_a_token_to_choose_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InferenceEngine(build(odd_config(vocab_size=5, make_vocab_size_divisible_by=1), ALONE.tp), ALONE)
+    used_up = SamplingConfig(no_repeat_ngram_size=1)
+    continuous = ContinuousEngine(engine, 4, 1000)
+    continuous.add(0, GenerationRequest(prompts=((1, 2, 3, 4, 0),), max_new_tokens=4, sampling=used_up))
+    continuous.add(1, GenerationRequest(prompts=((1, 2, 3, 4),), max_new_tokens=1, sampling=used_up))
+    news = continuous.step()
+    (failed,) = [happened for job, happened in news if job == 0 and isinstance(happened, PromptFailed)]
+    assert str(failed.error).startswith("no_repeat_ngram_size 1 leaves no token to choose at token 1")
+    assert [happened.token for job, happened in news if job == 1 and isinstance(happened, NewToken)] == [0]
+
+    def fail(*given: object) -> torch.Tensor:
+        raise RuntimeError("probability tensor contains inf")
+
+    monkeypatch.setattr(row_choice, "choose_tokens", fail)
+    continuous.add(2, GenerationRequest(prompts=((1, 2),), max_new_tokens=4))
+    (failed,) = [happened for _, happened in continuous.step() if isinstance(happened, PromptFailed)]
+    assert str(failed.error) == "no token can be chosen at token 1"
     assert not continuous.is_busy

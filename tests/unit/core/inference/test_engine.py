@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.inference import sampled_batch
 from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine, generate
 from megatron.core.inference.prompt_batch import gather_logits
 from megatron.core.inference.request import (
@@ -17,9 +21,13 @@ from megatron.core.inference.request import (
     context_length,
 )
 from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.inference.scored_batch import ScoredRow
+from megatron.core.inference.staged_model import StagedModel
+from megatron.core.kernels.attention_pattern import CAUSAL
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.kv_cache import KeyValueCache
 from tests.unit.core.inference.small_models import build, golden_model, odd_config, whole_logits
@@ -197,6 +205,12 @@ def test_a_model_with_sequence_parallelism_is_refused() -> None:
         generate(model, [[1]], 3, GREEDY, None, STATE)
 
 
+@pytest.mark.parametrize("sizes", [ParallelSizes(), ParallelSizes(cp=2)])
+def test_ranks_with_other_sequences_or_parts_of_one_are_refused(sizes: ParallelSizes) -> None:
+    with pytest.raises(ConfigurationError, match="generation runs over tensor- and pipeline-parallel processes"):
+        generate(make_model("odd"), [[1]], 3, GREEDY, None, describe_parallel_state(0, 2, sizes))
+
+
 def test_pipeline_ranks_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"pipeline\(2\)"):
         generate(make_model("odd"), [[1]], 3, GREEDY, None, describe_parallel_state(0, 2, ParallelSizes(pp=2)))
@@ -359,3 +373,147 @@ def test_a_prompt_that_is_not_finite_is_named_among_others() -> None:
 
 def test_no_prompts_give_no_texts() -> None:
     assert generate(make_model("odd"), [], 3, GREEDY, None, STATE) == []
+
+
+@pytest.mark.parametrize("beams", [None, BeamConfig(num_beams=2)])
+@pytest.mark.parametrize("token", [0, 1, 2, 3, 4])
+def test_the_first_tokens_of_the_vocabulary_can_be_chosen(token: int, beams: BeamConfig | None) -> None:
+    model = build(odd_config(position_embedding_type="none"), single_rank_group())
+    with torch.no_grad():
+        # The hidden states of the prompt's only token become those of the wanted one.
+        hidden = model.decoder(model.embedding(torch.tensor([[7]]), None), CAUSAL, None).hidden
+        model.embedding.word_embeddings.weight[token] = 100.0 * hidden[0, 0]
+    (result,) = InferenceEngine(model, STATE).generate(request(prompts=((7,),), max_new_tokens=1, beams=beams))
+    assert result.tokens == [token]
+
+
+@pytest.mark.parametrize(("beams", "position"), [(None, 4), (BeamConfig(num_beams=2), 4)])
+def test_a_later_token_that_is_not_finite_is_named_by_its_position(
+    beams: BeamConfig | None, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a prompt of two tokens, the third token that is generated is at position 4."""
+    engine = InferenceEngine(make_model("odd"), STATE)
+    forward = engine.staged.forward
+    calls = 0
+
+    def spoil(*arguments: Any, **options: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        logits = forward(*arguments, **options)
+        assert logits is not None
+        return logits if calls < 4 else logits * torch.nan
+
+    monkeypatch.setattr(engine.staged, "forward", spoil)
+    with pytest.raises(InputError, match=f"not finite at position {position}:"):
+        engine.generate(request(prompts=((3, 1),), beams=beams, sampling=SamplingConfig(greedy=beams is None)))
+
+
+def test_no_more_rows_than_the_batch_size_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InferenceEngine(make_model("odd"), STATE, max_batch_size=4)
+    forward = engine.staged.forward
+    sizes: set[int] = set()
+
+    def observe(tokens: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor | None:
+        sizes.add(tokens.shape[0])
+        return forward(tokens, *rest, **options)
+
+    monkeypatch.setattr(engine.staged, "forward", observe)
+    engine.generate(request(max_new_tokens=2))
+    assert sizes == {4, 1}
+    sizes.clear()
+    # A prompt is shown once, and is then as many rows as there are beams.
+    engine.generate(request(max_new_tokens=2, beams=BeamConfig(num_beams=2)))
+    assert sizes == {2, 4, 1}
+    sizes.clear()
+    engine.generate(request(max_new_tokens=2, beams=BeamConfig(num_beams=5)))
+    assert sizes == {1, 5}
+    sizes.clear()
+    continuous = ContinuousEngine(engine, 4, 1000)
+    continuous.add(0, request(max_new_tokens=2, beams=BeamConfig(num_beams=2)))
+    continuous.add(1, request(max_new_tokens=2, beams=BeamConfig(num_beams=5)))
+    while continuous.is_busy:
+        continuous.step()
+    assert sizes == {1, 2, 4, 5}
+
+
+def test_nothing_that_was_sent_is_left_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call waits for its messages to the next stage, also one that is given up."""
+    engine = InferenceEngine(make_model("odd"), STATE)
+    num_waits = 0
+
+    def finish() -> None:
+        nonlocal num_waits
+        num_waits += 1
+
+    monkeypatch.setattr(engine.staged, "finish", finish)
+    engine.generate(request(prompts=((3, 1),)))
+    assert num_waits == 1
+    engine.generate(request(prompts=((3, 1),), beams=BeamConfig(num_beams=2), max_new_tokens=2))
+    assert num_waits == 2
+    engine.score([ScoredRow((3, 1), 1)])
+    assert num_waits == 3
+    with pytest.raises(GenerationCancelled):
+        engine.generate(request(), is_cancelled=lambda: True)
+    assert num_waits == 4
+    continuous = ContinuousEngine(engine, 4, 1000)
+    continuous.add(0, request(prompts=((3, 1),)))
+    continuous.step()
+    assert num_waits == 5
+
+
+def test_a_pair_is_of_two_tokens_that_follow_each_other() -> None:
+    pairs = TokenPairs(first=frozenset((1, 2)), second=frozenset((2, 3)))
+    assert pairs.contain(1, 2)
+    assert pairs.contain(2, 2)
+    assert not pairs.contain(1, 1)
+    assert not pairs.contain(3, 3)
+    rule = StopRule(closing_tokens=frozenset((7,)), closing_pairs=pairs)
+    assert rule.closes(1, 7)
+    assert rule.closes(1, 3)
+    assert not rule.closes(7, 3)
+
+
+def test_a_negative_number_of_tokens_is_refused_though_the_prompt_is_to_be_scored() -> None:
+    with pytest.raises(InputError, match="-1 tokens to generate is not positive"):
+        InferenceEngine(make_model("odd"), STATE).generate(request(max_new_tokens=-1, log_probabilities=True))
+
+
+def test_an_error_of_the_choice_reaches_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages without logits learn of it by what is shared."""
+
+    def fail(*given: object) -> torch.Tensor:
+        raise RuntimeError("probability tensor contains inf")
+
+    monkeypatch.setattr(sampled_batch, "choose_tokens", fail)
+    with pytest.raises(RuntimeError, match="no token can be chosen at token 1") as caught:
+        InferenceEngine(make_model("odd"), STATE).generate(request())
+    assert str(caught.value.__cause__) == "probability tensor contains inf"
+
+
+def test_a_stage_waits_for_what_it_has_sent() -> None:
+    sent: list[torch.Tensor] = []
+    num_waits = 0
+
+    class Work:
+        def wait(self) -> None:
+            nonlocal num_waits
+            num_waits += 1
+
+    class Link:
+        pipeline = SimpleNamespace(observe=lambda *given: None)
+
+        def send(self, tensor: torch.Tensor) -> Work:
+            sent.append(tensor)
+            return Work()
+
+    first = StageContents((0, 1), has_embedding=True, has_loss=False)
+    model = build(odd_config(), single_rank_group(), contents=first)
+    links: Any = SimpleNamespace(activations_in=None, activations_out=Link())
+    staged = StagedModel(model, describe_parallel_state(0, 2, ParallelSizes(pp=2)), links)
+    with torch.inference_mode():
+        tokens = torch.tensor([[3, 1, 4]])
+        assert staged.forward(tokens, torch.arange(3)[None], CAUSAL, KeyValueCache(3), last_position_only=True) is None
+    assert [tensor.shape for tensor in sent] == [(3, 1, 24)]
+    assert num_waits == 0
+    staged.finish()
+    assert num_waits == 1

@@ -5,9 +5,11 @@ import torch
 
 from megatron.core.inference.request import TokenPairs
 from megatron.core.inference.sampling import (
+    add_bias,
     apply_temperature,
     choose_tokens,
     forbid_pairs,
+    forbid_repeats,
     keep_top_k,
     keep_top_p,
     penalize,
@@ -144,3 +146,44 @@ def test_penalties_count_what_each_row_has_and_leave_the_logits_alone(logits: to
     torch.testing.assert_close(given, expected)
     assert torch.equal(logits, before)
     assert penalize(logits, texts, 0, SamplingConfig()) is logits
+
+
+def test_a_repetition_penalty_brings_what_a_text_has_nearer_to_minus_infinity() -> None:
+    """Logits above 0 are divided by it and others multiplied, once, whether a token is of the prompt or new."""
+    logits = torch.tensor([[0.5, -4.0, 3.0, -3.0, 0.0], [4.0, -4.0, 3.0, -3.0, 0.0]])
+    given = penalize(logits, [[0, 1, 1], [3, 4]], [1, 0], SamplingConfig(repetition_penalty=2.0))
+    assert given.tolist() == [[0.25, -8.0, 3.0, -3.0, 0.0], [4.0, -4.0, 3.0, -6.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (SamplingConfig(presence_penalty=0.5), [1.0, 0.5, 1.0]),
+        (SamplingConfig(frequency_penalty=0.25), [1.0, 0.5, 1.0]),
+        (SamplingConfig(presence_penalty=-0.5), [1.0, 1.5, 1.0]),
+    ],
+)
+def test_each_penalty_counts_by_itself(sampling: SamplingConfig, expected: list[float]) -> None:
+    assert penalize(torch.ones(1, 3), [[0, 1, 1]], 2, sampling).tolist() == [expected]
+
+
+def test_a_bias_is_added_to_the_logits_of_its_own_row() -> None:
+    logits = torch.ones(3, 4)
+    given = add_bias(logits, [((1, 2.0), (3, -0.5)), (), ((0, -torch.inf), (0, 1.0))])
+    assert given.tolist() == [[1.0, 3.0, 1.0, 0.5], [1.0] * 4, [-torch.inf, 1.0, 1.0, 1.0]]
+    assert logits.eq(1.0).all()
+    assert add_bias(logits, [(), (), ()]) is logits
+
+
+def test_repeats_are_forbidden_row_by_row() -> None:
+    logits = torch.zeros(3, 4)
+    given = forbid_repeats(logits, [[1, 2, 1], [3, 2, 1], []], 2)
+    assert given.isneginf().nonzero().tolist() == [[0, 2]]
+    assert logits.eq(0.0).all()
+    assert forbid_repeats(logits, [[1, 1], [2, 2], [3]], 0) is logits
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1.0])
+def test_a_top_p_of_none_or_all_keeps_every_token(top_p: float) -> None:
+    logits = torch.tensor([[0.0, -30.0, -60.0]])
+    assert token_probabilities(logits, SamplingConfig(top_p=top_p)).gt(0.0).all()

@@ -58,6 +58,21 @@ def test_a_problem_names_the_flag_and_the_value(values, flag: str) -> None:
     assert problem.startswith(flag)
 
 
+def test_by_default_tokens_are_drawn_from_the_models_own_distribution() -> None:
+    default = SamplingConfig()
+    assert not default.greedy
+    assert not default.has_penalty
+    assert (default.temperature, default.top_k, default.top_p, default.no_repeat_ngram_size) == (1.0, 0, 0.0, 0)
+    assert default.at_step(3) is default
+
+
+@pytest.mark.parametrize(
+    "values", [{"repetition_penalty": 1.5}, {"presence_penalty": 0.5}, {"frequency_penalty": -0.5}]
+)
+def test_a_penalty_of_any_kind_counts(values) -> None:
+    assert SamplingConfig(**values).has_penalty
+
+
 def test_all_problems_are_found_at_once() -> None:
     assert len(SamplingConfig(temperature=0.0, top_k=-1, top_p=2.0).problems()) == 3
 
@@ -71,7 +86,7 @@ def test_top_p_never_decays_to_drawing_from_all() -> None:
     assert 0.0 < SamplingConfig(top_p=0.8, top_p_decay=0.5).at_step(5000).top_p < 1e-300
 
 
-@pytest.mark.parametrize("values", [{"top_p": 0.8}, {"top_k": 3}])
+@pytest.mark.parametrize("values", [{"top_p": 0.8}, {"top_k": 3}, {"top_p_decay": 0.5}])
 def test_without_a_decay_every_token_is_chosen_alike(values) -> None:
     sampling = SamplingConfig(**values)
     assert sampling.at_step(7) == sampling

@@ -69,8 +69,10 @@ def test_what_cannot_be_scored_is_refused(row: ScoredRow, message: str) -> None:
 
 def test_a_target_outside_the_vocabulary_is_refused() -> None:
     engine = InferenceEngine(build(odd_config(), single_rank_group()), STATE)
-    with pytest.raises(InputError, match="token 101"):
-        engine.score([ScoredRow((3, 4, 101), 1)])
+    for token in (101, -1):
+        with pytest.raises(InputError, match=rf"token {token} cannot be scored: the model knows 0\.\.100"):
+            engine.score([ScoredRow((3, 4, token), 1)])
+    assert len(engine.score([ScoredRow((3, 4, 0), 1), ScoredRow((3, 4, 100), 1)])) == 2
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
@@ -79,3 +81,12 @@ def test_logits_that_are_not_finite_are_refused() -> None:
         next(model.parameters()).fill_(float("nan"))
     with pytest.raises(InputError, match="logits are not finite"):
         InferenceEngine(model, STATE).score([ScoredRow((3, 4, 10), 1)])
+
+
+def test_the_place_of_logits_that_are_not_finite_is_named() -> None:
+    """It is the last position of the row that has them, counted without the padding."""
+    model = build(odd_config(untie_embeddings_and_output_weights=True), single_rank_group())
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[13] = torch.nan
+    with pytest.raises(InputError, match="logits are not finite at position 2:"):
+        InferenceEngine(model, STATE).score([ScoredRow((3, 4, 10, 5, 6), 1), ScoredRow((3, 4, 13, 5), 1)])

@@ -160,6 +160,9 @@ DESCRIPTIONS = [
         False,
         f"attention kernels: torch's flash kernel, block by block (1 layers); {FLASH} (1 layers); {SDPA} (1 layers)",
     ),
+    # A window as long as the sequence is none.
+    ({"window_size": f"{LENGTH - 1},0"}, "cuda", False, f"attention kernel: {SDPA}"),
+    ({"window_size": f"{LENGTH - 2},0"}, "cuda", False, f"attention kernel: {FLASH}"),
     (
         {"context_parallel_size": 2},
         "cuda",

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.distributed.float8_parameters import is_sent_in_float8
 from megatron.core.models import float8_layers
-from megatron.core.models.float8_layers import describe_float8
+from megatron.core.models.float8_layers import compute_in_float8, describe_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.float8_products import assert_products
-from tests.harness.toy_model import make_float8_model
+from tests.harness.toy_model import make_float8_model, make_model
 
 SHAPE: dict[str, Any] = {
     "position_embedding_type": "rope",
@@ -77,3 +79,12 @@ def test_the_line_says_what_computes_the_products(
     assert f"layers 1 to 4 of 4; computed by {by}" in line
     assert "further tokens" not in line
     assert describe_float8(TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4), device) is None
+
+
+def test_weights_are_gathered_in_fp8_where_their_products_are() -> None:
+    model = make_model(single_rank_group(), bf16=True, fp8_format="hybrid", fp8_param_gather=True, **SHAPE)
+    compute_in_float8([model], model.config, "cpu")
+    sent = {name for name, parameter in model.named_parameters() if is_sent_in_float8(parameter)}
+    linear = [name for name, _ in model.named_parameters() if "linear" in name or "eh_proj" in name]
+    assert sent == {name for name in linear if name.endswith("weight")}
+    assert "mtp.layers.1.eh_proj.weight" in sent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron.core.parallel_sizes import ParallelSizes
@@ -9,6 +10,8 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.multi_token_prediction.further_targets import further_losses, further_targets
 from megatron.core.transformer.multi_token_prediction.prediction_config import PredictionConfig
+from megatron.core.transformer.multi_token_prediction.prediction_layers import further_layer_numbers
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def test_tokens_ahead_end_with_sequence_document_and_mask() -> None:
@@ -38,3 +41,26 @@ def test_the_shares_of_three_ranks_add_up_in_the_dtype_of_the_loss() -> None:
     (loss,) = further_losses([per_token], targets, config, cp)
     assert loss.num_tokens.dtype is torch.float64
     assert abs(3 * loss.num_tokens.item() - 7) < 1e-15
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_the_weight_of_further_losses_is_that_of_their_mean(number: int) -> None:
+    config = PredictionConfig(mtp_num_layers=number, mtp_loss_scaling_factor=0.4)
+    targets = further_targets(torch.arange(8).view(1, 8), None, None, number, single_rank_group())
+    losses = list(further_losses([torch.full((1, 8), 2.0)] * number, targets, config, single_rank_group()))
+    assert [loss.name for loss in losses] == [f"mtp_{depth}_loss" for depth in range(1, number + 1)]
+    for distance, loss in enumerate(losses, start=1):
+        assert loss.coefficient == 0.4 / number
+        assert (loss.loss_sum.item(), loss.num_tokens.item()) == (2.0 * (8 - distance), 8 - distance)
+
+
+def test_more_tokens_ahead_than_a_sequence_has_do_not_count() -> None:
+    targets = further_targets(torch.arange(1, 3).view(1, 2), None, None, 3, single_rank_group())
+    assert targets.tokens.tolist() == [[[1, 0]], [[0, 0]], [[0, 0]]]
+    assert targets.labels.tolist() == [[[2, 0]], [[0, 0]], [[0, 0]]]
+    assert targets.counts.tolist() == [1, 0, 0]
+
+
+def test_dropout_knows_the_further_layers_and_then_their_embeddings() -> None:
+    config = TransformerConfig(num_layers=3, hidden_size=24, num_attention_heads=4, mtp_num_layers=2)
+    assert further_layer_numbers(config) == range(3, 7)

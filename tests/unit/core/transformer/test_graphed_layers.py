@@ -9,8 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron.core.errors import ConfigurationError
 from megatron.core.kernels import triton_choice
-from megatron.core.kernels.attention_pattern import CAUSAL
+from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.main_grad import MainGrad, attach_main_grad
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.graphed_layers import GraphedLayers
@@ -91,3 +92,16 @@ def test_programs_are_recorded_as_they_have_run(settings: dict[str, Any], num_mi
     assert len(backend.graphs) == 4
     assert any("column_sums" in str(specialization) for specialization in backend.inside)
     assert backend.inside <= backend.outside
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [AttentionPattern(document_ids=torch.zeros(3, 8)), AttentionPattern(mask=torch.ones(3, 1, 8, 8, dtype=torch.bool))],
+    ids=["documents", "mask"],
+)
+def test_attention_that_changes_from_one_micro_batch_to_the_next_is_rejected(pattern: AttentionPattern) -> None:
+    block = make_model(single_rank_group(), num_layers=2).decoder
+    block.graphs = GraphedLayers(Launches(), 0)
+    block.graphs.begin_step()
+    with pytest.raises(ConfigurationError, match="attention follows documents or a mask"):
+        block(torch.randn(8, 3, 28, requires_grad=True), pattern, None)

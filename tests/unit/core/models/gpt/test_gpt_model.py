@@ -15,10 +15,12 @@ from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.logit_z_loss import LOGIT_Z_LOSS
+from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.dropout import keys_of_rank
 from tests.harness.closeness import assert_gradients_close, relative_difference
 from tests.harness.toy_model import SEED, load_global_weights, make_batch, make_model, make_rng
 
@@ -278,3 +280,39 @@ def test_the_z_loss_is_of_the_next_tokens_that_count(further: int | None, is_mas
     assert z_loss.loss_sum.item() == pytest.approx(counted.sum().item(), rel=1e-5)
     assert z_loss.num_tokens.item() == counted.numel()
     assert z_loss.coefficient == 0.25
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [
+        ({}, 1.0),
+        ({"scale_embeddings": True}, 28**0.5),
+        ({"use_mup": True, "mup_embedding_mult": 3.0}, 3.0),
+        ({"use_mup": True, "mup_embedding_mult": 3.0, "scale_embeddings": True}, 3.0 * 28**0.5),
+    ],
+)
+def test_embeddings_are_multiplied_by_every_factor(fields: dict[str, Any], factor: float) -> None:
+    embedding = make_model(single_rank_group(), params_dtype="float64", **fields).embedding
+    assert embedding is not None
+    tokens = torch.tensor([[3, 1, 4]])
+    assert torch.allclose(embedding.of_words(tokens), embedding.word_embeddings.weight[tokens.t()] * factor)
+
+
+@pytest.mark.parametrize(("cp_rank", "positions"), [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])])
+def test_the_keys_of_a_rank_are_of_the_positions_that_it_holds(cp_rank: int, positions: list[int]) -> None:
+    sizes = ParallelSizes(tp=2, cp=2)
+    samples = make_rng(single_rank_group()).draw_dropout_samples(3, torch.device("cpu"))
+    for tp_rank in range(2):
+        state = describe_parallel_state(2 * cp_rank + tp_rank, 4, sizes)
+        assert (state.cp.rank, state.tp.rank) == (cp_rank, tp_rank)
+        for is_split in (True, False):
+            keys = keys_of_rank(samples, (4, 2), 4, state.tp, state.cp, is_split)
+            assert keys is not None
+            assert keys.positions.tolist() == positions
+            of_hidden = positions[2 * tp_rank : 2 * tp_rank + 2] if is_split else positions
+            assert keys.positions[keys.hidden].tolist() == of_hidden
+            assert (keys.layers, keys.rank) == (range(2, 5), 2 * cp_rank + tp_rank)
+    alone = keys_of_rank(samples, (), 4, single_rank_group(), single_rank_group(("cp",)), False)
+    assert alone is not None
+    assert (alone.positions.tolist(), alone.layers, alone.rank) == ([0, 1, 2, 3], range(0), 0)
+    assert keys_of_rank(None, (0,), 4, single_rank_group(), single_rank_group(("cp",)), False) is None

@@ -12,7 +12,7 @@ from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.fp8.float8_recipe import OPERANDS, Float8Recipe
 from megatron.core.fp8.float8_state import Float8State
 from megatron.core.kernels.float8.quantised import SEGMENTS_OF_128, Quantised
-from megatron.core.main_grad import MainGrad, attach_main_grad
+from megatron.core.main_grad import MainGrad, attach_main_grad, main_grad_of
 from megatron.core.models.float8_layers import compute_in_float8
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.moe import float8_grouped_linear as float8_grouped_linear_module
@@ -202,6 +202,24 @@ def test_weight_gradients_may_stay_out_of_fp8() -> None:
             float8_grouped_linear(x, weight, None, COUNTS, quantisers, adds_bias=True, library="auto").backward(grad)
         gradients.append(weight.grad)
     assert torch.equal(*gradients)
+
+
+def test_weight_gradients_out_of_fp8_are_added_to_main_gradients() -> None:
+    found = []
+    for quantisers in (None, quantisers_of("tensorwise", fp8_wgrad=False)):
+        x, weight, _, grad = operands()
+        attach_main_grad(weight, MainGrad(torch.zeros_like(weight, dtype=torch.float32)))
+        for _ in range(2):
+            if quantisers is None:
+                output = grouped_linear(x, weight, None, COUNTS)
+            else:
+                output = float8_grouped_linear(x, weight, None, COUNTS, quantisers, adds_bias=True, library="auto")
+            output.backward(grad)
+        main_grad = main_grad_of(weight)
+        assert main_grad is not None
+        found.append(main_grad.tensor)
+    assert found[0].any()
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

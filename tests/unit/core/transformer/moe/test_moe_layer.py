@@ -182,6 +182,19 @@ def test_a_report_numbers_layers_from_one_and_experts_from_zero() -> None:
     assert LoadReport((), (), 0.0).numbers() == {"expert_load_max": 0.0, "expert_load_min": 0.0, "dropped_tokens": 0.0}
 
 
+def test_a_report_is_of_shares_of_the_even_load() -> None:
+    """Of 40 choices 10 were dropped; an expert's share is 1 where all of its layer have as many."""
+    model = make_model(single_rank_group(), **(SETTINGS | {"num_experts": 4}))
+    loads = loads_of([model], model.config, describe_parallel_state(0, 1))
+    assert loads is not None
+    totals = torch.tensor([[2.0, 6.0, 4.0, 8.0, 0.0], [0.0, 0.0, 10.0, 0.0, 10.0]], dtype=torch.float64)
+    report = loads.report(totals)
+    assert report.shares == ((0.4, 1.2, 0.8, 1.6), (0.0, 0.0, 4.0, 0.0))
+    assert report.dropped == 0.25
+    nothing = loads.report(torch.zeros(2, 5, dtype=torch.float64))
+    assert (nothing.shares, nothing.dropped) == (((0.0,) * 4,) * 2, 0.0)
+
+
 def test_a_dense_model_has_no_loads() -> None:
     model = make_model(single_rank_group())
     assert loads_of([model], model.config, describe_parallel_state(0, 1)) is None
