@@ -226,7 +226,9 @@ def test_padded_vocab_size_is_megatrons() -> None:
     ],
     ids=lambda value: getattr(value, "words", None),
 )
-def test_bounds_hold_what_their_words_say(bounds: Bounds, inside: tuple[float, ...], outside: tuple[float, ...]) -> None:
+def test_bounds_hold_what_their_words_say(
+    bounds: Bounds, inside: tuple[float, ...], outside: tuple[float, ...]
+) -> None:
     assert all(map(bounds.hold, inside))
     assert not any(map(bounds.hold, outside))
 

@@ -168,9 +168,7 @@ def test_memory_of_a_cuda_device_is_counted_in_mib(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("platform", "expected"), [("linux", 5.0), ("darwin", 5.0 / 1024)])
-def test_the_peak_is_told_in_kib_but_on_a_mac(
-    platform: str, expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_is_told_in_kib_but_on_a_mac(platform: str, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.device._PROCESS_MEMORY", "/proc/absent")
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=5 * 1024))
