@@ -341,17 +341,19 @@ class Driver:
     failing: str = ""
     num_shutdowns: int = 0
 
-    def nvmlInit_v2(self) -> int:  # noqa: N802 the library's name
+    # The names of the methods are those of the library.
+
+    def nvmlInit_v2(self) -> int:
         return int(self.failing == "init")
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: object) -> int:  # noqa: N802
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: object) -> int:
         return 6 if self.failing == "handle" or index != 0 else 0
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle: object, major: Any, minor: Any) -> int:  # noqa: N802
+    def nvmlDeviceGetCudaComputeCapability(self, handle: object, major: Any, minor: Any) -> int:
         major._obj.value, minor._obj.value = 9, 5
         return int(self.failing == "capability")
 
-    def nvmlShutdown(self) -> None:  # noqa: N802
+    def nvmlShutdown(self) -> None:
         self.num_shutdowns += 1
 
 

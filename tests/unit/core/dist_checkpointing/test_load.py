@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing import shard_reader
 from megatron.core.dist_checkpointing.index import read_index, write_index
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec, whole_tensor
 from megatron.core.dist_checkpointing.strictness import STRICTNESS, Misfits, Strictness
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.files.ranged_file import RangedFile, open_ranged
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import Box, ParamSpec, Piece
 from tests.unit.core.dist_checkpointing.toy import (
@@ -227,10 +229,18 @@ def test_no_file_is_a_pickle_or_an_archive(tmp_path: Path) -> None:
         assert "torch.save" not in text, source
 
 
-def test_a_load_leaves_no_file_open(tmp_path: Path) -> None:
+def test_a_load_closes_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, all_ranks(2))
+    opened: list[RangedFile] = []
+
+    def open_and_keep(path: Path) -> RangedFile:
+        opened.append(open_ranged(path))
+        return opened[-1]
+
+    monkeypatch.setattr(shard_reader, "open_ranged", open_and_keep)
     before = os.listdir("/proc/self/fd")
     load(tmp_path, toy_tensors(0, 1, filled=False))
+    assert len(opened) == 1
     assert os.listdir("/proc/self/fd") == before
 
 
