@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.batch_size_rampup import BatchSizeRampup
+from megatron.core.batch_size_rampup import BatchSizeRampup, read_batch_size_schedule
+from megatron.core.errors import ConfigurationError
 
 
 def test_constant_batch() -> None:
@@ -51,3 +52,48 @@ def test_a_ramp_by_hand() -> None:
     batches = BatchSizeRampup(16, (4, 4, 60))
     consumed = [batches.samples_of_iterations(count) for count in (0, 1, 5, 6, 8, 10, 11, 13)]
     assert consumed == [0, 4, 20, 28, 44, 68, 84, 116]
+
+
+def test_samples_within_an_iteration_make_none() -> None:
+    batches = BatchSizeRampup(16, (4, 4, 60))
+    assert [batches.iterations_of_samples(count) for count in (0, 1, 4, 5, 20, 21)] == [0, 1, 1, 2, 5, 6]
+    constant = BatchSizeRampup(16)
+    assert [constant.iterations_of_samples(count) for count in (0, 15, 16, 33)] == [0, 0, 1, 2]
+    # A size that is reported as wrong elsewhere.
+    assert BatchSizeRampup(0).iterations_of_samples(7) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "last"),
+    [
+        ("0:16", (), 16),
+        ("0:16 2.4B:320", (16, 2_400_000), 320),
+        ("0:4,1K:6 .5m:8, 1T:9", (4, 1, 6, 500, 8, 10**9), 9),
+        ("0:4 1999:6 2000:8", (4, 1, 6, 2), 8),
+        ("999:4 1000:6", (4, 1), 6),
+        ("0:1 1000:1", (1, 1), 1),
+    ],
+)
+def test_a_schedule_of_batch_sizes_is_read_in_whole_samples(text: str, steps: tuple[int, ...], last: int) -> None:
+    assert read_batch_size_schedule(text, 1000) == (steps, last)
+
+
+def test_a_schedule_is_read_for_a_sequence_length_that_is_wrong_itself() -> None:
+    assert read_batch_size_schedule("0:4 7:6", 0) == ((4, 7), 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "cannot be read"),
+        ("0:4 7", "cannot be read"),
+        ("0:4 7Q:6", "cannot be read"),
+        ("1000:4 2000:8", "must begin at 0 tokens"),
+        ("0:4 999:8", r"they begin at samples \[0, 0\]"),
+        ("0:4 3K:8 2K:9", r"they begin at samples \[0, 3, 2\]"),
+        ("0:4 1K:0", "a batch size of 0"),
+    ],
+)
+def test_a_schedule_that_does_not_rise_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        read_batch_size_schedule(text, 1000)

@@ -36,9 +36,21 @@ def test_one_rank_keeps_its_values() -> None:
     assert collectives.broadcast_object({"a": 1}, ALONE) == {"a": 1}
     assert collectives.all_gather_objects("x", ALONE) == ["x"]
     assert collectives.gather_objects("x", ALONE) == ["x"]
+    assert collectives.all_to_all_first_dim(tensor, ALONE) is tensor
+    assert collectives.all_to_all_rows(tensor, [4], [4], ALONE) == (tensor, None)
+    exchange = collectives.start_ring_exchange(tensor, ALONE)
+    assert exchange.wait() is tensor
     assert [collectives.any_rank(flag, ALONE) for flag in (True, False)] == [True, False]
     assert collectives.run_on_all_ranks(lambda: "done", ALONE) == "done"
     collectives.barrier(ALONE)
+
+
+def test_the_one_rank_of_a_group_is_its_first_and_its_last() -> None:
+    assert (ALONE.ranks, ALONE.rank, ALONE.size, ALONE.name) == ((0,), 0, 1, "tp")
+    assert (ALONE.is_first, ALONE.is_last) == (True, True)
+    assert (DESCRIBED.ranks, DESCRIBED.is_first, DESCRIBED.is_last) == ((0, 1, 2), False, False)
+    group = single_rank_group(("dp", "cp"), 5)
+    assert (group.ranks, group.rank, group.name) == ((5,), 0, "dp_cp")
 
 
 CALLS: dict[str, Callable[[torch.Tensor, Group], object]] = {

@@ -7,7 +7,21 @@ import json
 
 import pytest
 
-from megatron.core.config_base import Config, config_from_dict, config_to_dict, field_docs, field_specs, flag
+from megatron.core.config_base import (
+    BELOW_ONE,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Bounds,
+    Config,
+    FlagOptions,
+    config_from_dict,
+    config_to_dict,
+    excesses,
+    field_docs,
+    field_specs,
+    flag,
+)
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
 
@@ -200,3 +214,91 @@ def test_padded_vocab_size_is_megatrons() -> None:
     assert [padded_vocab_size(50257, 128, tp) for tp in (1, 2, 4, 8)] == [50304, 50432, 50688, 51200]
     assert make(vocab_size=50257, tensor_model_parallel_size=4).padded_vocab_size == 50688
     assert padded_vocab_size(256, 128, 2) == 256
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        (POSITIVE, (1, 1e-9), (0, -1)),
+        (NOT_NEGATIVE, (0, 1), (-1, -1e-9)),
+        (FRACTION, (0, 0.5, 1), (-0.1, 1.1)),
+        (BELOW_ONE, (0, 0.999), (-0.1, 1)),
+    ],
+    ids=lambda value: getattr(value, "words", None),
+)
+def test_bounds_hold_what_their_words_say(
+    bounds: Bounds, inside: tuple[float, ...], outside: tuple[float, ...]
+) -> None:
+    assert all(map(bounds.hold, inside))
+    assert not any(map(bounds.hold, outside))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sized(Config, role="run", retired=("former",)):
+    """Hold numbers that have a largest value."""
+
+    seeds: tuple[int, ...] = ()
+    layers: int = flag(0, role="shape")
+    ranks: int = flag(0, role="layout")
+    heads: int = flag(0, role="weights")
+    workers: int = flag(0, most=64)
+    rate: float = 1e30
+    kind: str = flag("a", choices=("a", "b"))
+    path: str = flag("", metavar="FILE")
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("seeds", 2**63 - 1), ("workers", 64), *((name, 2**24) for name in ("layers", "ranks", "heads"))]
+)
+def test_a_whole_number_has_a_largest_value_by_what_it_is_about(name: str, most: int) -> None:
+    spec = next(spec for spec in field_specs(Sized) if spec.name == name)
+    assert [spec.excess(value) for value in (most, -most, 0, True, 1e40, "x")] == [None] * 6
+    for value in (most + 1, -most - 1):
+        assert spec.excess(value) == f"{value}: a number of at most {most} is expected"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (10**20 - 1, "9" * 20),
+        (-(10**20) + 1, "-" + "9" * 20),
+        (10**20, "1e+20"),
+        (10**300 - 10**290, "1e+300"),
+        (10**300, "the number"),
+    ],
+)
+def test_a_very_large_number_is_shown_in_few_characters(value: int, shown: str) -> None:
+    spec = next(spec for spec in field_specs(Sized) if spec.name == "workers")
+    assert spec.excess(value) == f"{shown}: a number of at most 64 is expected"
+
+
+def test_numbers_that_are_too_large_are_found_wherever_they_come_from() -> None:
+    assert excesses(Sized()) == []
+    assert excesses(Sized(seeds=(1, 2**63), workers=65)) == [
+        f"seeds {2**63}: a number of at most {2**63 - 1} is expected",
+        "workers 65: a number of at most 64 is expected",
+    ]
+    with pytest.raises(ConfigurationError, match=r"Sized\.workers 65: a number of at most 64"):
+        config_from_dict(Sized, {"workers": 65})
+    assert config_from_dict(Sized, {"former": 3, "workers": 64}) == Sized(workers=64)
+    # Too large for a float, it stays the whole number that is no value of the field.
+    with pytest.raises(ConfigurationError, match=r"Sized\.rate: 1000"):
+        config_from_dict(Sized, {"rate": 10**400})
+    with pytest.raises(ConfigurationError, match=r"Sized\.rate: True is not a value of type float"):
+        config_from_dict(Sized, {"rate": True})
+
+
+def test_help_names_what_stands_for_a_value() -> None:
+    specs = {spec.name: spec for spec in field_specs(Sized)}
+    shown = {name: specs[name].metavar for name in ("seeds", "rate", "kind", "path")}
+    assert shown == {"seeds": "N", "rate": "X", "kind": "{a,b}", "path": "FILE"}
+    assert specs["workers"].typed(3) == "--workers 3"
+    assert next(spec for spec in field_specs(Derived) if spec.name == "fused").typed(False) == "--no-fused"
+    assert next(spec for spec in field_specs(Derived) if spec.name == "names").metavar == "TEXT"
+
+
+def test_fields_are_in_no_args_and_have_nothing_further_by_default() -> None:
+    options = next(spec for spec in field_specs(Sized) if spec.name == "rate").options
+    assert options == FlagOptions(role="run", in_args=())
+    assert not options.append
+    assert options.cli

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from megatron.core.device import Device, seeded_generator, select_device
+from megatron.core.device import Device, MemoryUse, driver_capability, seeded_generator, select_device
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory.machine_memory import machine_memory
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
@@ -156,6 +160,21 @@ def test_what_all_processes_use_is_less_than_there_is() -> None:
     assert 10 * 2**20 < used < memory.installed
 
 
+def test_memory_of_a_cuda_device_is_counted_in_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    for mib, name in enumerate(names, start=1):
+        monkeypatch.setattr(torch.cuda, name, lambda index, mib=mib: mib * 1024 * 1024 if index == 3 else 0)
+    assert Device("cuda", 3).memory_use() == MemoryUse(1.0, 2.0, 3.0, 4.0)
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("linux", 5.0), ("darwin", 5.0 / 1024)])
+def test_the_peak_is_told_in_kib_but_on_a_mac(platform: str, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.device._PROCESS_MEMORY", "/proc/absent")
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=5 * 1024))
+    assert CPU.memory_use() == MemoryUse(expected, expected, expected, expected)
+
+
 def test_without_proc_the_peak_stands_for_what_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.device._PROCESS_MEMORY", "/proc/absent")
     use = CPU.memory_use()
@@ -190,6 +209,16 @@ def test_more_processes_than_devices_are_refused_on_every_rank(monkeypatch: pyte
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.raises(ConfigurationError, match="3 processes on this machine"):
         select_device(2)
+
+
+def test_a_machine_without_a_count_of_processes_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (None, "0", "1"):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if count is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", count)
+        room = CPU.host_room()
+        assert room is not None
+        assert room.num_processes == 1
 
 
 def test_the_number_of_processes_of_the_machine_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +267,7 @@ def test_one_device_for_all_processes_is_refused(monkeypatch: pytest.MonkeyPatch
         ("NVIDIA H100 80GB HBM3", (989.0, 67.0)),
         ("NVIDIA H800", (989.0, 67.0)),
         ("NVIDIA B200", (2250.0, 75.0)),
+        ("NVIDIA B300 SXM6 AC", (2250.0, 75.0)),
         ("NVIDIA A100-SXM4-80GB", (312.0, 19.5)),
         ("NVIDIA A800-SXM4-80GB", (312.0, 19.5)),
         ("NVIDIA L40S", (362.0, 91.6)),
@@ -291,3 +321,55 @@ def test_a_device_has_peers_where_it_reads_all_that_the_process_sees(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other in reachable)
     assert Device("cuda", 2 if num_devices > 1 else 0).has_peers() is expected
+    assert not CPU.has_peers()
+
+
+def test_work_on_a_cpu_is_timed_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [10.0]
+
+    def work() -> None:
+        seconds[0] += 0.5
+
+    monkeypatch.setattr("time.perf_counter", lambda: seconds[0])
+    assert CPU.time_calls(work, 3) == 1.5
+
+
+@dataclass
+class Driver:
+    """Stand for the library of a driver: what fails returns a number other than 0."""
+
+    failing: str = ""
+    num_shutdowns: int = 0
+
+    # The names of the methods are those of the library.
+
+    def nvmlInit_v2(self) -> int:
+        return int(self.failing == "init")
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: object) -> int:
+        return 6 if self.failing == "handle" or index != 0 else 0
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: object, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = 9, 5
+        return int(self.failing == "capability")
+
+    def nvmlShutdown(self) -> None:
+        self.num_shutdowns += 1
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected", "num_shutdowns"),
+    [("", 9, 1), ("init", None, 0), ("handle", None, 1), ("capability", None, 1)],
+)
+def test_the_driver_is_asked_for_its_first_device(
+    failing: str, expected: int | None, num_shutdowns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(failing)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert driver_capability() == expected
+    assert driver.num_shutdowns == num_shutdowns
+
+
+def test_without_a_driver_there_is_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.device._DRIVER_LIBRARY", "libabsent.so.1")
+    assert driver_capability() is None

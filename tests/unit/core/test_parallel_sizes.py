@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.model_parallel_config import ELEMENT_BYTES, ModelParallelConfig
 from megatron.core.parallel_sizes import ONE_RANK, ParallelSizes, place_of, slice_ranks
 
 SIZES = ParallelSizes(tp=2, pp=3, cp=5, dp=7)
@@ -66,3 +67,54 @@ def test_names_of_the_sizes() -> None:
     assert SIZES.record() == {**fields, "data_parallel_size": 7, "world_size": 210}
     model_sizes = "context-parallel size: 5, tensor-model-parallel size: 2, pipeline-model-parallel size: 3"
     assert SIZES.describe() == f"data-parallel size: 7, {model_sizes}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "has_grid", "replicas"),
+    [
+        (ParallelSizes(dp=4, tp=2), False, 4),
+        (ParallelSizes(dp=4, tp=2, ep=2), True, 2),
+        (ParallelSizes(dp=4, tp=2, etp=2), False, 4),
+        (ParallelSizes(dp=4, tp=2, etp=1), True, 8),
+        (ParallelSizes(dp=2, cp=2, tp=2, ep=2, etp=1), True, 4),
+    ],
+)
+def test_experts_have_a_grid_of_their_own_where_they_are_spread_otherwise(
+    sizes: ParallelSizes, has_grid: bool, replicas: int
+) -> None:
+    assert (sizes.has_expert_grid, sizes.num_expert_replicas) == (has_grid, replicas)
+    recorded = {"expert_model_parallel_size": sizes.ep, "expert_tensor_parallel_size": sizes.expert_tp}
+    assert {name: size for name, size in sizes.record().items() if "expert" in name} == (recorded if has_grid else {})
+    ending = f"expert-model-parallel size: {sizes.ep}, expert-tensor-parallel size: {sizes.expert_tp}"
+    assert sizes.describe().endswith(ending) == has_grid
+    assert list(sizes.expert_place(1)) == (["edp", "ep", "etp"] if has_grid else [])
+    assert sizes.problems(sizes.world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_experts", "works"),
+    [
+        (ParallelSizes(dp=4, ep=3), 8, "expert-parallel sizes that work: 1, 2, 4"),
+        (ParallelSizes(dp=4, ep=3), 6, "expert-parallel sizes that work: 1, 2"),
+        (ParallelSizes(dp=2, tp=3, ep=4), 8, "expert-parallel sizes that work: 1, 2"),
+        (ParallelSizes(dp=6, ep=1, etp=4), 8, "expert-tensor-parallel sizes that work: 1, 2, 3, 6"),
+    ],
+)
+def test_sizes_of_experts_that_would_work_are_named(sizes: ParallelSizes, num_experts: int, works: str) -> None:
+    (problem,) = sizes.problems(sizes.world_size, num_experts)
+    assert works + ")" in problem
+
+
+def test_elements_have_torchs_sizes() -> None:
+    assert {name: getattr(torch, name).itemsize for name in ELEMENT_BYTES} == ELEMENT_BYTES
+
+
+def test_layers_exchange_keys_and_values_as_the_flags_say() -> None:
+    levels = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": (2, 2)}
+    one = ModelParallelConfig(cp_comm_type=("a2a+p2p",), **levels)
+    several = ModelParallelConfig(cp_comm_type=("p2p", "a2a+p2p", "a2a"), **levels)
+    assert [one.cp_exchange(layer) for layer in (0, 2)] == ["a2a+p2p"] * 2
+    assert [several.cp_exchange(layer) for layer in range(3)] == ["p2p", "a2a+p2p", "a2a"]
+    assert (one.cp_inner_size, several.cp_inner_size) == (2, 2)
+    assert ModelParallelConfig(cp_comm_type=("p2p",), **levels).cp_inner_size is None
+    assert ModelParallelConfig(cp_comm_type=("a2a+p2p",)).cp_inner_size is None

@@ -157,3 +157,17 @@ TIMES = [{"all-grads-sync": 3.0, "only-here": 1.0}, {"all-grads-sync": 2.5}, {"a
 )
 def test_report_over_ranks(option: str, lines: list[str]) -> None:
     assert format_report(TIMES, option).splitlines() == lines
+
+
+def test_times_are_of_one_iteration_and_begin_anew_unless_said_otherwise() -> None:
+    clock = Clock()
+    timers = Timers(clock=clock)
+    with timers("load-checkpoint"):
+        clock.now_s += 0.25
+    assert timers.gather(STATE, reset=False) == [{"load-checkpoint": 250.0}]
+    assert timers.report(STATE, reset=False).splitlines()[1].endswith(": (250.00, 250.00)")
+    assert timers.report(STATE).splitlines()[1].endswith(": (250.00, 250.00)")
+    assert timers.gather(STATE) == [{}]
+    with timers("load-checkpoint"):
+        clock.now_s += 1.0
+    assert [timers.gather(STATE), timers.gather(STATE)] == [[{"load-checkpoint": 1000.0}], [{}]]

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import shutil
+import threading
 import zlib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.core.dist_checkpointing import disk
-from megatron.core.dist_checkpointing.disk import SequentialFile, read_error, replace_text, write_error
+from megatron.core.dist_checkpointing.disk import SequentialFile, read_error, replace_text, sync_folder, write_error
 from megatron.core.errors import DamagedCheckpointError, StorageError
 
 SIZES = [0, 1, 4095, 4096, 4097, 10_000, 3 * 8192 + 5]
@@ -120,3 +121,120 @@ def test_an_error_says_the_reason_and_what_is_needed(tmp_path: Path, monkeypatch
     damaged = read_error("f", OSError(errno.EIO, os.strerror(errno.EIO)), "; lost: a")
     assert isinstance(damaged, DamagedCheckpointError)
     assert str(damaged) == "f: Input/output error; lost: a"
+
+
+def test_a_written_file_and_a_synced_folder_leave_nothing_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd"), threading.active_count()
+    with SequentialFile(tmp_path / "f") as file:
+        file.append(b"abc")
+    sync_folder(tmp_path)
+    assert (os.listdir("/proc/self/fd"), threading.active_count()) == before
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """List the length of every write and whether it was direct, on a file system that takes all lengths.
+
+    Another flag that changes nothing for a file stands for O_DIRECT.
+    """
+    found: list[tuple[int, bool]] = []
+    real_write = os.write
+
+    def write(descriptor: int, data: memoryview) -> int:
+        found.append((len(data), not os.get_blocking(descriptor)))
+        return real_write(descriptor, data)
+
+    monkeypatch.setattr(disk, "_DIRECT", os.O_NONBLOCK)
+    monkeypatch.setattr(disk.os, "write", write)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (0, []),
+        (5, [(5, False)]),
+        (4096, [(4096, True)]),
+        (4097, [(4096, True), (1, False)]),
+        (8192, [(8192, True)]),
+        (20_000, [(8192, True), (8192, True), (3616, False)]),
+        (24_575, [(8192, True), (8192, True), (4096, True), (4095, False)]),
+    ],
+)
+def test_whole_blocks_are_written_directly_and_the_rest_through_the_cache(
+    tmp_path: Path, writes: list[tuple[int, bool]], size: int, expected: list[tuple[int, bool]]
+) -> None:
+    with SequentialFile(tmp_path / "f") as file:
+        file.append(bytes(size))
+    assert writes == expected
+
+
+@pytest.mark.parametrize(
+    ("expected_bytes", "gathered"), [(0, 4096), (4096, 4096), (4097, 8192), (8193, 8192), (10**12, 8192)]
+)
+def test_no_more_is_gathered_than_is_expected_or_a_chunk_has(
+    tmp_path: Path, writes: list[tuple[int, bool]], expected_bytes: int, gathered: int
+) -> None:
+    with SequentialFile(tmp_path / "f", expected_bytes) as file:
+        file.append(bytes(16_384))
+    assert [length for length, _ in writes] == [gathered] * (16_384 // gathered)
+
+
+def test_after_a_direct_write_that_stops_within_a_block_the_cache_takes_the_rest(
+    tmp_path: Path, writes: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = disk.os.write
+    monkeypatch.setattr(disk.os, "write", lambda descriptor, data: recorded(descriptor, data[:5000]))
+    with SequentialFile(tmp_path / "f") as file:
+        file.append(bytes(8192))
+    assert writes == [(5000, True), (3192, False)]
+
+
+@pytest.mark.parametrize(
+    ("number", "is_direct", "num_tries"), [(errno.EINVAL, True, 2), (errno.EINVAL, False, 1), (errno.ENOSPC, True, 1)]
+)
+def test_only_a_direct_write_that_is_invalid_is_tried_again(
+    tmp_path: Path, number: int, is_direct: bool, num_tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[bool] = []
+
+    def refuse(descriptor: int, data: memoryview) -> int:
+        tries.append(os.get_blocking(descriptor))
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(disk, "_DIRECT", os.O_NONBLOCK if is_direct else 0)
+    monkeypatch.setattr(disk.os, "write", refuse)
+    with pytest.raises(OSError, match=os.strerror(number)), SequentialFile(tmp_path / "f") as file:
+        file.append(bytes(4096))
+    assert tries == ([False, True] if num_tries == 2 else [not is_direct])
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EACCES])
+def test_a_file_system_without_direct_writes_gets_ordinary_ones(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def open_plainly(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_NONBLOCK:
+            raise OSError(number, os.strerror(number))
+        return real_open(path, flags, mode)
+
+    monkeypatch.setattr(disk, "_DIRECT", os.O_NONBLOCK)
+    monkeypatch.setattr(disk.os, "open", open_plainly)
+    path = tmp_path / "f"
+    if number == errno.EACCES:
+        with pytest.raises(PermissionError):
+            SequentialFile(path)
+        return
+    path.write_bytes(bytes(99))
+    with SequentialFile(path) as file:
+        file.append(b"abc")
+    assert path.read_bytes() == b"abc"
+
+
+def test_how_much_is_free_is_left_out_where_nobody_knows(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "f"
+    assert str(write_error(path, OSError(errno.EIO, "broken"), 5)) == (
+        f"cannot write {path}: broken; 5 bytes are needed for it"
+    )

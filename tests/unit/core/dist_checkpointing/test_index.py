@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.index import (
     read_index,
     write_index,
 )
+from megatron.core.dist_checkpointing.index_check import check_geometry
 from megatron.core.dist_checkpointing.run_state import check_run_state
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box
@@ -106,7 +108,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ('"bytes": 144', '"bytes": 1e999'),
         ('"bytes": 144', '"bytes": NaN'),
         ('"bytes": 144', '"bytes": -1'),
-        ('"bytes": 144', f'"bytes": {2**64}'),
+        ('"bytes": 144', f'"bytes": {2**63}'),
         ('"start": 96', '"start": -96'),
         ('"shape": [3, 4]', '"shape": [3.5, 4]'),
         ('"shape": [3, 4]', f'"shape": [{2**70}, 4]'),
@@ -131,6 +133,79 @@ def test_an_index_that_was_made_to_harm_is_damage(old: str, new: str, tmp_path: 
         read_index(tmp_path)
 
 
+def test_the_largest_number_of_bytes_is_one(tmp_path: Path) -> None:
+    index = make_index()
+    files = {name: replace(file, num_bytes=2**63 - 1, header_bytes=0) for name, file in index.files.items()}
+    write_index(tmp_path, replace(index, files=files))
+    assert read_index(tmp_path).files == files
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 3])
+def test_formats_up_to_the_newest_are_read(version: int, tmp_path: Path) -> None:
+    write_index(tmp_path, make_index())
+    path = tmp_path / "index.json"
+    path.write_text(path.read_text().replace('"format_version": 1', f'"format_version": {version}'))
+    if version <= 2:
+        assert read_index(tmp_path) == make_index()
+    else:
+        with pytest.raises(CheckpointError, match="version 3 is newer than 2"):
+            read_index(tmp_path)
+
+
+def test_pieces_are_found_by_their_file() -> None:
+    index = make_index()
+    assert index.pieces_of("shard_00000.safetensors") == list(index.tensors["a"].pieces)
+    assert index.pieces_of("shard_00001.safetensors") == []
+
+
+GEOMETRY = {"offset": (0, 2), "shape": (3, 4), "start": 96, "num_bytes": 48}
+
+
+def with_piece(**changes: Any) -> CheckpointIndex:
+    index, values = make_index(), GEOMETRY | changes
+    (piece,) = index.tensors["a"].pieces
+    piece = replace(
+        piece,
+        box=Box(values["offset"], values["shape"]),
+        start=values["start"],
+        num_bytes=values["num_bytes"],
+        file=values.get("file", piece.file),
+    )
+    pieces = (piece,) * values.get("copies", 1)
+    tensors = {"a": replace(index.tensors["a"], pieces=pieces, dtype=values.get("dtype", "float32"))}
+    return replace(index, tensors=index.tensors | tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"offset": (2,), "shape": (12,)}, "has 1 dims, and the tensor 2"),
+        ({"offset": (2,)}, "has 2 dims, and the tensor 2"),
+        ({"offset": (1, 2)}, "is outside of"),
+        ({"offset": (0, 3)}, "is outside of"),
+        ({"num_bytes": 44}, "of shape \\(3, 4\\) in 44 bytes"),
+        ({"dtype": "float64"}, "of shape \\(3, 4\\) in 48 bytes"),
+        ({"dtype": "float31"}, "has the dtype float31"),
+        ({"start": 97}, "at byte 97 of shard_00000.safetensors, beyond its end"),
+        ({"file": "shard_00001.safetensors"}, "at byte 96 of shard_00001.safetensors, beyond its end"),
+        ({"copies": 2}, "pieces of a overlap: 24 elements for a shape of"),
+    ],
+)
+def test_pieces_that_fit_no_tensor_or_no_file_are_damage(changes: dict[str, Any], problem: str) -> None:
+    check_geometry(Path("folder"), with_piece())
+    with pytest.raises(DamagedCheckpointError, match=problem):
+        check_geometry(Path("folder"), with_piece(**changes))
+
+
+def test_tensors_that_share_bytes_are_damage() -> None:
+    index = make_index()
+    several = {name: replace(index.tensors["a"], name=name) for name in "abcd"}
+    three = {name: several[name] for name in "abc"}
+    check_geometry(Path("folder"), replace(index, tensors=three))
+    with pytest.raises(DamagedCheckpointError, match="pieces of 192 bytes in files of 144 bytes"):
+        check_geometry(Path("folder"), replace(index, tensors=several))
+
+
 def test_an_index_that_is_a_pipe_is_damage(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "index.json")
     with pytest.raises(DamagedCheckpointError, match="is a pipe, not a file"):
@@ -151,6 +226,7 @@ def test_a_run_state_is_one() -> None:
     check_run_state(Path("folder"), RUN_STATE)
     begun = {"iteration": 0, "floating_point_operations_so_far": 0.0, "train_data": {}}
     check_run_state(Path("folder"), RUN_STATE | {"progress": begun, "tokenizer": None})
+    check_run_state(Path("folder"), RUN_STATE | {"progress": {"iteration": 2**63 - 1}})
 
 
 @pytest.mark.parametrize(
@@ -162,6 +238,8 @@ def test_a_run_state_is_one() -> None:
         ("progress", {"iteration": 1.5}),
         ("progress", {"iteration": "3"}),
         ("progress", {"iteration": 2**63}),
+        ("progress", {"iteration": True}),
+        ("progress", {"iteration": 3.0}),
         ("progress", {"floating_point_operations_so_far": float("nan")}),
         ("progress", {"floating_point_operations_so_far": -1.0}),
         ("progress", {"train_data": 3}),
@@ -176,3 +254,10 @@ def test_a_run_state_is_one() -> None:
 def test_values_that_no_run_records_are_damage(name: str, value: object) -> None:
     with pytest.raises(DamagedCheckpointError, match=name):
         check_run_state(Path("folder"), RUN_STATE | {name: value})
+
+
+@pytest.mark.parametrize(("length", "shown"), [(78, "'" + "x" * 78 + "'"), (79, "'" + "x" * 76 + "...")])
+def test_a_long_value_is_cut_in_the_message(length: int, shown: str) -> None:
+    with pytest.raises(DamagedCheckpointError) as caught:
+        check_run_state(Path("folder"), RUN_STATE | {"layout": "x" * length})
+    assert f"layout is {shown}, which no run records" in str(caught.value)

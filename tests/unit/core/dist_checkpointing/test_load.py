@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing import shard_reader
 from megatron.core.dist_checkpointing.index import read_index, write_index
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec, whole_tensor
+from megatron.core.dist_checkpointing.strictness import STRICTNESS, Misfits, Strictness
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.files.ranged_file import RangedFile, open_ranged
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import Box, ParamSpec, Piece
 from tests.unit.core.dist_checkpointing.toy import (
@@ -223,3 +227,45 @@ def test_no_file_is_a_pickle_or_an_archive(tmp_path: Path) -> None:
         assert "pickle" not in text.replace("picklable", ""), source
         assert "torch.load" not in text, source
         assert "torch.save" not in text, source
+
+
+def test_a_load_closes_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, all_ranks(2))
+    opened: list[RangedFile] = []
+
+    def open_and_keep(path: Path) -> RangedFile:
+        opened.append(open_ranged(path))
+        return opened[-1]
+
+    monkeypatch.setattr(shard_reader, "open_ranged", open_and_keep)
+    before = os.listdir("/proc/self/fd")
+    load(tmp_path, toy_tensors(0, 1, filled=False))
+    assert len(opened) == 1
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_each_strictness_says_what_is_allowed_and_listed() -> None:
+    assert {name: (s.allows_missing, s.allows_unexpected, s.lists_unexpected) for name, s in STRICTNESS.items()} == {
+        "raise_all": (False, False, False),
+        "raise_unexpected": (False, True, False),
+        "assume_ok_unexpected": (False, True, False),
+        "log_all": (True, True, True),
+        "log_unexpected": (True, True, False),
+        "return_all": (True, True, True),
+        "return_unexpected": (True, True, False),
+        "ignore_all": (True, True, False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("strictness", "problems"),
+    [
+        (Strictness(), ["missing in the checkpoint: a", "unexpected in the checkpoint: b", "c differs"]),
+        (Strictness(allows_missing=True), ["unexpected in the checkpoint: b", "c differs"]),
+        (Strictness(allows_unexpected=True), ["missing in the checkpoint: a", "c differs"]),
+        (Strictness(allows_missing=True, allows_unexpected=True), ["c differs"]),
+    ],
+)
+def test_what_differs_is_refused_at_any_strictness(strictness: Strictness, problems: list[str]) -> None:
+    assert Misfits(("a",), ("b",), ("c differs",)).problems(strictness) == problems
+    assert Misfits((), (), ()).problems(strictness) == []

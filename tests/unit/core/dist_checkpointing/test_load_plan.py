@@ -246,3 +246,17 @@ def test_copies_that_were_read_differently_are_noticed(tmp_path: Path) -> None:
         checksums.append(reader.cell_checksums)
     with pytest.raises(DamagedCheckpointError, match="do not match"):
         check_pieces(tmp_path, {"a": tensor}, checksums)
+
+
+@pytest.mark.parametrize(
+    ("box", "run_bytes", "starts"),
+    [
+        (Box((0, 0), (4, 6)), 96, [0]),
+        (Box((1, 0), (2, 6)), 48, [24]),
+        (Box((1, 2), (2, 3)), 12, [32, 56]),
+        (Box((0, 5), (4, 1)), 4, [20, 44, 68, 92]),
+    ],
+)
+def test_whole_rows_are_one_run(box: Box, run_bytes: int, starts: list[int]) -> None:
+    found = contiguous_runs((4, 6), box, 4)
+    assert (found[0], list(found[1])) == (run_bytes, starts)

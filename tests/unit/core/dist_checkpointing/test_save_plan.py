@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from megatron.core.dist_checkpointing.mapping import TensorDescription
-from megatron.core.dist_checkpointing.save_plan import check_writes, plan_writes
+from megatron.core.dist_checkpointing.mapping import TensorDescription, whole_tensor
+from megatron.core.dist_checkpointing.save_plan import SavePlanner, check_writes, plan_writes
 from megatron.core.errors import CheckpointError
+from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import Box, full_pieces, split_box, subtract, uncovered
 from tests.unit.core.dist_checkpointing.toy import random_box
 
@@ -102,3 +104,33 @@ def test_wide_types_come_first_in_a_file() -> None:
     held = [replace(describe(name, (3,), Box((0,), (3,))), dtype=dtype) for name, dtype in DTYPES]
     ((*own,),) = plan_writes([held], (0,))
     assert [tensor.name for tensor in own] == ["b", "c", "d", "a"]
+
+
+def test_experts_are_planned_with_the_rest_in_one_order() -> None:
+    held = {name: whole_tensor(name, torch.zeros(2, 3)) for name in ("a", "b", "c", "d")}
+    tensors = [replace(tensor, is_expert=name in "ac") for name, tensor in held.items()]
+    plan = SavePlanner(describe_parallel_state(0, 1)).plan(tensors)
+    assert [(tensor.name, tensor.is_expert) for tensor in plan.held] == [
+        ("a", True),
+        ("b", False),
+        ("c", True),
+        ("d", False),
+    ]
+    assert [tensor.name for tensor in plan.own] == ["a", "b", "c", "d"]
+    assert plan.ranks == (plan.own,)
+
+
+def test_a_plan_is_kept_until_a_description_changes() -> None:
+    planner = SavePlanner(describe_parallel_state(0, 1))
+    first = planner.plan([whole_tensor("a", torch.zeros(2))])
+    assert planner.plan([whole_tensor("a", torch.ones(2))]) is first
+    changed = planner.plan([whole_tensor("a", torch.zeros(3))])
+    assert [tensor.global_shape for tensor in changed.own] == [(3,)]
+
+
+@pytest.mark.parametrize(("rows", "num_boxes"), [(16 * 1024, 1), (16 * 1024 + 1, 2), (32 * 1024 + 1, 3)])
+def test_no_piece_has_more_than_64_mib(rows: int, num_boxes: int) -> None:
+    whole = describe("a", (rows, 1024), Box((0, 0), (rows, 1024)))
+    ((tensor,),) = plan_writes([[whole]], (0,))
+    assert len(tensor.boxes) == num_boxes
+    assert max(box.num_elements * 4 for box in tensor.boxes) == 64 * 2**20
