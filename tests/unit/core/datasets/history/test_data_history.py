@@ -542,3 +542,9 @@ def test_a_place_names_the_document_of_a_sequence(tmp_path: Path) -> None:
     pieces = [piece for index in range(len(train)) for piece in locate_sample(train, index).pieces]
     assert {piece.sequence for piece in pieces} == set(range(12))
     assert all(piece.document == piece.sequence // 2 for piece in pieces)
+
+
+def test_the_key_of_a_sample_is_its_place_in_the_unshuffled_data(texts: tuple[str, ...], tmp_path: Path) -> None:
+    run = Run(tmp_path).train(Blend(texts[:1]), 40).train(Blend(texts[:2], (0.4, 0.6)), 120)
+    assert run.keys == [[place.data_set, place.row] for place in run.places]
+    assert run.keys != [[place.data_set, place.sample] for place in run.places]
