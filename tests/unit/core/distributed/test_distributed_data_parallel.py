@@ -199,7 +199,7 @@ def test_only_a_flag_leaves_the_average_to_the_collective(
 
 def test_frozen_parameters_without_memory_are_given_it() -> None:
     model = ToyModel()
-    model.unused.requires_grad_(requires_grad=False)
+    model.unused.requires_grad = False
     model.unused.untyped_storage().resize_(0)
     wrap(model)
     assert model.unused.untyped_storage().nbytes() == model.unused.nbytes

@@ -53,8 +53,7 @@ class Chunk(nn.Module):
         return (x,) if self.wraps_output else x
 
     def in_memory(self) -> list[str]:
-        parameters = [module.weight for module in self.maps]
-        return [name for name, weight in zip(NAMES, parameters) if weight.untyped_storage().nbytes()]
+        return [name for name, weight in zip(NAMES, self.parameters()) if weight.untyped_storage().nbytes()]
 
 
 def make_chunk() -> tuple[Chunk, ShardedWeights, list[torch.Tensor]]:
