@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,13 @@ import torch
 from megatron.core.kernels.matrix_product import has_library, product
 from megatron.core.main_grad import (
     MainGrad,
+    Receiver,
     attach_main_grad,
+    bias_gradient,
     gradient_uses_of,
+    leave_parts,
     main_grad_of,
+    receive_parts,
     set_gradient_uses,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -227,3 +233,68 @@ def test_an_owner_without_memory_is_asked_for_it_before_the_first_contribution()
         main_grad.add(ones)
         assert main_grad.tensor.eq(expected + 1.0).all()
     assert len(asked) == 4
+
+
+def test_a_grouped_product_is_a_contribution() -> None:
+    completed: list[int] = []
+    main_grad = MainGrad(torch.full((2, 3, 4), 7.0), on_complete=lambda: completed.append(1))
+    grad, x = torch.randn(5, 3), torch.randn(5, 4)
+    for count in (1, 2):
+        main_grad.add_grouped_matmul(grad, x, [5, 0])
+        assert len(completed) == count
+        torch.testing.assert_close(main_grad.tensor, torch.stack((grad.t() @ x * count, torch.zeros(3, 4))))
+    assert not main_grad.is_empty
+
+
+@pytest.fixture
+def _sums_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sum parts as the program of the device does."""
+
+    def sum_parts(parts: torch.Tensor, totals: list[torch.Tensor], adds: list[bool]) -> None:
+        for part, total, is_added in zip(parts, totals, adds, strict=True):
+            total.copy_(part.sum(dim=0) + (total if is_added else 0.0))
+
+    module = ModuleType("column_sums")
+    module.sum_parts = sum_parts  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.core.kernels.triton_programs.column_sums", module)
+
+
+@pytest.mark.usefixtures("_sums_without_a_device")
+def test_parts_of_gradients_are_summed_where_they_are_received() -> None:
+    completed: list[int] = []
+    main_grad = MainGrad(torch.full((3,), 7.0), on_complete=lambda: completed.append(1))
+    receivers = [Receiver(torch.bfloat16, None), Receiver(torch.float32, main_grad)]
+    parts = torch.arange(12.0).view(2, 2, 3)
+    for count in (1, 2):
+        given, left = receive_parts(parts, receivers)
+        assert left is None
+        assert given is not None
+        assert (given.dtype, given.tolist()) == (torch.bfloat16, [3.0, 5.0, 7.0])
+        assert main_grad.tensor.tolist() == [15.0 * count, 17.0 * count, 19.0 * count]
+        assert len(completed) == count
+
+
+@pytest.mark.usefixtures("_sums_without_a_device")
+def test_a_bias_has_the_sum_of_the_parts_unless_the_gradient_has_changed_since() -> None:
+    grad = torch.ones(2, 4, 3)
+    receiver = Receiver(torch.float32, None)
+    rows = bias_gradient(grad, receiver)
+    assert rows is not None
+    assert rows.tolist() == [8.0] * 3
+    leave_parts(grad, torch.full((1, 2, 3), 0.25))
+    parts = bias_gradient(grad, receiver)
+    assert parts is not None
+    assert parts.tolist() == [0.5] * 3
+    grad.add_(1.0)
+    changed = bias_gradient(grad, receiver)
+    assert changed is not None
+    assert changed.tolist() == [16.0] * 3
+
+
+def test_only_a_parameter_that_is_used_once_receives_into_its_main_gradient() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    assert Receiver.of(parameter) == (torch.bfloat16, None)
+    for num_uses in (1, 2):
+        main_grad = MainGrad(torch.zeros(3), num_uses)
+        attach_main_grad(parameter, main_grad)
+        assert Receiver.of(parameter) == (torch.bfloat16, main_grad if num_uses == 1 else None)

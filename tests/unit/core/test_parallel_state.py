@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.core import parallel_state
 from megatron.core.errors import ConfigurationError
 from megatron.core.parallel_sizes import ParallelSizes, place_of
 from megatron.core.parallel_state import (
@@ -149,3 +150,46 @@ def test_the_ends_of_the_pipeline_form_the_embedding_group() -> None:
         assert state.embedding.ranks[state.embedding.rank] == rank
     assert describe_parallel_state(1, 4, ParallelSizes(tp=2)).embedding.ranks == (1,)
     assert describe_parallel_state(1, 2, ParallelSizes(pp=2)).embedding.ranks == (0, 1)
+
+
+@pytest.fixture
+def communicators(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Pretend to be rank 2 of a world of eight, and list the ranks of each communicator that is made."""
+    made: list[tuple[int, ...]] = []
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 2)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
+    monkeypatch.setattr(parallel_state.Communicators, "make", lambda self, ranks: made.append(ranks))
+    return made
+
+
+@pytest.mark.parametrize(("pp", "makes_its_own"), [(1, False), (2, False), (4, True)])
+def test_stages_between_the_ends_make_a_communicator_instead_of_the_embeddings(
+    pp: int, makes_its_own: bool, communicators: list[tuple[int, ...]]
+) -> None:
+    create_parallel_state(ParallelSizes(pp=pp))
+    assert ((2,) in communicators) is makes_its_own
+
+
+@pytest.mark.usefixtures("communicators")
+def test_copies_of_shards_are_apart_for_experts_that_are_spread_otherwise() -> None:
+    dense = create_parallel_state(ParallelSizes(tp=2), num_optimizer_instances=2)
+    assert dense.expert_dp is dense.dp_cp
+    assert dense.dp_cp.levels is not None
+    assert [group.ranks for group in dense.dp_cp.levels] == [(0, 2), (2, 6)]
+    experts = create_parallel_state(ParallelSizes(ep=2), num_optimizer_instances=2)
+    assert experts.dp_cp.levels is not None
+    assert [group.ranks for group in experts.dp_cp.levels] == [(0, 1, 2, 3), (2, 6)]
+    assert experts.expert_dp.levels is not None
+    assert [group.ranks for group in experts.expert_dp.levels] == [(0, 2), (2, 6)]
+    assert create_parallel_state(ParallelSizes(tp=2)).dp_cp.levels is None
+
+
+@pytest.mark.usefixtures("communicators")
+def test_context_parallel_ranks_are_cut_in_levels_where_that_is_asked_for() -> None:
+    levels = create_parallel_state(ParallelSizes(cp=4), cp_inner_size=2).cp.levels
+    assert levels is not None
+    assert [(group.ranks, group.rank, group.name) for group in levels] == [
+        ((2, 3), 0, "cp_inner"),
+        ((0, 2), 1, "cp_outer"),
+    ]

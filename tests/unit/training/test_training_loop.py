@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.errors import TrainingError
 from megatron.core.flight.recorder import FlightRecorder, GivenUpError
@@ -19,6 +20,7 @@ from megatron.training import training
 from megatron.training.agreement import Agreement
 from megatron.training.config.arguments import parse_arguments
 from megatron.training.data.evaluation_sets import EvaluationSet, EvaluationSets
+from megatron.training.process.exit_warning import ExitWarning
 from megatron.training.reporting.log_lines import StepReport
 from megatron.training.train_state import TrainState
 from megatron.training.training import TrainingRun, evaluate_and_report, train
@@ -31,12 +33,14 @@ class Noted:
     """Note each call of any method; return what ``answers`` says of it."""
 
     def __init__(self, name: str, events: list[Event], **answers: Any) -> None:
-        self.__dict__.update({"_name": name, "_events": events, "_answers": answers})
+        self.__dict__.update({"_called": name, "_events": events, "_answers": answers})
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
+        mine = self.__dict__
+
         def call(*arguments: Any, **named: Any) -> Any:
-            self._events.append((f"{self._name}.{method}", *arguments))
-            answer = self._answers.get(method)
+            mine["_events"].append((f"{mine['_called']}.{method}", *arguments))
+            answer = mine["_answers"].get(method)
             return answer(*arguments) if callable(answer) else answer
 
         return call
@@ -68,14 +72,15 @@ def report_of(iteration: int, consumed: int, batch_size: int, is_skipped: bool =
 class Loop:
     """A run whose steps are made up; ``events`` are the calls of its parts, and ``lines`` what it prints."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-        config = parse_arguments([*MINIMAL, "--eval-iters", "0", *words])
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *words: str, world_size: int = 1) -> None:
+        config = parse_arguments([*MINIMAL, "--eval-iters", "0", *words], world_size)
         self.events: list[Event] = []
         self.lines: list[str] = []
         self.skipped: set[int] = set()
         self.agreement = {0: Agreement(1.0, 1.0, False, False)}
         self.source = Noted("source", self.events)
-        self.source.__dict__["data_sets"] = ()
+        self.source.__dict__["data_sets"] = ("a", "b")
+        self.observer: Callable[[], None] | None = None
         profiling = Noted("profiling", self.events, timers=lambda timers: timers)
         profiling.__dict__["action_clock"] = None
         checkpoints = Noted("checkpoints", self.events, save=True)
@@ -98,12 +103,26 @@ class Loop:
             checkpoints=checkpoints,  # type: ignore[arg-type]
             profiling=profiling,  # type: ignore[arg-type]
         )
-        monkeypatch.setattr(training, "TrainingStep", lambda *parts: SimpleNamespace(run=self.step))
-        monkeypatch.setattr(training, "ScheduleRecorder", lambda *parts: Noted("recorder", self.events))
+        monkeypatch.setattr(training, "TrainingStep", self.make_step)
+        monkeypatch.setattr(training, "ScheduleRecorder", self.make_recorder)
         monkeypatch.setattr(training, "print_line", self.lines.append)
         monkeypatch.setattr(training, "format_memory", lambda *figures: f"memory after {figures[:2]} {figures[3]}")
         monkeypatch.setattr(training, "_log_model_size", lambda run: self.lines.append("model size"))
-        monkeypatch.setattr(training, "agree_to_exit", lambda request, runtime: self.agreed())
+        monkeypatch.setattr(training, "agree_to_exit", self.agree_to_exit)
+
+    def make_step(self, config: object, runtime: object, parts: object, forward_step: object, *others: Any) -> object:
+        assert (config, runtime, parts) == (self.run.config, self.run.runtime, self.run.parts)
+        timers, self.observer, _, guard, data_sets = others
+        assert (timers, guard, data_sets) == (self.run.timers, self.run.guard, ("a", "b"))
+        return SimpleNamespace(run=self.step)
+
+    def make_recorder(self, config: object, runtime: object) -> Noted:
+        assert (config, runtime) == (self.run.config, self.run.runtime)
+        return Noted("recorder", self.events, action_clock=None)
+
+    def agree_to_exit(self, request: object, runtime: object) -> Agreement:
+        assert (request, runtime) == (None, self.run.runtime)
+        return self.agreed()
 
     def agreed(self) -> Agreement:
         return self.agreement.get(self.run.train_state.iteration, self.agreement[0])
@@ -113,6 +132,8 @@ class Loop:
     ) -> tuple[StepReport, Agreement]:
         assert source is self.source
         assert exit_request is None
+        if self.observer is not None:
+            self.observer()
         state.iteration += 1
         state.consumed_train_samples += batch_size
         is_skipped = state.iteration in self.skipped
@@ -135,7 +156,7 @@ Make = Callable[..., Loop]
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Make:
-    return lambda *words: Loop(monkeypatch, *words)
+    return lambda *words, **world: Loop(monkeypatch, *words, **world)
 
 
 def test_each_iteration_is_profiled_noted_and_written_down(make: Make) -> None:
@@ -209,7 +230,12 @@ def test_the_device_memory_is_told_where_it_is_asked_for(make: Make) -> None:
 def test_checkpoints_are_saved_at_intervals_and_at_the_end(make: Make, words: list[str], saved: list[int]) -> None:
     loop = make("--train-iters", "5", *words)
     found: list[int] = []
-    checkpoints = Noted("checkpoints", loop.events, save=lambda state: not found.append(state.iteration))
+
+    def save(state: TrainState) -> bool:
+        found.append(state.iteration)
+        return True
+
+    checkpoints = Noted("checkpoints", loop.events, save=save)
     checkpoints.__dict__["last_seconds"] = None
     progress = Noted("progress", loop.events)
     loop.train(checkpoints=checkpoints, progress=progress)
@@ -291,7 +317,7 @@ def test_a_checkpoint_that_takes_longer_than_a_signal_leaves_is_told_once(make: 
 def test_the_wait_for_a_signal_counts_from_iteration_to_iteration(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     loop = make("--train-iters", "3")
-    monkeypatch.setattr(training.ExitWarning, "look", lambda warning: looks.append(loop.run.train_state.iteration))
+    monkeypatch.setattr(ExitWarning, "look", lambda warning: looks.append(loop.run.train_state.iteration))
     loop.train()
     assert looks == [1, 2, 3]
 
@@ -327,7 +353,7 @@ def test_garbage_is_collected_by_hand_where_that_is_asked_for(
 
 
 def test_samples_that_the_guard_leaves_out_are_passed_over(make: Make) -> None:
-    loop = make("--train-iters", "3", "--micro-batch-size", "2", "--global-batch-size", "6", "--log-interval", "1")
+    loop = make("--train-iters", "3", "--micro-batch-size", "1", "--global-batch-size", "6", world_size=2)
     guard = Noted(
         "guard", loop.events, passes_over=lambda iteration, first, size: "known to be bad" if iteration == 1 else None
     )
@@ -416,6 +442,7 @@ def test_replicas_are_compared_at_intervals(
     chunk, found = Noted("chunk", loop.events), []
 
     def check(parameters: Sequence[object], state: object) -> None:
+        assert (parameters, state) == ([], loop.run.runtime.state)
         found.append(loop.run.train_state.iteration)
         if len(found) > 1:
             raise TrainingError("two of them differ")
@@ -431,27 +458,113 @@ def test_replicas_are_compared_at_intervals(
     assert len(loop.of("chunk.finish_param_gather")) == len(compared)
 
 
-def test_times_are_logged_over_the_interval(make: Make) -> None:
+def test_times_are_logged_over_the_interval(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = make("--train-iters", "2", "--log-interval", "2", "--timing-log-level", "1", "--log-timers-to-tensorboard")
-    seconds = iter((0.0, 3.0))
+    seconds = iter((0.0, 0.001))
     timers = Timers(1, clock=lambda: next(seconds))
     with timers("optimizer", log_level=1):
         pass
+    monkeypatch.setattr(timers, "gather", lambda *rest, gather=timers.gather, **named: [*gather(*rest, **named), {}])
     loop.train(timers=timers)
-    assert loop.of("metrics.scalars") == [({"optimizer-time": 1.5}, 2)]
-    assert loop.count("(1500.00, 1500.00)") == 1
+    assert loop.of("metrics.scalars") == [({"optimizer-time": 0.0005}, 2)]
+    assert loop.count("(0.50, 0.50)") == 1
+
+
+def test_times_are_figures_only_where_that_is_asked_for(make: Make) -> None:
+    loop = make("--train-iters", "1", "--log-interval", "1", "--timing-log-level", "1")
+    loop.train()
+    assert loop.of("metrics.scalars") == []
+    make("--train-iters", "1", "--log-interval", "1", "--timing-log-level", "1").train(metrics=None)
+
+
+@pytest.mark.parametrize(("interval", "measured"), [(2, [2, 4]), (9, [])])
+def test_attention_logits_are_kept_in_the_iterations_that_are_logged(
+    make: Make, monkeypatch: pytest.MonkeyPatch, interval: int, measured: list[int]
+) -> None:
+    loop = make("--train-iters", "4", "--log-interval", str(interval), "--log-max-attention-logit")
+    logits = Noted("logits", loop.events, take=8.0)
+
+    def make_logits(chunks: object, device: object) -> Noted:
+        assert (chunks, device) == ([], "the device")
+        return logits
+
+    loop.run.runtime.device.__dict__["torch_device"] = "the device"
+    monkeypatch.setattr(training, "AttentionLogits", make_logits)
+    loop.train()
+    assert loop.of("logits.take") == [(loop.run.runtime.state.world,)] * len(measured)
+    found = [report.iteration for (report,) in loop.of("metrics.write_step") if report.max_attention_logit == 8.0]
+    assert found == measured
+
+
+def test_without_a_reason_nobody_looks_at_gradients(make: Make) -> None:
+    loop = make("--train-iters", "1")
+    loop.train()
+    assert loop.observer is None
+
+
+def test_norms_of_layers_are_logged_at_their_interval(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make("--train-iters", "4", "--log-layer-norms", "2", "--log-interval", "9")
+    measured: list[Event] = []
+
+    def measure(*arguments: Any) -> str:
+        measured.append((loop.run.train_state.iteration, *arguments))
+        return "norms"
+
+    monkeypatch.setattr(training, "measure_layer_norms", measure)
+    monkeypatch.setattr(training, "format_layer_norms", lambda iteration, norms: f"{norms} of iteration {iteration}")
+    monkeypatch.setattr(training, "layer_norm_scalars", lambda norms: {norms: 1.0})
+    loop.train()
+    assert measured == [(done, [], 2, loop.run.runtime.state, 1.0) for done in (1, 3)]
+    assert [line for line in loop.lines if "norms" in line] == ["norms of iteration 2", "norms of iteration 4"]
+    assert loop.of("metrics.scalars") == [({"norms": 1.0}, 2), ({"norms": 1.0}, 4)]
+    loop = make("--train-iters", "2", "--log-layer-norms", "2")
+    loop.run.runtime.flight.give_up()
+    with pytest.raises(GivenUpError):
+        train(replace(loop.run, train_state=TrainState(iteration=1), metrics=None), loop.source, None)  # type: ignore[arg-type]
+    assert loop.lines == []
+
+
+def test_gradients_are_compared_at_their_interval(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make("--train-iters", "4", "--check-gradient-hash-across-dp-replicas-interval", "2")
+    compared: list[Event] = []
+
+    def compare(*arguments: Any) -> str:
+        compared.append(arguments)
+        return "" if len(compared) == 1 else "two of them differ"
+
+    monkeypatch.setattr(training, "compare_over_replicas", compare)
+    part = SimpleNamespace(spec="spec", gradient="gradient")
+    loop.run.parts.ddp_chunks.append(SimpleNamespace(parts=[part]))  # type: ignore[attr-defined]
+    with pytest.raises(TrainingError, match="at iteration 4: two of them differ"):
+        loop.train()
+    assert compared == [([("spec", "gradient")], loop.run.runtime.state, "gradients")] * 2
+    assert loop.run.train_state.iteration == 3
+
+
+@pytest.mark.parametrize(("num_counted", "lines"), [(12, ["sizes\nmemory"]), (11, [])])
+def test_the_theoretical_memory_is_told_where_the_closed_form_counts_this_model(
+    make: Make, monkeypatch: pytest.MonkeyPatch, num_counted: int, lines: list[str]
+) -> None:
+    log_model_size = training._log_model_size
+    loop = make()
+    loop.run.parts.chunks.append(torch.nn.Linear(3, 3))  # type: ignore[attr-defined]
+    monkeypatch.setattr(training, "model_size", lambda config: SimpleNamespace(shards=[num_counted, 7]))
+    monkeypatch.setattr(training, "describe_theoretical_memory", lambda config: ["sizes", "memory"])
+    log_model_size(loop.run)
+    assert loop.lines == lines
 
 
 def evaluation_set(name: str, num_microbatches: int, num_advanced: int) -> EvaluationSet:
-    return EvaluationSet(name, f"{name} set", num_microbatches, lambda: nullcontext(None), num_advanced)  # type: ignore[arg-type,return-value]
+    return EvaluationSet(name, f"{name} set", num_microbatches, lambda: nullcontext(None), num_advanced)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_verbose", [False, True])
 def test_an_evaluation_is_reported_set_by_set(make: Make, monkeypatch: pytest.MonkeyPatch, is_verbose: bool) -> None:
-    loop = make("--micro-batch-size", "2", "--global-batch-size", "4")
+    loop = make("--micro-batch-size", "1", "--global-batch-size", "4", world_size=2)
 
-    def evaluate(*arguments: Any) -> list[tuple[str, str, float]]:
-        count, begin = arguments[-2:]
+    def evaluate(config: object, runtime: object, *others: Any) -> list[tuple[str, str, float]]:
+        assert (config, runtime) == (loop.run.config, loop.run.runtime)
+        count, begin = others[-2:]
         for microbatch in range(count):
             begin(microbatch)
         return [("", "", 1.0), ("_ema", " (averaged)", 2.0)]
@@ -459,7 +572,11 @@ def test_an_evaluation_is_reported_set_by_set(make: Make, monkeypatch: pytest.Mo
     monkeypatch.setattr(training, "evaluate_weights", evaluate)
     loop.run.train_state.iteration = 7
     run = replace(loop.run, live=Noted("live", loop.events, counting=lambda begin, count: begin))  # type: ignore[arg-type]
-    evaluate_and_report(run, [evaluation_set("valid", 5, 10), evaluation_set("extra", 2, 0)], is_verbose)
+    sets = [evaluation_set("valid", 5, 10), evaluation_set("extra", 2, 0)]
+    if is_verbose:
+        evaluate_and_report(run, sets, is_verbose=True)
+    else:
+        evaluate_and_report(run, sets)
     assert run.train_state.consumed_valid_samples == 10
     assert [count for _, count in loop.of("live.counting")] == [5, 2]
     written = [row for (row,) in loop.of("metrics.write")]

@@ -195,3 +195,12 @@ def test_only_a_flag_leaves_the_average_to_the_collective(
     main_grad.add(torch.ones_like(model.fc1))
     ddp.finish_grad_sync()
     assert sent == [expected]
+
+
+def test_frozen_parameters_without_memory_are_given_it() -> None:
+    model = ToyModel()
+    model.unused.requires_grad = False
+    model.unused.untyped_storage().resize_(0)
+    wrap(model)
+    assert model.unused.untyped_storage().nbytes() == model.unused.nbytes
+    assert main_grad_of(model.unused) is None

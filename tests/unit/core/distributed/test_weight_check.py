@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.weight_check import (
+    ABSURD_RATIO,
     BadWeight,
     describe_bad_weights,
     find_bad_weights,
@@ -44,6 +45,10 @@ def test_elements_that_are_not_finite_are_counted_and_the_first_is_named() -> No
         ([0.0, 0.0, 1.5], 1.0e3, 2),
         ([0.0, 0.0, 0.9], 1.0e3, None),
         ([5.0e6], 1.0e3, None),
+        # Exactly so many times the others' mean is not beyond it.
+        ([2.0, 20.0], 10.0, None),
+        ([2.0, 20.5], 10.0, 1),
+        ([-20.5, 2.0], 10.0, 0),
     ],
 )
 def test_an_element_far_above_the_mean_of_the_others_is_found(
@@ -51,6 +56,19 @@ def test_an_element_far_above_the_mean_of_the_others_is_found(
 ) -> None:
     found = [(bad.num_bad, bad.first) for bad in find_outlying_weights([parameter_of(values)], ratio)]
     assert found == ([] if place is None else [(1, (place,))])
+
+
+def test_an_ordinary_ratio_is_a_thousand_and_an_absurd_one_a_million() -> None:
+    for largest, is_found in ((1000.0, False), (1001.0, True)):
+        assert bool(find_outlying_weights([parameter_of([1.0, largest])])) is is_found
+    for largest, is_found in ((1.0e6, False), (1.1e6, True)):
+        assert bool(find_outlying_weights([parameter_of([1.0, largest])], ABSURD_RATIO)) is is_found
+
+
+def test_a_mean_of_a_thousand_is_not_huge_yet() -> None:
+    assert find_huge_weights([parameter_of([1000.0, -1000.0]), parameter_of([])]) == []
+    (bad,) = find_huge_weights([parameter_of([-1001.0, 1001.0, 999.0, 1002.0])])
+    assert (bad.num_bad, bad.first, bad.value) == (3, (0,), -1001.0)
 
 
 def test_a_parameter_whose_mean_is_huge_is_found() -> None:

@@ -189,3 +189,21 @@ def test_delayed_weight_gradients_follow_the_input_gradient_at_once() -> None:
     assert len(places) == sum(action.kind is Pass.BACKWARD for action in plain) == 8
     assert [split[index + 1] for index in places] == [split[i]._replace(kind=Pass.BACKWARD_WEIGHT) for i in places]
     assert with_delayed_weight_grads(zero_bubble(2, 0, 4)) == zero_bubble(2, 0, 4)
+
+
+@pytest.mark.parametrize("has_queue", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_weights_have_their_gradients_with_and_without_a_queue(has_queue: bool, split: bool) -> None:
+    weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    queue = WeightGradQueue() if has_queue else None
+    was_collecting: list[bool] = []
+
+    def forward_step(microbatch: int, hidden: torch.Tensor | None) -> MicrobatchLoss:
+        loss = loss_of(weight, microbatch)
+        loss.loss_sum.register_hook(lambda grad: was_collecting.append(queue is not None and queue.is_collecting))
+        return loss
+
+    actions = zero_bubble(3, 2, 3) if split else without_pipelining(1, 0, 3)
+    run_schedule(actions, [ModelChunk(forward_step, weight_grad_queue=queue)], device=CPU)
+    assert was_collecting == [split and has_queue] * 3
+    assert weight.grad is not None

@@ -12,7 +12,7 @@ from megatron.core.errors import DataError
 from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.schedules import build_schedule, with_deferred_grads
 from megatron.core.pipeline_parallel.simulator import Durations, MessageRules, ScheduleError, simulate
-from megatron.core.pipeline_parallel.timeline import Timeline, read_timeline, write_timeline
+from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline, read_timeline, write_timeline
 
 
 def forward(microbatch: int, chunk: int = 0) -> Action:
@@ -166,3 +166,26 @@ def test_deferred_weight_gradients_hide_behind_other_ranks() -> None:
 def test_an_output_weight_without_its_backward_pass_is_found() -> None:
     with pytest.raises(ScheduleError, match=r"rank 0: output weight of micro-batch 1, chunk 0 comes before"):
         simulate([[Action(Pass.FORWARD, 1), Action(Pass.OUTPUT_WEIGHT, 1), Action(Pass.BACKWARD, 1)]])
+
+
+def test_an_output_weight_comes_once() -> None:
+    late = Action(Pass.OUTPUT_WEIGHT, 0)
+    simulate([[forward(0), backward(0), late]])
+    with pytest.raises(ScheduleError, match="output weight of micro-batch 0, chunk 0 comes before"):
+        simulate([[forward(0), backward(0), late, late]])
+
+
+@pytest.mark.parametrize(
+    ("actions", "peak"),
+    [
+        ([], 0),
+        ([forward(0)], 1),
+        ([forward(0), forward(1)], 1),
+        ([forward(0), backward(0), forward(1), backward(1)], 1),
+        ([forward(0), forward(1), backward(0)], 2),
+        ([forward(0), forward(1), backward(0), forward(2), backward(1), backward(2)], 2),
+        ([forward(0), forward(1), Action(Pass.BACKWARD_INPUT, 0), Action(Pass.BACKWARD_WEIGHT, 0), backward(1)], 2),
+    ],
+)
+def test_the_peak_is_what_waits_for_backward_passes_at_once(actions: list[Action], peak: int) -> None:
+    assert RankTimeline(tuple(actions)).peak_activations == peak
