@@ -490,6 +490,17 @@ def test_an_error_of_the_choice_reaches_every_stage(monkeypatch: pytest.MonkeyPa
     assert str(caught.value.__cause__) == "probability tensor contains inf"
 
 
+@pytest.mark.parametrize(
+    ("rank", "holds_embedding", "holds_loss"), [(0, True, True), (1, True, True), (0, False, True)]
+)
+def test_a_model_of_another_stage_is_refused(rank: int, holds_embedding: bool, holds_loss: bool) -> None:
+    contents = StageContents((0, 1), has_embedding=holds_embedding, has_loss=holds_loss)
+    model = build(odd_config(), single_rank_group(), contents=contents)
+    links: Any = SimpleNamespace(activations_in=None, activations_out=None)
+    with pytest.raises(ConfigurationError, match=rf"stage {rank} of pipeline\(2\) is not what the model holds"):
+        StagedModel(model, describe_parallel_state(rank, 2, ParallelSizes(pp=2)), links)
+
+
 def test_a_stage_waits_for_what_it_has_sent() -> None:
     sent: list[torch.Tensor] = []
     num_waits = 0

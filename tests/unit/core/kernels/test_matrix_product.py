@@ -79,6 +79,19 @@ def test_the_library_that_is_asked_for_counts(dtype: torch.dtype) -> None:
     assert not has_library("onednn", torch.float16)
 
 
+@pytest.mark.parametrize("has_operator", [False, True])
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_onednn_takes_bfloat16_with_its_operator_and_the_instructions(
+    monkeypatch: pytest.MonkeyPatch, has_operator: bool, has_instructions: bool
+) -> None:
+    monkeypatch.setattr(matrix_product, "_HAS_ONEDNN", has_operator)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
+    assert has_library("onednn", torch.bfloat16) == (has_operator and has_instructions)
+    assert has_library("onednn", torch.float32) == has_operator
+    assert has_library("mixed", torch.bfloat16) == (has_operator and has_instructions)
+    assert not has_library("mixed", torch.float64)
+
+
 def test_bfloat16_products_of_both_libraries() -> None:
     x, weight = torch.randn(65, 48).bfloat16(), torch.randn(70, 48).bfloat16()
     for library in ("onednn", "mkl"):
