@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from functools import partial
 
@@ -25,6 +27,24 @@ from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, inter
 
 pytestmark = needs_triton
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)]
+
+
+def check_block_sizes() -> None:
+    from megatron.core.kernels import triton_programs
+
+    sizes = {
+        f"{module.name}.{name}": value
+        for module in pkgutil.iter_modules(triton_programs.__path__)
+        for name, value in vars(importlib.import_module(f"{triton_programs.__name__}.{module.name}")).items()
+        if name.endswith(("_BLOCK", "_TILE", "_ROWS", "_COLUMNS"))
+    }
+    assert {"cross_entropy._FORWARD_BLOCK", "rotary._TILE", "column_sums._ROWS"} <= sizes.keys()
+    # Triton takes no other ranges.
+    assert all(size & (size - 1) == 0 < size for size in sizes.values()), sizes
+
+
+def test_block_sizes_are_powers_of_two() -> None:
+    interpret(check_block_sizes)
 
 
 def check_rows(dtype: torch.dtype) -> None:

@@ -75,6 +75,20 @@ class ClippingEachTensor(torch.optim.SGD):
                 parameter.sub_(clipped, alpha=group["lr"])
 
 
+class LengtheningEachTensor(torch.optim.SGD):
+    """Scale the gradient of a tensor to a norm of 1e-3 if it is shorter."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                longer = parameter.grad * max(1.0, 1e-3 / float(parameter.grad.norm()))
+                parameter.sub_(longer, alpha=group["lr"])
+
+
 def stored(optimizer: MegatronOptimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {name: tensor.clone() for name, (_, tensor) in optimizer.sharded_state().items()}
     return tensors, optimizer.scalar_state()
@@ -132,8 +146,9 @@ def test_a_factored_rule_is_not_elementwise(use: Any) -> None:
     assert (rule.is_elementwise, rule.unsaved) == (False, ())
 
 
-def test_a_rule_with_a_threshold_on_a_whole_tensor_is_not_elementwise(use: Any) -> None:
-    assert not examine_rule(OptimizerConfig(optimizer=use(ClippingEachTensor))).is_elementwise
+@pytest.mark.parametrize("make", [ClippingEachTensor, LengtheningEachTensor])
+def test_a_rule_with_a_threshold_on_a_whole_tensor_is_not_elementwise(make: Any, use: Any) -> None:
+    assert not examine_rule(OptimizerConfig(optimizer=use(make))).is_elementwise
 
 
 class InGroups(torch.optim.SGD):
