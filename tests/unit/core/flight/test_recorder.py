@@ -43,8 +43,10 @@ def test_a_communication_is_kept_with_its_group_number_and_line() -> None:
     entry = start(group, "all_reduce")
     assert recorder.describe(entry).seconds is None
     assert recorder.blocked is entry
+    assert (recorder.num_begun, recorder.num_ended) == (1, 0)
     assert group.end(entry) is None
     assert recorder.blocked is None
+    assert (recorder.num_begun, recorder.num_ended) == (1, 1)
     said = recorder.describe(entry)
     assert (said.channel, said.sequence, said.operation, said.num_bytes) == ("tp[0,1]", 1, "all_reduce", 60)
     assert said.shape == (3, 5)
