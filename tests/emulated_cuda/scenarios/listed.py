@@ -168,7 +168,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     training("data parallel", "", 2),
     training("gradients overlapped", "--overlap-grad-reduce --bf16", 2),
     training("distributed optimizer", _OVERLAPS, 2),
-    training("distributed optimizer, per-token loss", f"{_OVERLAPS} --calculate-per-token-loss --bf16", 2),
+    training(
+        "distributed optimizer, per-token loss",
+        f"{_OVERLAPS} --calculate-per-token-loss --bf16 --save {{folder}}/saved --save-interval 1 --no-save-optim",
+        2,
+    ),
     training(
         "gathered with the step",
         f"{_OVERLAPS} --overlap-param-gather-with-optimizer-step --pipeline-model-parallel-size 2 --num-layers 4 "
@@ -490,6 +494,7 @@ _ATTENTION = (
     training("attention sinks, dropout", f"--softmax-type learnable {_ROPE} --bf16 --attention-dropout 0.1"),
     training("attention sinks in a window, bf16", f"--softmax-type learnable {_ROPE} --bf16 {_WINDOWS}"),
     training("ring of keys, overlapped, bf16", f"{_CONTEXT} --cp-comm-type p2p --bf16 {_OVERLAPS}", 2),
+    training("ring of keys, documents, bf16", f"{_CONTEXT} --cp-comm-type p2p --bf16 --reset-attention-mask", 2),
     training("ring of keys, sinks", f"{_CONTEXT} --cp-comm-type p2p --softmax-type learnable --bf16", 2),
     training(
         "ring of keys, documents and dropout", f"{_CONTEXT} --cp-comm-type p2p --reset-attention-mask {_DROPOUT}", 2
@@ -569,7 +574,11 @@ _MODELS = (
         "lora of experts", f"{_EXPERTS} {_SENT} --lora-rank 3 --lora-target-modules linear_fc1 linear_fc2 --bf16", 2
     ),
     training("tensor parallel, dropout", f"{_TENSOR} --sequence-parallel {_DROPOUT} --bf16 {_OVERLAPS}", 4),
-    training("tensor and context parallel", f"{_CONTEXT} --cp-comm-type p2p {_TENSOR} --sequence-parallel --bf16", 4),
+    training(
+        "tensor and context parallel",
+        f"{_CONTEXT} --cp-comm-type p2p {_TENSOR} --sequence-parallel --bf16 --hidden-size 48",
+        4,
+    ),
     training("tensor parallel stages", f"{_STAGES} {_TENSOR} --sequence-parallel --bf16", 4),
     training(
         "stages and replicas", f"{_STAGES} {_OVERLAPS} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 4
@@ -604,7 +613,8 @@ _OF_EXPERTS = (
     ),
     training(
         "experts, losses, stages",
-        f"{_EXPERTS} {_STAGES} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss --num-layers 4",
+        f"{_EXPERTS} {_STAGES} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss --num-layers 4 "
+        "--moe-layer-freq [0]*2+[1]*2",
         2,
     ),
     training(

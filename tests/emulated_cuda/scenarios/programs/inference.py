@@ -168,8 +168,12 @@ def main(path: str, pp: str, tp: str, kind: str = "") -> None:
     torch.manual_seed(1)
     if kind == "apart":
         let_ranks_choose_apart()
-    windows = {"window_size": "4,0", "window_attn_skip_freq": "2", "position_embedding_type": "rope"}
-    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **(windows if kind == "windows" else {}))
+    fields: dict[str, dict[str, Any]] = {
+        "windows": {"window_size": "4,0", "window_attn_skip_freq": "2", "position_embedding_type": "rope"},
+        # Tokens of the vocabulary lie on every rank.
+        "apart": {"make_vocab_size_divisible_by": 32},
+    }
+    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **fields.get(kind, {}))
     with torch.no_grad():
         found = list(results(engine))
     if not dist.is_initialized() or dist.get_rank() == 0:
