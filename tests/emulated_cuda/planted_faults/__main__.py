@@ -34,7 +34,7 @@ FURTHER_TESTS = (
     "tests/unit/core/kernels/test_attention_block.py",
     "tests/unit/core/kernels/test_triton_offsets.py",
 )
-"""Tests besides the scenarios: those on emulated devices, and those of what depends on the GPU and runs nothing on it."""
+"""Tests besides the scenarios: those on emulated devices, and those of rules that depend on the GPU type."""
 _RECORDED = "recorded.jsonl"
 
 

@@ -654,8 +654,8 @@ _OF_EXPERTS = (
     ),
     training(
         "ranks without tokens",
-        f"{_EXPERTS} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall "
-        "--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss --seq-length 5",
+        f"{_EXPERTS} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 1 --seq-length 5 "
+        "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss",
         4,
     ),
     training("experts on an A100", f"{_EXPERTS} --bf16 --moe-grouped-gemm {_SENT}", 2, gpu="a100"),

@@ -17,7 +17,9 @@ def overflowing_products(source: str) -> Iterator[str]:
     Axis 0 of a grid counts rows or tokens, of which there may be so many that the product passes 2^31.
     """
     for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in function.decorator_list):
+        if isinstance(function, ast.FunctionDef) and any(
+            "jit" in ast.unparse(each) for each in function.decorator_list
+        ):
             constants = {
                 each.arg
                 for each in function.args.args
