@@ -741,7 +741,7 @@ _UPDATES = (
     ),
     prepared(
         "copies of the state, small pieces",
-        "small,nccl-settings",
+        "small",
         f"--inprocess-restart --non-persistent-save-interval 1 --replication {_OVERLAPS} --bf16 --hidden-size 64",
         2,
         memory=(_LITTLE, _MUCH),

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
 import pretrain_gpt
@@ -195,23 +193,8 @@ def ask_while_captured() -> None:
     CudaGraphBackend.capture = capture_and_ask  # type: ignore[method-assign]
 
 
-def note_nccl_settings() -> None:
-    """Give each process torchrun's setting of NCCL's errors, and let rank 0 write what torch finds at the start."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    os.environ[name] = "1"
-    init = dist.init_process_group
-
-    def note_and_init(*arguments: Any, **options: Any) -> None:
-        if os.environ["RANK"] == "0":
-            Path("settings.jsonl").write_text(json.dumps({name: os.environ[name]}) + "\n")
-        init(*arguments, **options)
-
-    dist.init_process_group = note_and_init  # type: ignore[assignment]
-
-
 PREPARATIONS: dict[str, Callable[[], None]] = {
     "ask-while-captured": ask_while_captured,
-    "nccl-settings": note_nccl_settings,
     "look-at-device": look_at_device,
     "small": make_sizes_small,
     "small-programs": make_programs_small,
