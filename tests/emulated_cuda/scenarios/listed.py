@@ -391,7 +391,7 @@ _GRAPHED = (
         4,
     ),
     training("graphs, distributed optimizer", f"{_GRAPHS} {_OVERLAPS} --num-layers 3", 2),
-    prepared("graphs, attention dropout", "ask-while-captured", f"{_GRAPHS} {_DROPOUT} --bf16"),
+    training("graphs, attention dropout", f"{_GRAPHS} {_DROPOUT} --bf16"),
     training("graphs, tensor parallel", f"{_GRAPHS} {_TENSOR} --sequence-parallel --bf16", 2),
     training("graphs, evaluation", f"{_GRAPHS} --eval-iters 1 --eval-interval 2 --global-batch-size 1"),
     training("graphs, optimizer offload", f"{_GRAPHS} --bf16 {_OVERLAPPED_OFFLOAD}"),

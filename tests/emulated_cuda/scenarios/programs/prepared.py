@@ -8,7 +8,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import pretrain_gpt
-from megatron.core.cuda_graph import CudaGraph, CudaGraphBackend
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
@@ -176,25 +174,7 @@ def look_at_device() -> None:
     pretrain_gpt.forward_step = look_and_step
 
 
-def ask_while_captured() -> None:
-    """Let another thread ask for the state of an event during each capture, as NCCL's watchdog does."""
-    capture = CudaGraphBackend.capture
-
-    def capture_and_ask(self: CudaGraphBackend, work: Callable[[], tuple[torch.Tensor, ...]]) -> CudaGraph:
-        event = torch.cuda.current_stream().record_event()
-
-        def ask_and_work() -> tuple[torch.Tensor, ...]:
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(event.query).result()
-            return work()
-
-        return capture(self, ask_and_work)
-
-    CudaGraphBackend.capture = capture_and_ask  # type: ignore[method-assign]
-
-
 PREPARATIONS: dict[str, Callable[[], None]] = {
-    "ask-while-captured": ask_while_captured,
     "look-at-device": look_at_device,
     "small": make_sizes_small,
     "small-programs": make_programs_small,
