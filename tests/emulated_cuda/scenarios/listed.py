@@ -168,7 +168,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     training("data parallel", "", 2),
     training("gradients overlapped", "--overlap-grad-reduce --bf16", 2),
     training("distributed optimizer", _OVERLAPS, 2),
-    training("distributed optimizer, per-token loss", f"{_OVERLAPS} --calculate-per-token-loss --bf16", 2),
+    training(
+        "distributed optimizer, per-token loss",
+        f"{_OVERLAPS} --calculate-per-token-loss --bf16 --save {{folder}}/saved --save-interval 1 --no-save-optim",
+        2,
+    ),
     training(
         "gathered with the step",
         f"{_OVERLAPS} --overlap-param-gather-with-optimizer-step --pipeline-model-parallel-size 2 --num-layers 4 "
@@ -577,10 +581,7 @@ _MODELS = (
     ),
     training("tensor parallel stages", f"{_STAGES} {_TENSOR} --sequence-parallel --bf16", 4),
     training(
-        "stages and replicas",
-        f"{_STAGES} {_OVERLAPS} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --save {{folder}}/saved "
-        "--save-interval 1 --no-save-optim",
-        4,
+        "stages and replicas", f"{_STAGES} {_OVERLAPS} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 4
     ),
     training("four stages", "--pipeline-model-parallel-size 4 --num-layers 4 --global-batch-size 8 --bf16", 4),
     training("context parallel stages", f"{_STAGES} {_CONTEXT} --cp-comm-type p2p --bf16", 4),
