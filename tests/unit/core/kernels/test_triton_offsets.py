@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.emulated_cuda.scenarios.changed_source import is_triton_program
+
 PROGRAMS = sorted((Path(__file__).resolve().parents[4] / "megatron/core/kernels/triton_programs").glob("*.py"))
 
 
@@ -17,9 +19,7 @@ def overflowing_products(source: str) -> Iterator[str]:
     Axis 0 of a grid counts rows or tokens, of which there may be so many that the product passes 2^31.
     """
     for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef) and any(
-            "jit" in ast.unparse(each) for each in function.decorator_list
-        ):
+        if isinstance(function, ast.FunctionDef) and is_triton_program(function):
             constants = {
                 each.arg
                 for each in function.args.args
@@ -58,6 +58,11 @@ def test_offsets_of_rows_have_64_bits(path: Path) -> None:
 
 
 def test_an_offset_of_32_bits_is_found() -> None:
-    program = "@triton.jit\ndef f(x, width, BLOCK: tl.constexpr):\n    row = tl.program_id(0){}\n    x += row * BLOCK * width\n"
+    program = (
+        "@triton.jit\n"
+        "def f(x, width, BLOCK: tl.constexpr):\n"
+        "    row = tl.program_id(0){}\n"
+        "    x += row * BLOCK * width\n"
+    )
     assert list(overflowing_products(program.format(".to(tl.int64)"))) == []
     assert list(overflowing_products(program.format(""))) == ["f: row * BLOCK * width"]
