@@ -59,6 +59,24 @@ def test_a_program_is_launched_on_another_device_than_its_tensors() -> None:
         launch(x, torch.empty(LENGTH, device="cuda"))
 
 
+@triton.jit
+def add_up(source, target, length, ATOMIC: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.sum(tl.load(source + place, mask=place < length, other=0.0))
+    if ATOMIC:
+        tl.atomic_add(target, own)
+    else:
+        tl.store(target, tl.load(target) + own)
+
+
+def test_a_race_between_the_instances_of_a_program() -> None:
+    x, total = torch.ones(LENGTH, device="cuda"), torch.zeros(1, device="cuda")
+    add_up[(triton.cdiv(LENGTH, BLOCK),)](x, total, LENGTH, ATOMIC=True, BLOCK=BLOCK)
+    assert total.item() == LENGTH
+    with pytest.raises(RuntimeError, match="race: an instance of the Triton program add_up stores"):
+        add_up[(triton.cdiv(LENGTH, BLOCK),)](x, total, LENGTH, ATOMIC=False, BLOCK=BLOCK)
+
+
 def test_a_race_of_a_program_with_another_stream() -> None:
     x = torch.ones(LENGTH, device="cuda")
     side = torch.cuda.Stream()

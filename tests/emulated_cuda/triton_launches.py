@@ -15,28 +15,76 @@ import torch
 from tests.emulated_cuda.activation import load_bindings
 
 
+@dataclasses.dataclass(frozen=True)
+class _Access:
+    """Hold the addresses that one instance of a program loads or stores at once, and the bytes at each."""
+
+    addresses: np.ndarray[Any, Any]
+    item_size: int
+    instance: int
+
+
 class _Accesses:
-    """Collect the addresses that a launch loads and stores, as intervals."""
+    """Collect the addresses that a launch loads and stores."""
 
     def __init__(self) -> None:
-        self._reads: list[tuple[np.ndarray[Any, Any], int]] = []
-        self._writes: list[tuple[np.ndarray[Any, Any], int]] = []
+        self.instance = 0
+        self._loads: list[_Access] = []
+        self._stores: list[_Access] = []
+        self._atomics: list[_Access] = []
 
     def load(self, pointers: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], item_size: int) -> None:
-        self._reads.append((pointers[mask.astype(bool)].astype(np.uint64), item_size))
+        self._loads.append(self._access(pointers, mask, item_size))
 
     def store(self, pointers: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], item_size: int) -> None:
-        self._writes.append((pointers[mask.astype(bool)].astype(np.uint64), item_size))
+        self._stores.append(self._access(pointers, mask, item_size))
+
+    def update(self, pointers: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], item_size: int) -> None:
+        self._atomics.append(self._access(pointers, mask, item_size))
+
+    def _access(self, pointers: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], item_size: int) -> _Access:
+        return _Access(pointers[mask.astype(bool)].astype(np.uint64).ravel(), item_size, self.instance)
 
     def intervals(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return what was read and what was written, each as (address, number of bytes)."""
-        return _merged(self._reads), _merged(self._writes)
+        return _merged(self._loads), _merged([*self._stores, *self._atomics])
+
+    def race(self) -> int | None:
+        """Return an address that one instance stores and another one accesses, or None.
+
+        No order is defined between the instances of a launch. Atomic updates exclude each other only.
+        """
+        if not self._stores:
+            return None
+        stored, by = _with_instances(self._stores)
+        order = np.argsort(stored, kind="stable")
+        stored, by = stored[order], by[order]
+        twice = np.flatnonzero((stored[1:] == stored[:-1]) & (by[1:] != by[:-1]))
+        if len(twice):
+            return int(stored[twice[0]])
+        for others in (self._loads, self._atomics):
+            if others:
+                addresses, instances = _with_instances(others)
+                places = np.minimum(np.searchsorted(stored, addresses), len(stored) - 1)
+                meets = np.flatnonzero((stored[places] == addresses) & (by[places] != instances))
+                if len(meets):
+                    return int(addresses[meets[0]])
+        return None
 
 
-def _merged(parts: list[tuple[np.ndarray[Any, Any], int]]) -> list[tuple[int, int]]:
+def _with_instances(accesses: list[_Access]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the addresses of all accesses, and which instance each is by."""
+    instances = np.array([access.instance for access in accesses])
+    return (
+        np.concatenate([access.addresses for access in accesses]),
+        np.repeat(instances, [len(access.addresses) for access in accesses]),
+    )
+
+
+def _merged(accesses: list[_Access]) -> list[tuple[int, int]]:
     intervals: list[tuple[int, int]] = []
-    for item_size in {size for _, size in parts}:
-        addresses = np.unique(np.concatenate([pointers.ravel() for pointers, size in parts if size == item_size]))
+    for item_size in {access.item_size for access in accesses}:
+        addresses = np.unique(np.concatenate([each.addresses for each in accesses if each.item_size == item_size]))
         if not len(addresses):
             continue
         breaks = np.flatnonzero(np.diff(addresses) != item_size) + 1
@@ -65,12 +113,12 @@ class _ObservedMemory:
 
     def atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, semantics: Any) -> Any:
         if self.accesses is not None:
-            self.accesses.store(pointers, mask, value.dtype.itemsize)
+            self.accesses.update(pointers, mask, value.dtype.itemsize)
         return self._memory.atomic_rmw(operation, pointers, value, mask, semantics)
 
     def atomic_cas(self, pointers: Any, expected: Any, value: Any, semantics: Any) -> Any:
         if self.accesses is not None:
-            self.accesses.store(pointers, np.ones_like(pointers, dtype=bool), value.dtype.itemsize)
+            self.accesses.update(pointers, np.ones_like(pointers, dtype=bool), value.dtype.itemsize)
         return self._memory.atomic_cas(pointers, expected, value, semantics)
 
     def __getattr__(self, name: str) -> Any:
@@ -183,6 +231,19 @@ def _broadcast_unequal_shapes_only(semantic: Any) -> None:
     semantic.broadcast_impl_value = broadcast_unequal
 
 
+def _tell_instances(interpreter: Any, memory: _ObservedMemory) -> None:
+    """Let the accesses of a launch know which instance of the program runs."""
+    builder = interpreter.interpreter_builder
+    begin = builder.set_grid_idx
+
+    def begin_and_tell(x: int, y: int, z: int) -> None:
+        begin(x, y, z)
+        if memory.accesses is not None:
+            memory.accesses.instance += 1
+
+    builder.set_grid_idx = begin_and_tell
+
+
 def run_on_emulated_devices() -> None:
     """Let the interpreter take tensors of emulated devices as they are, without copies.
 
@@ -192,6 +253,7 @@ def run_on_emulated_devices() -> None:
 
     core = load_bindings()
     memory = _ObservedMemory(interpreter._interpreter)
+    _tell_instances(interpreter, memory)
     interpreter._interpreter = memory
     _make_interpreter_fast(interpreter)
     run_on_host = interpreter.GridExecutor.__call__
@@ -230,6 +292,11 @@ def run_on_emulated_devices() -> None:
                 run_on_host(self, *host_arguments, **host_named)
             reads, writes = accesses.intervals()
             _check_inside(self.fn.__name__, (*reads, *writes), spans)
+            if (address := accesses.race()) is not None:
+                raise RuntimeError(
+                    f"emulated CUDA: race: an instance of the Triton program {self.fn.__name__} stores at {address:#x} "
+                    "what another instance of the launch accesses too, and no order is defined between the two"
+                )
             return reads, writes
 
         core.run_python_work(f"triton:{self.fn.__name__}", tensors[0].device.index, tensors, interpret)

@@ -30,8 +30,11 @@ FURTHER_TESTS = (
     "tests/unit/emulated_cuda/test_features.py",
     "tests/distributed/verification/test_emulated_layouts.py",
     "tests/unit/emulated_cuda/test_programs.py",
+    "tests/unit/core/test_device.py",
+    "tests/unit/core/kernels/test_attention_block.py",
+    "tests/unit/core/kernels/test_triton_offsets.py",
 )
-"""Tests on emulated devices besides the scenarios."""
+"""Tests besides the scenarios: those on emulated devices, and those of rules that depend on the GPU type."""
 _RECORDED = "recorded.jsonl"
 
 

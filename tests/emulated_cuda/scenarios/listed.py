@@ -157,7 +157,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "results validated again",
         "--rerun-mode validate_results --check-for-spiky-loss --check-for-large-grads --train-iters 4",
     ),
-    training("documents", "--reset-attention-mask --reset-position-ids --eod-mask-loss"),
+    training("documents", "--bf16 --reset-attention-mask --reset-position-ids --eod-mask-loss"),
     training("precision-aware optimizer", f"--bf16 --use-precision-aware-optimizer {_OVERLAPS}", 2),
     training("average of weights", f"--ema-decay 0.9 {_OVERLAPS} --eval-iters 1 --eval-interval 2", 2),
     training("norms of layers", f"--log-layer-norms 1 --log-max-attention-logit {_OVERLAPS}", 2),
@@ -168,7 +168,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     training("data parallel", "", 2),
     training("gradients overlapped", "--overlap-grad-reduce --bf16", 2),
     training("distributed optimizer", _OVERLAPS, 2),
-    training("distributed optimizer, per-token loss", f"{_OVERLAPS} --calculate-per-token-loss --bf16", 2),
+    training(
+        "distributed optimizer, per-token loss",
+        f"{_OVERLAPS} --calculate-per-token-loss --bf16 --save {{folder}}/saved --save-interval 1 --no-save-optim",
+        2,
+    ),
     training(
         "gathered with the step",
         f"{_OVERLAPS} --overlap-param-gather-with-optimizer-step --pipeline-model-parallel-size 2 --num-layers 4 "
@@ -216,7 +220,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     training(
         "tensor parallel without sequences, fp8", f"{_TENSOR} --bf16 --fp8-format hybrid --fp8-recipe tensorwise", 2
     ),
-    training("pipeline", _STAGES, 2),
+    training("pipeline", f"{_STAGES} --eval-iters 1 --eval-interval 2", 2),
     training("pipeline, bf16", f"{_STAGES} --bf16 --num-layers 4", 2),
     training("interleaved pipeline", f"{_STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 2),
     training(
@@ -233,7 +237,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     training("pipeline, weight gradients delayed", f"{_STAGES} --num-layers 4 --delay-wgrad-compute", 2),
     training("ring of keys", f"{_CONTEXT} --cp-comm-type p2p", 2),
     training("ring of keys, bf16", f"{_CONTEXT} --cp-comm-type p2p --bf16", 2),
-    training("keys gathered", f"{_CONTEXT} --cp-comm-type all_gather", 2),
+    training("keys gathered", f"{_CONTEXT} --cp-comm-type all_gather --attention-dropout 0.1", 2),
     training("heads exchanged", f"{_CONTEXT} --cp-comm-type a2a", 2),
     training(
         "heads exchanged, keys in a ring",
@@ -246,7 +250,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     training(
         "experts exchanged beside the shared expert",
         f"{_EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16 "
-        "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap",
+        "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap --moe-ffn-hidden-size 12",
         2,
     ),
     training(
@@ -276,6 +280,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     faulty("a rank fails", "raise_at=3", "", 2, 1, 1),
     faulty("a rank hangs", "sleep_at=5", "--hang-report-seconds 3", 2, 1, 1),
     Scenario("more processes than devices", (Launch(TRAINING, statuses=(2,), variables={"LOCAL_WORLD_SIZE": "5"}),)),
+    Scenario("local ranks in another order", (replace(launch(_OVERLAPS, 2), local_ranks=(1, 0)),)),
     faulty("a loss is not a number", "nan_loss_at=3", "--rerun-mode validate_results", 1, 1),
     training("profile for nsys", "--profile --profile-step-start 1 --profile-step-end 2"),
     training("memory history", "--record-memory-history --memory-snapshot-path {folder}/memory.pickle"),
@@ -331,6 +336,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     program("activations fetched before they were dropped", "abandoned_activations.py"),
     program("weights without a forward pass", "weights_without_forward.py", 4),
     program("groups shut down while a rank waits", "given_up_links.py", 2),
+    program("results after communication was given up", "given_up_results.py", 2),
+    program("gradients in another order on each rank", "orders_of_gradients.py", 2),
+    program("shards without elements", "shards_without_elements.py", 4),
     program("cell of the verifier", "cell.py", 2, "{folder}/cell.jsonl", *_OVERLAPS.split()),
     program("cell of the verifier, dropout", "cell.py", 2, "{folder}/cell.jsonl", "--attention-dropout", "0.1"),
     program("measures of a device", "measures.py"),
@@ -351,6 +359,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     program("inference", "inference.py", 1, "{folder}/inference.jsonl", "1", "1"),
     program("inference, stages", "inference.py", 2, "{folder}/inference.jsonl", "2", "1"),
     program("inference, tensor parallel", "inference.py", 2, "{folder}/inference.jsonl", "1", "2"),
+    program("inference, tensor parallel stages", "inference.py", 4, "{folder}/inference.jsonl", "2", "2", "apart"),
     training("Triton: GELU and dropout", f"{_SHORT} --bf16 --hidden-dropout 0.1", triton=True),
     training("Triton: rotary positions and SwiGLU", f"{_SHORT} --bf16 {_ROPE}", triton=True),
     training("Triton: rotary positions of normalized heads", f"{_SHORT} --bf16 {_ROPE} --qk-layernorm", triton=True),
@@ -380,7 +389,11 @@ _GRAPHED = (
         f"{_GRAPHS} {_STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --delay-wgrad-compute --bf16",
         2,
     ),
-    training("graphs, zero-bubble pipeline", f"{_GRAPHS} {_STAGES} --num-layers 4 --pipeline-schedule zero-bubble", 2),
+    training(
+        "graphs, zero-bubble pipeline",
+        f"{_GRAPHS} {_STAGES} --num-layers 4 --pipeline-schedule zero-bubble {_OVERLAPS} --global-batch-size 8",
+        4,
+    ),
     training("graphs, distributed optimizer", f"{_GRAPHS} {_OVERLAPS} --num-layers 3", 2),
     training("graphs, attention dropout", f"{_GRAPHS} {_DROPOUT} --bf16"),
     training("graphs, tensor parallel", f"{_GRAPHS} {_TENSOR} --sequence-parallel --bf16", 2),
@@ -428,7 +441,10 @@ _IN_FP8 = (
 )
 _BY_TRITON = (
     prepared(
-        "Triton: small parts, GELU and dropout", "small-programs", f"{_SHORT} --bf16 --hidden-dropout 0.1", triton=True
+        "Triton: small parts, GELU and dropout",
+        "small-programs",
+        f"{_SHORT} --bf16 --hidden-dropout 0.1 --hidden-size 24 --num-attention-heads 3 --apply-layernorm-1p",
+        triton=True,
     ),
     prepared(
         "Triton: small parts, norms of queries and keys",
@@ -452,7 +468,13 @@ _BY_TRITON = (
     ),
     prepared("Triton: float64", "float64", f"{_SHORT} --hidden-dropout 0.1 --train-iters 2", triton=True),
     prepared("Triton: float64, rotary positions", "float64", f"{_SHORT} {_ROPE} --train-iters 2", triton=True),
-    prepared("float64", "float64", f"{_ROPE} {_OVERLAPS}", 2),
+    prepared(
+        "float64",
+        "float64",
+        f"{_ROPE} {_OVERLAPS} --overlap-param-gather-with-optimizer-step {_STAGES} --num-layers 4 "
+        "--num-layers-per-virtual-pipeline-stage 1",
+        4,
+    ),
     training("Triton: experts", f"{_SHORT} {_EXPERTS} --num-layers 1 --bf16 --moe-grouped-gemm", triton=True),
     training("Triton: activations recomputed", f"{_SHORT} {_ROPE} --bf16 --recompute-activations", triton=True),
 )
@@ -472,6 +494,7 @@ _ATTENTION = (
     training("attention sinks, dropout", f"--softmax-type learnable {_ROPE} --bf16 --attention-dropout 0.1"),
     training("attention sinks in a window, bf16", f"--softmax-type learnable {_ROPE} --bf16 {_WINDOWS}"),
     training("ring of keys, overlapped, bf16", f"{_CONTEXT} --cp-comm-type p2p --bf16 {_OVERLAPS}", 2),
+    training("ring of keys, documents, bf16", f"{_CONTEXT} --cp-comm-type p2p --bf16 --reset-attention-mask", 2),
     training("ring of keys, sinks", f"{_CONTEXT} --cp-comm-type p2p --softmax-type learnable --bf16", 2),
     training(
         "ring of keys, documents and dropout", f"{_CONTEXT} --cp-comm-type p2p --reset-attention-mask {_DROPOUT}", 2
@@ -487,7 +510,8 @@ _ATTENTION = (
     prepared("ring of keys by cuDNN", "cudnn", f"{_CONTEXT} --cp-comm-type p2p --bf16", 2),
     prepared("attention by cuDNN", "cudnn", f"{_ROPE} --bf16"),
     prepared("ring of keys, small blocks", "small", f"{_CONTEXT} --cp-comm-type p2p --hidden-dropout 0.1", 2),
-    prepared("flash-attn", "flash-attn", f"{_GROUPED} --bf16 --use-flash-attn --attention-dropout 0.1"),
+    prepared("flash-attn", "flash-attn", f"{_GROUPED} --bf16 --use-flash-attn --attention-dropout 0.1 {_WINDOWS}"),
+    prepared("flash-attn, documents", "flash-attn", f"{_ROPE} --bf16 --use-flash-attn --reset-attention-mask"),
     prepared("flash-attn, same bits", "flash-attn", f"{_ROPE} --bf16 --use-flash-attn --deterministic-mode"),
     prepared(
         "transformer-engine",
@@ -550,7 +574,11 @@ _MODELS = (
         "lora of experts", f"{_EXPERTS} {_SENT} --lora-rank 3 --lora-target-modules linear_fc1 linear_fc2 --bf16", 2
     ),
     training("tensor parallel, dropout", f"{_TENSOR} --sequence-parallel {_DROPOUT} --bf16 {_OVERLAPS}", 4),
-    training("tensor and context parallel", f"{_CONTEXT} --cp-comm-type p2p {_TENSOR} --sequence-parallel --bf16", 4),
+    training(
+        "tensor and context parallel",
+        f"{_CONTEXT} --cp-comm-type p2p {_TENSOR} --sequence-parallel --bf16 --hidden-size 48",
+        4,
+    ),
     training("tensor parallel stages", f"{_STAGES} {_TENSOR} --sequence-parallel --bf16", 4),
     training(
         "stages and replicas", f"{_STAGES} {_OVERLAPS} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 4
@@ -585,7 +613,8 @@ _OF_EXPERTS = (
     ),
     training(
         "experts, losses, stages",
-        f"{_EXPERTS} {_STAGES} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss --num-layers 4",
+        f"{_EXPERTS} {_STAGES} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss --num-layers 4 "
+        "--moe-layer-freq [0]*2+[1]*2",
         2,
     ),
     training(
@@ -612,7 +641,23 @@ _OF_EXPERTS = (
         f"{_EXPERTS} {_TENSOR} --sequence-parallel --moe-token-dispatcher-type allgather --bf16",
         2,
     ),
-    training("experts on a B200", f"{_EXPERTS} --bf16 --moe-grouped-gemm", gpu="b200"),
+    training(
+        "experts on a B200",
+        f"{_EXPERTS} --bf16 --moe-grouped-gemm --num-experts 16 --moe-router-topk 1 --moe-router-pre-softmax",
+        gpu="b200",
+    ),
+    training(
+        "experts of more ranks than tokens",
+        f"{_EXPERTS} --bf16 --moe-grouped-gemm --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall "
+        "--moe-router-topk 1 --moe-router-pre-softmax --seq-length 2 --overlap-grad-reduce",
+        4,
+    ),
+    training(
+        "ranks without tokens",
+        f"{_EXPERTS} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 1 --seq-length 5 "
+        "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss",
+        4,
+    ),
     training("experts on an A100", f"{_EXPERTS} --bf16 --moe-grouped-gemm {_SENT}", 2, gpu="a100"),
 )
 _UPDATES = (

@@ -109,7 +109,8 @@ def _rank_main(request: Mapping[str, Any], rank: int, port: int, observation: Ob
     if request["memory"]:
         os.environ[MEMORY_VARIABLE] = str(request["memory"][rank])
     if size > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+        local_rank = request["local_ranks"][rank]
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.chdir(folder)
     observation.begin(request["removed"])

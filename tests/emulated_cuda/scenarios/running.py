@@ -34,7 +34,8 @@ class Launch:
     """One start of a program on some ranks. ``{folder}`` in an argument is the folder of the run.
 
     A program is a path relative to the repository. ``statuses`` are the exit statuses of its ranks. ``memory`` has the
-    bytes of each rank's device, where they are not those of the GPU type.
+    bytes of each rank's device, where they are not those of the GPU type. ``local_ranks`` are those of the ranks, where
+    they are not the ranks.
     """
 
     arguments: tuple[str, ...]
@@ -43,6 +44,7 @@ class Launch:
     statuses: tuple[int, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     memory: tuple[int, ...] = ()
+    local_ranks: tuple[int, ...] = ()
 
     @property
     def expected(self) -> list[int]:
@@ -154,6 +156,7 @@ class RankServer:
                     "may_fail": any(launch.expected),
                     "variables": dict(launch.variables),
                     "memory": list(launch.memory),
+                    "local_ranks": list(launch.local_ranks or range(launch.ranks)),
                 }
                 found = self.ask(request)
                 seconds += found["seconds"]

@@ -14,10 +14,25 @@ import torch.distributed as dist
 
 from megatron.core.device import select_device
 from megatron.core.flight.recorder import FlightRecorder, GivenUpError
+from megatron.training.process.restart import broken_links
 from megatron.training.process.restart.broken_links import GroupLinks, leave_groups
 
 PATIENCE = timedelta(seconds=60)
 WHILE_IT_WAITS_S = 0.3
+
+
+told: list[bool] = []
+
+
+def note_order(links: GroupLinks) -> None:
+    """Note whether the flight recorder was told when the communicators are aborted."""
+    abort = broken_links.abort_communicators
+
+    def note_and_abort() -> None:
+        told.append(links.are_given_up)
+        abort()
+
+    broken_links.abort_communicators = note_and_abort
 
 
 def main(over: Path) -> None:
@@ -26,16 +41,20 @@ def main(over: Path) -> None:
     device.make_current()
     links, flight = GroupLinks(), FlightRecorder()
     dist.init_process_group(device.default_backend, device_id=device.torch_device, timeout=PATIENCE)
+    # Every group is given up, not the default one alone.
+    group = dist.new_group([0, 1], timeout=PATIENCE)
     values = torch.ones(8, device=device.torch_device)
     dist.all_reduce(values)
-    assert values.eq(2.0).all()
+    dist.all_reduce(values, group=group)
+    assert values.eq(4.0).all()
     links.are_made(flight)
+    note_order(links)
     if dist.get_rank() == 0:
         threading.Timer(WHILE_IT_WAITS_S, links.shut_down).start()
         begun = time.monotonic()
         # The other rank does not take part.
         with contextlib.suppress(RuntimeError):
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=group)
         assert time.monotonic() - begun < PATIENCE.total_seconds() / 2
         over.touch()
     else:
@@ -43,6 +62,7 @@ def main(over: Path) -> None:
             time.sleep(0.01)
         links.shut_down()
     assert links.are_given_up
+    assert told == [True], "communicators are aborted before the flight recorder is told"
     try:
         flight.ensure_not_given_up()
     except GivenUpError:

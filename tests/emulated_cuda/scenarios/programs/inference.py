@@ -20,6 +20,7 @@ from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.request import GenerationCancelled, GenerationRequest, TokenPairs
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.scored_batch import ScoredRow
+from megatron.core.inference.staged_model import StagedModel
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ParallelSizes
@@ -150,11 +151,29 @@ def continuous_results(engine: InferenceEngine, request: GenerationRequest) -> I
     continuous.reset()
 
 
+def let_ranks_choose_apart() -> None:
+    """Let tensor-parallel ranks after the first choose other tokens, as a GPU's rounding may let them."""
+    share = StagedModel.share
+
+    def choose_apart_and_share(self: StagedModel, values: torch.Tensor, logits: torch.Tensor | None) -> None:
+        if logits is not None and self.state.tp.rank > 0:
+            values.add_(1)
+        share(self, values, logits)
+
+    StagedModel.share = choose_apart_and_share  # type: ignore[method-assign]
+
+
 def main(path: str, pp: str, tp: str, kind: str = "") -> None:
     """Write the results of rank 0 to a file."""
     torch.manual_seed(1)
-    windows = {"window_size": "4,0", "window_attn_skip_freq": "2", "position_embedding_type": "rope"}
-    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **(windows if kind == "windows" else {}))
+    if kind == "apart":
+        let_ranks_choose_apart()
+    fields: dict[str, dict[str, Any]] = {
+        "windows": {"window_size": "4,0", "window_attn_skip_freq": "2", "position_embedding_type": "rope"},
+        # Tokens of the vocabulary lie on every rank.
+        "apart": {"make_vocab_size_divisible_by": 32},
+    }
+    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **fields.get(kind, {}))
     with torch.no_grad():
         found = list(results(engine))
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -351,6 +351,8 @@ def test_what_flash_kernels_on_cuda_cannot_compute_is_written_out(monkeypatch: p
         ((8, 0), 256, True),
         ((8, 6), 192, True),
         ((8, 6), 256, False),
+        ((8, 9), 192, True),
+        ((8, 9), 256, False),
         ((7, 5), 64, False),
     ],
 )

@@ -1,0 +1,48 @@
+"""Complete gradients in another order on each rank: buckets are reduced in one order nevertheless."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.device import select_device
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.main_grad import main_grad_of
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.parallel_state import create_parallel_state
+from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+
+LENGTHS = (256, 512, 1024)
+
+
+def main() -> None:
+    """Run on the ranks of the environment."""
+    device = select_device(int(os.environ["LOCAL_RANK"]))
+    device.make_current()
+    dist.init_process_group(device.default_backend, device_id=device.torch_device)
+    state = create_parallel_state(ParallelSizes(), timedelta(seconds=60))
+    model = nn.Module()
+    for length in LENGTHS:
+        parameter = nn.Parameter(torch.ones(length, device=device.torch_device))
+        attach_spec(parameter, ParamSpec(f"of_{length}", (length,), full_pieces((length,))))
+        model.register_parameter(f"of_{length}", parameter)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1)
+    ddp = DistributedDataParallel(model, config, state)
+    assert len(ddp.grad_buffers[0].buckets) == len(LENGTHS)
+    parameters = list(ddp.parameters())
+    for parameter in parameters if dist.get_rank() else reversed(parameters):
+        main_grad = main_grad_of(parameter)
+        assert main_grad is not None
+        main_grad.add(torch.ones_like(parameter))
+    ddp.finish_grad_sync()
+    assert all(buffer.grad_data.max().item() == 1.0 for buffer in ddp.grad_buffers), "no mean of the ranks"
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
