@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,12 +64,21 @@ class Record:
             names = json.loads(path.with_suffix(".tests").read_text())
             record.order |= {name: number for number, name in enumerate(names)}
             hits = path.read_bytes()[8:]
-            for number, test in enumerate(names):
-                for place in range(num_mutants) if test and not test.startswith(LEFT_OUT) else ():
+            of_file: dict[str, list[str]] = defaultdict(list)
+            for test in names:
+                if "::" in test:
+                    of_file[test.partition("::")[0]].append(test)
+            for number, name in enumerate(names):
+                for place in range(num_mutants) if name and not name.startswith(LEFT_OUT) else ():
                     if hits[number * num_mutants + place]:
-                        record.tests[place].add(test)
-                        record.places[test] += 1
+                        record.add(place, [name] if "::" in name else of_file[name])
         return record
+
+    def add(self, place: int, tests: Iterable[str]) -> None:
+        """Note that tests execute a mutant's place."""
+        for test in set(tests) - self.tests[place]:
+            self.tests[place].add(test)
+            self.places[test] += 1
 
     def tests_of(self, place: int) -> list[str]:
         """Return the tests that execute a mutant's place, file by file.
