@@ -27,6 +27,8 @@ _VARYING = ("second", "time", "tflops", "mfu", "stragglers", "started", "commit"
 """Parts of the names of metrics that no two runs of a program have alike."""
 _ERROR_CHARACTERS = 400
 TIMED_OUT = "the run did not end"
+MEMORY = "memory_mib is "
+"""The beginning of a difference in memory alone."""
 
 
 @dataclass(frozen=True)
