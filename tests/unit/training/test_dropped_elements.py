@@ -1,4 +1,4 @@
-"""What dropout drops in a run follows from the seed, the iteration and the sample, and stays from version to version."""
+"""What dropout drops follows from the seed, the iteration and the sample, and stays from version to version."""
 
 from __future__ import annotations
 
