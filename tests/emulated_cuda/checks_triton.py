@@ -77,6 +77,20 @@ def test_a_race_between_the_instances_of_a_program() -> None:
         add_up[(triton.cdiv(LENGTH, BLOCK),)](x, total, LENGTH, ATOMIC=False, BLOCK=BLOCK)
 
 
+@triton.jit
+def copy_first(source, target, num_stored, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + place, tl.load(source + place), mask=place < num_stored)
+
+
+def test_a_launch_that_loads_and_stores_nothing() -> None:
+    x, y = torch.ones(BLOCK, device="cuda"), torch.zeros(BLOCK, device="cuda")
+    copy_first[(1,)](x, y, 0, BLOCK=BLOCK)
+    assert not y.any()
+    copy_first[(1,)](x, y, 3, BLOCK=BLOCK)
+    assert y.sum().item() == 3
+
+
 def test_a_race_of_a_program_with_another_stream() -> None:
     x = torch.ones(LENGTH, device="cuda")
     side = torch.cuda.Stream()

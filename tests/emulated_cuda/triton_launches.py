@@ -17,7 +17,7 @@ from tests.emulated_cuda.activation import load_bindings
 
 @dataclasses.dataclass(frozen=True)
 class _Access:
-    """Hold the addresses that one instance of a program loads or stores at once, and the bytes at each."""
+    """The addresses that one instance of a program accesses in one operation, and the size of an item in bytes."""
 
     addresses: np.ndarray[Any, Any]
     item_size: int
@@ -57,6 +57,8 @@ class _Accesses:
         if not self._stores:
             return None
         stored, by = _with_instances(self._stores)
+        if not len(stored):
+            return None
         order = np.argsort(stored, kind="stable")
         stored, by = stored[order], by[order]
         twice = np.flatnonzero((stored[1:] == stored[:-1]) & (by[1:] != by[:-1]))
@@ -216,7 +218,7 @@ def _keep_descriptions(core: Any) -> None:
 
 
 def _identity(kind: Any) -> Any:
-    """Return what tells scalar and pointer types apart."""
+    """Return a key that identifies a scalar or a pointer type."""
     return (kind.name, kind.address_space, kind.const) if kind.is_ptr() else kind.name
 
 

@@ -1,6 +1,7 @@
 """A pytest plugin that says which test runs, for the probes in all processes that the test starts.
 
-What a fixture executes that tests share is noted under the name of the file.
+Code that a shared fixture executes is noted under the file of the first test that uses the fixture; of a session's
+fixtures the other files miss it.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ FURTHER_TESTS = (
     "tests/unit/core/kernels/test_attention_block.py",
     "tests/unit/core/kernels/test_triton_offsets.py",
 )
-"""Tests besides the scenarios: those on emulated devices, and those of rules that depend on the GPU type."""
+"""Tests besides the scenarios: those on emulated devices, and of devices, attention blocks and 64-bit offsets."""
 _RECORDED = "recorded.jsonl"
 _REPETITIONS = 2
-"""A fault that shows itself by a time limit or by memory alone must do so once more as often."""
+"""How often a scenario is repeated that timed out or differed in memory: it must differ each time."""
 
 
 def record_all(folder: Path, scenarios: Sequence[Scenario], jobs: int) -> Recording:
@@ -79,7 +79,7 @@ def run_until_found(names: Sequence[str], recorded: Path) -> tuple[str, str] | N
             try:
                 shown = difference(servers.of(scenario).run(scenario), expected[name])
                 for _ in range(_REPETITIONS):
-                    # The machine may have been busy, or memory was asked for before another rank had ended.
+                    # The host may have been busy, or memory was read before the work of another rank had ended.
                     if shown == TIMED_OUT or shown.startswith(MEMORY):
                         shown = difference(servers.of(scenario).run(scenario), expected[name])
             except RuntimeError as error:

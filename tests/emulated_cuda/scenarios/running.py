@@ -28,7 +28,7 @@ _VARYING = ("second", "time", "tflops", "mfu", "stragglers", "started", "commit"
 _ERROR_CHARACTERS = 400
 TIMED_OUT = "the run did not end"
 MEMORY = "memory_mib is "
-"""The beginning of a difference in memory alone."""
+"""The beginning of a difference whose first changed metric is memory."""
 
 
 @dataclass(frozen=True)

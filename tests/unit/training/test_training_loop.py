@@ -1,4 +1,4 @@
-"""What the training loop does after which iteration: with steps that are made up, and parts that note their calls."""
+"""At which iterations the training loop logs, saves, evaluates and exits, with simulated steps."""
 
 from __future__ import annotations
 
@@ -460,10 +460,10 @@ def test_replicas_are_compared_at_intervals(
 
 def test_times_are_logged_over_the_interval(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = make("--train-iters", "2", "--log-interval", "2", "--timing-log-level", "1", "--log-timers-to-tensorboard")
-    seconds = iter((0.0, 0.001))
-    timers = Timers(1, clock=lambda: next(seconds))
+    now = 0.0
+    timers = Timers(1, clock=lambda: now)
     with timers("optimizer", log_level=1):
-        pass
+        now = 0.001
     monkeypatch.setattr(timers, "gather", lambda *rest, gather=timers.gather, **named: [*gather(*rest, **named), {}])
     loop.train(timers=timers)
     assert loop.of("metrics.scalars") == [({"optimizer-time": 0.0005}, 2)]
@@ -594,7 +594,7 @@ def test_an_evaluation_is_reported_set_by_set(make: Make, monkeypatch: pytest.Mo
     assert told == ([f"Evaluating {line}" for line in expected] if is_verbose else [])
 
 
-def test_only_the_reporting_rank_prints(make: Make) -> None:
+def test_ranks_that_do_not_report_print_their_memory_only(make: Make) -> None:
     loop = make("--train-iters", "1", "--log-interval", "1")
     loop.run.runtime.is_reporter = False  # type: ignore[misc]
     loop.train()

@@ -35,12 +35,17 @@ def main() -> None:
     ddp = DistributedDataParallel(model, config, state)
     assert len(ddp.grad_buffers[0].buckets) == len(LENGTHS)
     parameters = list(ddp.parameters())
-    for parameter in parameters if dist.get_rank() else reversed(parameters):
+    numbered = list(enumerate(parameters, 1))
+    for number, parameter in numbered if dist.get_rank() else reversed(numbered):
         main_grad = main_grad_of(parameter)
         assert main_grad is not None
-        main_grad.add(torch.ones_like(parameter))
+        main_grad.add(torch.full_like(parameter, number * (dist.get_rank() + 1)))
     ddp.finish_grad_sync()
-    assert all(buffer.grad_data.max().item() == 1.0 for buffer in ddp.grad_buffers), "no mean of the ranks"
+    mean_factor = (dist.get_world_size() + 1) / 2
+    for number, parameter in numbered:
+        main_grad = main_grad_of(parameter)
+        assert main_grad is not None
+        assert main_grad.tensor.eq(number * mean_factor).all(), "a gradient is not the mean of those of the ranks"
     dist.destroy_process_group()
 
 

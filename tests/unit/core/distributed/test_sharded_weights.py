@@ -1,4 +1,4 @@
-"""When sharded weights are in memory, over one rank: what is on its way is here at once."""
+"""When the weights of FSDP are gathered and freed, on one rank, where gathers complete at once."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_without_gradients_weights_go_when_their_part_has_run() -> None:
     for value in values:
         expected = expected @ value.t()
     with torch.no_grad():
-        assert torch.equal(chunk(x), expected)
+        torch.testing.assert_close(chunk(x), expected)
     assert chunk.seen == [["first", "layer0", "rest"], ["layer0", "layer1", "rest"], ["layer1", "rest"], ["rest"]]
     assert chunk.in_memory() == []
 
@@ -131,7 +131,7 @@ def test_another_chunk_of_the_same_parameters_has_them_too() -> None:
     x = torch.randn(2, 3)
     with torch.no_grad():
         found = other(x)
-    assert torch.equal(found, x @ values[0].t() @ values[1].t() @ values[2].t() @ values[3].t())
+    torch.testing.assert_close(found, x @ values[0].t() @ values[1].t() @ values[2].t() @ values[3].t())
     assert other.seen[0] == ["first", "layer0", "rest"]
     assert chunk.in_memory() == []
 

@@ -30,6 +30,8 @@ from megatron.core.files.ranged_file import open_ranged, read_range
 from megatron.core.files.uploaded_file import UploadedFile
 from tests.harness.object_faults import MEMORY, Unreachable, empty_memory_store
 
+DELAYS_S = object_store._DELAYS_S
+
 
 @pytest.fixture(autouse=True)
 def _memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -374,7 +376,7 @@ def test_copies_are_kept_in_a_folder_of_the_user(tmp_path: Path, monkeypatch) ->
 
 
 def test_attempts_are_repeated_for_15_seconds_not_all_at_the_same_moment(monkeypatch) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr(object_store, "_DELAYS_S", DELAYS_S)
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
 

@@ -110,7 +110,8 @@ def test_a_state_goes_back_to_its_snapshot() -> None:
     kept = [each.clone() for each in before]
     state.update(WORLD, 2)
     state.restore(before)
-    assert all(map(torch.equal, (state.amax, state.scale, state.expected, state.history), kept))
+    for restored, value in zip((state.amax, state.scale, state.expected, state.history), kept, strict=True):
+        assert torch.equal(restored, value)
 
 
 OTHER_AMAX = 48.0

@@ -120,6 +120,7 @@ def test_who_watches_learns_of_every_byte(prefix: Path) -> None:
 
 def test_checksums_are_on_the_disk_before_they_get_their_name(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_disk: dict[int, int] = {}
+    replaced: list[Path] = []
     real_replace = os.replace
 
     def fsync(descriptor: int) -> None:
@@ -128,11 +129,13 @@ def test_checksums_are_on_the_disk_before_they_get_their_name(prefix: Path, monk
 
     def replace(source: Path, target: Path) -> None:
         assert on_disk[os.stat(source).st_ino] == os.stat(source).st_size > 0
+        replaced.append(target)
         real_replace(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
     dataset_checksums.write_checksums(prefix)
+    assert len(replaced) == 1
 
 
 def test_nothing_is_left_of_checksums_that_cannot_be_written(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a layout hold of each parameter covers the model, and copies are numbered."""
+"""The shards of all ranks cover each parameter, and replicas are numbered."""
 
 from __future__ import annotations
 
