@@ -160,6 +160,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     training("documents", "--bf16 --reset-attention-mask --reset-position-ids --eod-mask-loss"),
     training("precision-aware optimizer", f"--bf16 --use-precision-aware-optimizer {_OVERLAPS}", 2),
     training("average of weights", f"--ema-decay 0.9 {_OVERLAPS} --eval-iters 1 --eval-interval 2", 2),
+    training(
+        "average of weights, optimizer offload",
+        "--ema-decay 0.9 --use-distributed-optimizer --optimizer-cpu-offload --eval-iters 1 --eval-interval 2",
+        2,
+    ),
     training("norms of layers", f"--log-layer-norms 1 --log-max-attention-logit {_OVERLAPS}", 2),
     training("empty cache", "--empty-unused-memory-level 2 --log-memory-interval 1 --log-device-memory-used"),
     training("hang watchdog", "--hang-report-seconds 60", 2),
