@@ -31,6 +31,12 @@ def examine(device: Device) -> None:
     assert not device.has_work_left()
     assert device.has_peers()
     assert compute_capability(device.torch_device)
+    drawn = []
+    for seed in (11, 12, 11):
+        device.seed_default_generator(seed)
+        drawn.append(torch.rand(4, device=device.torch_device))
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
     state = device.get_rng_state()
     with seeded_generator(device.torch_device, 5):
         first = torch.rand(2, device=device.torch_device)
