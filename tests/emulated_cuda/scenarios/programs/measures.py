@@ -38,6 +38,9 @@ def examine(device: Device) -> None:
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])
     state = device.get_rng_state()
+    first = torch.rand(4, device=device.torch_device)
+    device.set_rng_state(state)
+    assert torch.equal(first, torch.rand(4, device=device.torch_device))
     with seeded_generator(device.torch_device, 5):
         first = torch.rand(2, device=device.torch_device)
     device.set_rng_state(state)
