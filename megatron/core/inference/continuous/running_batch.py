@@ -84,16 +84,14 @@ class RunningBatch:
         logits = self._forward(rows, self.num_running, counts, all_positions=scored)
         if scored:
             self._score_prompts(rows, starts, counts, logits)
-        # Only the first row may be shown in part, and then alone: the rows seen whole follow those that run.
-        whole = [number for number, row in enumerate(rows) if not row.num_unseen]
-        self.num_running += len(whole)
-        if not whole:
+        # Only the first row may be shown in part, and then alone.
+        if rows[0].num_unseen:
             return
-        rows = [rows[number] for number in whole]
+        self.num_running += len(rows)
         for row in rows:
             news.append((row.job, PromptSeen(row.prompt, tuple(row.values))))
         if logits is not None:
-            logits = logits[-1:, whole]
+            logits = logits[-1:]
         last = [row for row in rows if row.request.max_new_tokens == 0]
         for row in last:
             news.append((row.job, PromptEnded(row.prompt, "length")))
