@@ -61,7 +61,7 @@ SUBJECTS = {
 """Where the messages of each section of the page come from; the longest path that fits decides."""
 
 _ANOTHER = "what a checkpoint holds is shown by `megatron inspect FOLDER`; load an intact one, or save it anew"
-_NOTE = "a note, and the run goes on: leave the flag out, or give what it needs; [its meaning](arguments.md)"
+_NOTE = "a note, and the run continues: omit the flag, or set what it requires; [its meaning](arguments.md)"
 ADVICE = {
     "megatron/": "change what is named; `megatron COMMAND --help` says what a command takes",
     "pretrain_gpt.py": "change what is named; `--help` says what the flags take",

@@ -25,7 +25,7 @@ def stream_seed(seed: int, stream: str, coordinates: tuple[int, ...]) -> int:
 
 
 class RngStreams:
-    """Seed torch's own generator, save it, and have it go on; ``place`` is this rank's in the grid of ranks.
+    """Seed, save and restore torch's default generator; ``place`` has the rank coordinates.
 
     Without a ``seed`` the generator stays as it is, for a model that is only described.
     """

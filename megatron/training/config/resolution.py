@@ -307,7 +307,7 @@ def _resolve_graphs(config: RunConfig, notes: list[str]) -> RunConfig:
     steps, is_delayed = config.training.cuda_graph_warmup_steps, config.model.fp8_recipe == "delayed"
     if config.training.cuda_graph_impl != "local" or config.model.fp8_format is None or not is_delayed or steps >= 2:
         return config
-    notes.append(f"--cuda-graph-warmup-steps {steps} is raised to 2: --fp8-recipe delayed needs two steps")
+    notes.append(f"--cuda-graph-warmup-steps {steps} is too small for --fp8-recipe delayed: the run uses 2")
     return dataclasses.replace(config, training=dataclasses.replace(config.training, cuda_graph_warmup_steps=2))
 
 

@@ -7,7 +7,7 @@ import pytest
 from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
-RAISED = "--cuda-graph-warmup-steps 1 is raised to 2: --fp8-recipe delayed needs two steps"
+RAISED = "--cuda-graph-warmup-steps 1 is too small for --fp8-recipe delayed: the run uses 2"
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,9 @@ class ChatTemplate:
 
     def _refuse_changed_beginning(self, number: int) -> NoReturn:
         raise DataError(
-            f"{self.name} writes the conversation up to message {number + 1} differently once it goes on, so that the "
-            "answers cannot be found; mark them in the template with {% generation %} … {% endgeneration %}, or give "
-            "conversations with one answer"
+            f"{self.name} renders the conversation up to message {number + 1} differently if messages follow, so that "
+            "the answers cannot be found; mark them in the template with {% generation %} … {% endgeneration %}, or "
+            "give conversations with one answer"
         )
 
     def _fill(

@@ -129,9 +129,9 @@ def test_a_line_that_is_no_conversation_is_refused(line: str, problem: str) -> N
         ("{{ 10 ** (10 ** 9) }}", "a power of 1000000000 is too large"),
         (
             "{% if add_generation_prompt %}X{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
-            "up to message 3 differently once it goes on",
+            "up to message 3 differently if messages follow",
         ),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "differently once it goes on"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "differently if messages follow"),
     ],
 )
 def test_a_template_that_fails_names_its_line(template: str, problem: str) -> None:

@@ -435,7 +435,7 @@ def test_the_largest_seed_is_followed_by_0(texts: tuple[str, ...], tmp_path: Pat
     assert [segment.seed for segment in run.history.data_sets[0].segments] == [2**32 - 1, 0]
 
 
-def test_samples_before_and_after_a_phase_are_refused(texts: tuple[str, ...], tmp_path: Path) -> None:
+def test_samples_before_and_after_a_phase_are_rejected(texts: tuple[str, ...], tmp_path: Path) -> None:
     run = Run(tmp_path).train(Blend(texts[:1]), 40)
     changed = run.build(Blend(texts[:2], (1.0, 1.0)), 60).train
     assert isinstance(changed, LaterPhase)

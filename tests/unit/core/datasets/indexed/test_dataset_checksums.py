@@ -106,7 +106,7 @@ def test_data_in_parts_has_the_blocks_of_its_parts(monkeypatch: pytest.MonkeyPat
     assert checksum_blocks(b"123456789") == [Block(9, 0xCBF43926)]
 
 
-def test_who_watches_learns_of_every_byte(prefix: Path) -> None:
+def test_progress_counts_every_byte(prefix: Path) -> None:
     whole = 300 + Path(f"{prefix}.idx").stat().st_size
     for do in (
         lambda read: list(verify_checksums(prefix, read)),

@@ -293,7 +293,7 @@ def test_shuffles_of_64_bit_numbers_are_numpys(compiled: IndexBuilder, monkeypat
 
 
 @pytest.mark.parametrize("num_data_sets", [0, 32768])
-def test_a_blend_of_more_data_sets_than_can_be_numbered_is_refused(num_data_sets: int, compiled: IndexBuilder) -> None:
+def test_a_blend_of_more_data_sets_than_can_be_numbered_is_rejected(num_data_sets: int, compiled: IndexBuilder) -> None:
     for builder in (compiled, numpy_builder):
         with pytest.raises(DataError, match=f"a blend of {num_data_sets} data sets cannot be indexed"):
             builder.exhaustive_blending_indices(np.ones(num_data_sets, np.int64))

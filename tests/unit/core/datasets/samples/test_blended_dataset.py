@@ -377,7 +377,7 @@ def test_further_validation_sets_are_checked_and_need_no_other_data(tmp_path: Pa
         BlendedDatasetBuilder(config, (5, 0, 0), print).check()
 
 
-def test_a_weight_of_a_data_set_without_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_weight_of_a_data_set_without_tokens_is_rejected(tmp_path: Path) -> None:
     blend = Blend((write_text(tmp_path / "text", 10, 41), write_text(tmp_path / "empty", 3, 0)), (1.0, 1.0))
     text = refusal(tmp_path, (10, 0, 0), blend=blend, split="1")
     assert f"have 0 tokens in {tmp_path / 'empty'};" in text

@@ -203,7 +203,7 @@ def test_a_thread_that_is_stuck_holds_nothing_up(monkeypatch: pytest.MonkeyPatch
     wait_until_gone()
 
 
-def test_results_that_nobody_takes_are_forgotten_when_it_is_closed() -> None:
+def test_unread_results_are_released_on_close() -> None:
     made: list[weakref.ref[set[int]]] = []
     all_made = threading.Event()
 
