@@ -21,6 +21,7 @@ def check_flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Te
         AssertionError: there is no query or no key, or the batches do not broadcast.
     """
     width, value_width = query.shape[-1], value.shape[-1]
+    # torch itself has no kernel for such heads, and raises this exception type.
     if min(width, value_width) < _NARROWEST_HEAD:
         raise NotImplementedError(
             "NYI: embedding dimension of the query, key, and value must be "

@@ -36,7 +36,8 @@ class StreamBase(torch._C.Stream):
 
     def __new__(cls, priority: int = 0, **known: int) -> StreamBase:
         if "stream_ptr" in known:
-            raise NotImplementedError("a stream of another library is not emulated")
+            # The project makes no torch.cuda.ExternalStream.
+            raise NotImplementedError("torch.cuda.ExternalStream is not emulated")
         if "stream_id" not in known:
             device = core.current_device()
             known = {"stream_id": core.new_stream(device, priority), "device_index": device}
@@ -71,7 +72,8 @@ class EventBase:
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> EventBase:
         if interprocess:
-            raise NotImplementedError("an event that processes share is not emulated")
+            # The project passes no event to another process.
+            raise NotImplementedError("torch.cuda.Event(interprocess=True) is not emulated")
         self = super().__new__(cls)
         self._event = core.Event(enable_timing)
         return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -153,27 +152,20 @@ class _NothingToRestore:
 
 
 def _make_interpreter_fast(interpreter: Any) -> None:
-    """Let the interpreter patch the language once, know the NumPy type of a type, and check no integers for overflow.
+    """Let the interpreter patch the language once per function, cache types, and not check integers for overflow.
 
     It patches the language anew at each launch and at each call of a function by a program, which looks through a
     thousand members of modules: most of the time of a small program. Only interpreted programs use the language here.
     """
     patch_language, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
-    seen: set[Any] = set()
-    patched: set[frozenset[int]] = set()
+    patched: set[Any] = set()
     numpy_types: dict[str, Any] = {}
 
     def patch_once(function: Any) -> _NothingToRestore:
-        if function not in seen:
-            visible = frozenset(id(value) for value in function.__globals__.values() if value in languages(value))
-            if visible not in patched:
-                patch_language(function)
-                patched.add(visible)
-            seen.add(function)
+        if function not in patched:
+            patch_language(function)
+            patched.add(function)
         return _NothingToRestore()
-
-    def languages(value: Any) -> tuple[Any, ...]:
-        return (interpreter.tl, interpreter.tl.core) if inspect.ismodule(value) else ()
 
     def known_numpy_type(kind: Any) -> Any:
         scalar = kind.scalar

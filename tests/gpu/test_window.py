@@ -109,7 +109,7 @@ def test_a_part_without_a_gpu_is_unavailable(tmp_path: Path) -> None:
     assert f"## {A.number}. {A.title}" not in text
 
 
-def test_parts_behind_the_end_of_the_window_are_not_run(tmp_path: Path) -> None:
+def test_parts_after_the_end_of_the_window_are_not_run(tmp_path: Path) -> None:
     found, ended = run(tmp_path, [WRITES, WRITES], 0.0, (A, B))
     assert [line["status"] for line in ended] == [findings.NOT_RUN, findings.NOT_RUN]
     assert found == []

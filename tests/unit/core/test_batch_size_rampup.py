@@ -94,6 +94,6 @@ def test_a_schedule_is_read_for_a_sequence_length_that_is_wrong_itself() -> None
         ("0:4 1K:0", "a batch size of 0"),
     ],
 )
-def test_a_schedule_that_does_not_rise_is_refused(text: str, problem: str) -> None:
+def test_a_schedule_that_does_not_increase_is_rejected(text: str, problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         read_batch_size_schedule(text, 1000)

@@ -211,7 +211,7 @@ def test_more_processes_than_devices_are_refused_on_every_rank(monkeypatch: pyte
         select_device(2)
 
 
-def test_a_machine_without_a_count_of_processes_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_of_unknown_number_of_processes_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (None, "0", "1"):
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         if count is not None:

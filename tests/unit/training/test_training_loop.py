@@ -496,7 +496,7 @@ def test_attention_logits_are_kept_in_the_iterations_that_are_logged(
     assert found == measured
 
 
-def test_without_a_reason_nobody_looks_at_gradients(make: Make) -> None:
+def test_gradients_are_not_observed_by_default(make: Make) -> None:
     loop = make("--train-iters", "1")
     loop.train()
     assert loop.observer is None

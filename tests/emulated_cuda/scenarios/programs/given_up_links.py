@@ -21,18 +21,16 @@ PATIENCE = timedelta(seconds=60)
 WHILE_IT_WAITS_S = 0.3
 
 
-told: list[bool] = []
+def record_aborts(links: GroupLinks) -> list[bool]:
+    """Return a list that gets, at each abort of the communicators, whether the flight recorder is given up by then."""
+    abort, given_up = broken_links.abort_communicators, list[bool]()
 
-
-def note_order(links: GroupLinks) -> None:
-    """Note whether the flight recorder was told when the communicators are aborted."""
-    abort = broken_links.abort_communicators
-
-    def note_and_abort() -> None:
-        told.append(links.are_given_up)
+    def record_and_abort() -> None:
+        given_up.append(links.are_given_up)
         abort()
 
-    broken_links.abort_communicators = note_and_abort
+    broken_links.abort_communicators = record_and_abort
+    return given_up
 
 
 def main(over: Path) -> None:
@@ -48,7 +46,7 @@ def main(over: Path) -> None:
     dist.all_reduce(values, group=group)
     assert values.eq(4.0).all()
     links.are_made(flight)
-    note_order(links)
+    given_up = record_aborts(links)
     if dist.get_rank() == 0:
         threading.Timer(WHILE_IT_WAITS_S, links.shut_down).start()
         begun = time.monotonic()
@@ -62,7 +60,7 @@ def main(over: Path) -> None:
             time.sleep(0.01)
         links.shut_down()
     assert links.are_given_up
-    assert told == [True], "communicators are aborted before the flight recorder is told"
+    assert given_up == [True], "communicators are aborted before the flight recorder is given up"
     try:
         flight.ensure_not_given_up()
     except GivenUpError:

@@ -33,12 +33,12 @@ ITERATION = {"iteration": 1}
 
 
 @contextlib.contextmanager
-def refused(is_given_up: bool) -> Iterator[None]:
-    """Require that what is inside raises `GivenUpError` if communication was given up."""
+def raises_if_given_up(is_given_up: bool) -> Iterator[None]:
+    """Require that the body raises `GivenUpError` exactly if communication was given up."""
     try:
         yield
     except GivenUpError:
-        assert is_given_up, "a result is refused although nothing was given up"
+        assert is_given_up, "GivenUpError is raised although communication was not given up"
     else:
         assert not is_given_up, "what was read after communication was given up counts as a result"
 
@@ -82,9 +82,9 @@ def main() -> None:
         if is_given_up:
             flight.give_up()
         for read in readers(device, state, flight):
-            with refused(is_given_up):
+            with raises_if_given_up(is_given_up):
                 read()
-        with refused(is_given_up):
+        with raises_if_given_up(is_given_up):
             copies.save(tensors, ITERATION)
         # The slots take turns.
         is_whole = CopyFile(folder / f"{state.rank}.{int(is_given_up)}").record() is not None

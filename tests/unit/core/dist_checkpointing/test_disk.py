@@ -234,7 +234,7 @@ def test_a_file_system_without_direct_writes_gets_ordinary_ones(
     assert path.read_bytes() == b"abc"
 
 
-def test_how_much_is_free_is_left_out_where_nobody_knows(tmp_path: Path) -> None:
+def test_free_space_is_omitted_if_it_is_unknown(tmp_path: Path) -> None:
     path = tmp_path / "absent" / "f"
     assert str(write_error(path, OSError(errno.EIO, "broken"), 5)) == (
         f"cannot write {path}: broken; 5 bytes are needed for it"

@@ -266,6 +266,6 @@ def test_each_strictness_says_what_is_allowed_and_listed() -> None:
         (Strictness(allows_missing=True, allows_unexpected=True), ["c differs"]),
     ],
 )
-def test_what_differs_is_refused_at_any_strictness(strictness: Strictness, problems: list[str]) -> None:
+def test_a_difference_is_rejected_at_any_strictness(strictness: Strictness, problems: list[str]) -> None:
     assert Misfits(("a",), ("b",), ("c differs",)).problems(strictness) == problems
     assert Misfits((), (), ()).problems(strictness) == []

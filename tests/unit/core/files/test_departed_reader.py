@@ -7,11 +7,11 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from megatron.core.files.departed_reader import STATUS, has_lost_reader, reader_may_leave
+from tests.harness.recorded_calls import record_opened
 
 
 @contextlib.contextmanager
@@ -22,21 +22,8 @@ def output_to_a_pipe() -> Iterator[int]:
         yield reader
 
 
-def note_opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list of the descriptors that `os.open` returns from now on."""
-    opened: list[int] = []
-    real = os.open
-
-    def note(*arguments: Any) -> int:
-        opened.append(real(*arguments))
-        return opened[-1]
-
-    monkeypatch.setattr(os, "open", note)
-    return opened
-
-
 def test_a_program_ends_without_a_word_when_the_reader_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = note_opened(monkeypatch)
+    opened = record_opened(monkeypatch)
     with output_to_a_pipe() as reader:
         assert not has_lost_reader()
         os.close(reader)

@@ -29,6 +29,7 @@ from megatron.core.files.plain_file import read_plain_file
 from megatron.core.files.ranged_file import open_ranged, read_range
 from megatron.core.files.uploaded_file import UploadedFile
 from tests.harness.object_faults import MEMORY, Unreachable, empty_memory_store
+from tests.harness.recorded_calls import record_object_reads
 
 DELAYS_S = object_store._DELAYS_S
 
@@ -500,7 +501,7 @@ def test_nothing_is_left_of_a_copy_that_failed(tmp_path: Path, monkeypatch) -> N
     ("version", "is_old"),
     [("2025.2", False), ("2025.2.1", False), ("2025.1.9", True), ("2024.12", True), ("2026", False)],
 )
-def test_a_package_without_conditional_writes_is_refused(version: str, is_old: bool, monkeypatch) -> None:
+def test_a_package_without_conditional_writes_is_rejected(version: str, is_old: bool, monkeypatch) -> None:
     made: list[dict[str, object]] = []
     modules = {
         "s3fs": SimpleNamespace(__version__=version),
@@ -583,14 +584,7 @@ def test_a_long_range_of_an_object_is_read_alone(monkeypatch) -> None:
     monkeypatch.setattr("megatron.core.files.ranged_file.PART_BYTES", 10)
     data = bytes(range(200))
     remote("a/b").write_bytes(data)
-    asked: list[tuple[int, int]] = []
-    real = MEMORY.cat_file
-
-    def cat_file(self, path, start, end):
-        asked.append((start, end))
-        return real(self, path, start, end)
-
-    monkeypatch.setattr(MEMORY, "cat_file", cat_file)
+    asked = record_object_reads(monkeypatch)
     file = open_ranged(remote("a/b"))
     for start, num_bytes in ((20, 10), (100, 9), (195, 30), (200, 3)):
         assert read_range(file, start, num_bytes) == data[start : start + num_bytes]

@@ -78,7 +78,7 @@ def test_values_nest_100_deep_at_most() -> None:
         check_value([[[deep]], deep], Record)
 
 
-def test_a_value_that_holds_itself_is_refused_and_one_that_is_there_twice_is_not() -> None:
+def test_a_cyclic_value_is_rejected_and_a_repeated_one_is_not() -> None:
     part: list[object] = [1]
     check_value([part, part, (part, {"a": part})], Record)
     part.append([part])

@@ -7,7 +7,6 @@ import os
 import socket
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from megatron.core.files.plain_file import (
     read_plain_file,
     read_plain_text,
 )
+from tests.harness.recorded_calls import record_opened
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
@@ -51,14 +51,7 @@ def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path, monkeypatch: pyt
         path = Path("/dev/zero")
     else:
         path.symlink_to("/dev/zero")
-    opened: list[int] = []
-    real = os.open
-
-    def note(*arguments: Any) -> int:
-        opened.append(real(*arguments))
-        return opened[-1]
-
-    monkeypatch.setattr(os, "open", note)
+    opened = record_opened(monkeypatch)
     with pytest.raises(OSError, match=r"not a file|No such device"):
         open_plain_file(path)
     for descriptor in opened:

@@ -11,7 +11,8 @@ from megatron.core.files import read_ahead
 from megatron.core.files.object_path import ObjectPath
 from megatron.core.files.ranged_file import open_ranged
 from megatron.core.files.read_ahead import ReadAheadFile
-from tests.harness.object_faults import MEMORY, empty_memory_store
+from tests.harness.object_faults import empty_memory_store
+from tests.harness.recorded_calls import record_object_reads
 
 DATA = bytes(range(250)) * 4
 
@@ -21,14 +22,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]
     """Note the ranges that the store is asked for; windows are of 10 to 40 bytes, and two are kept."""
     for name, value in (("_FIRST_BYTES", 10), ("_MOST_BYTES", 40), ("_NUM_WINDOWS", 2)):
         monkeypatch.setattr(read_ahead, name, value)
-    asked: list[tuple[int, int]] = []
-    real = MEMORY.cat_file
-
-    def cat_file(self, path, start, end):
-        asked.append((start, end))
-        return real(self, path, start, end)
-
-    monkeypatch.setattr(MEMORY, "cat_file", cat_file)
+    asked = record_object_reads(monkeypatch)
     with empty_memory_store():
         ObjectPath("memory://a/b").write_bytes(DATA)
         yield asked
@@ -73,7 +67,7 @@ def test_a_single_run_is_not_read_before_it_is_needed(requests: list[tuple[int, 
     assert requests == [(103, 113)]
 
 
-def test_whoever_reads_on_gets_from_128_kib_to_8_mib_at_a_time_and_8_windows_are_kept() -> None:
+def test_windows_of_sequential_reads_grow_from_128_kib_to_8_mib_and_8_are_kept() -> None:
     asked: list[tuple[int, int]] = []
 
     def read_of_store(url: str, start: int, end: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The bookkeeping of a beam search: which texts go on, which ones are kept, and when the search ends."""
+"""The bookkeeping of a beam search: which beams continue, which are kept, and when the search ends."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_a_model_with_sequence_parallelism_is_refused() -> None:
 
 
 @pytest.mark.parametrize("sizes", [ParallelSizes(), ParallelSizes(cp=2)])
-def test_ranks_with_other_sequences_or_parts_of_one_are_refused(sizes: ParallelSizes) -> None:
+def test_data_and_context_parallel_ranks_are_rejected(sizes: ParallelSizes) -> None:
     with pytest.raises(ConfigurationError, match="generation runs over tensor- and pipeline-parallel processes"):
         generate(make_model("odd"), [[1]], 3, GREEDY, None, describe_parallel_state(0, 2, sizes))
 
@@ -473,7 +473,7 @@ def test_a_pair_is_of_two_tokens_that_follow_each_other() -> None:
     assert not rule.closes(7, 3)
 
 
-def test_a_negative_number_of_tokens_is_refused_though_the_prompt_is_to_be_scored() -> None:
+def test_a_negative_number_of_tokens_is_rejected_if_the_prompt_is_scored() -> None:
     with pytest.raises(InputError, match="-1 tokens to generate is not positive"):
         InferenceEngine(make_model("odd"), STATE).generate(request(max_new_tokens=-1, log_probabilities=True))
 
@@ -493,7 +493,7 @@ def test_an_error_of_the_choice_reaches_every_stage(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("rank", "holds_embedding", "holds_loss"), [(0, True, True), (1, True, True), (0, False, True)]
 )
-def test_a_model_of_another_stage_is_refused(rank: int, holds_embedding: bool, holds_loss: bool) -> None:
+def test_a_model_of_another_stage_is_rejected(rank: int, holds_embedding: bool, holds_loss: bool) -> None:
     contents = StageContents((0, 1), has_embedding=holds_embedding, has_loss=holds_loss)
     model = build(odd_config(), single_rank_group(), contents=contents)
     links: Any = SimpleNamespace(activations_in=None, activations_out=None)

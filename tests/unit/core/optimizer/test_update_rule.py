@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,32 +63,19 @@ class FromTheStart(torch.optim.SGD):
                 parameter.sub_(past, alpha=group["lr"])
 
 
-class ClippingEachTensor(torch.optim.SGD):
-    """Scale the gradient of a tensor to a norm of 10 if it is longer."""
+class ScalingEachTensor(torch.optim.SGD):
+    """Scale the gradient of each tensor to a norm between ``smallest`` and ``largest``."""
 
-    def __init__(self, groups: Any) -> None:
+    def __init__(self, groups: Any, smallest: float, largest: float) -> None:
         super().__init__(groups, lr=0.0)
+        self.bounds = smallest, largest
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
-                clipped = parameter.grad * min(1.0, 10.0 / float(parameter.grad.norm()))
-                parameter.sub_(clipped, alpha=group["lr"])
-
-
-class LengtheningEachTensor(torch.optim.SGD):
-    """Scale the gradient of a tensor to a norm of 1e-3 if it is shorter."""
-
-    def __init__(self, groups: Any) -> None:
-        super().__init__(groups, lr=0.0)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                longer = parameter.grad * max(1.0, 1e-3 / float(parameter.grad.norm()))
-                parameter.sub_(longer, alpha=group["lr"])
+                norm = float(parameter.grad.norm())
+                parameter.sub_(parameter.grad * (sorted((norm, *self.bounds))[1] / norm), alpha=group["lr"])
 
 
 def stored(optimizer: MegatronOptimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -146,9 +135,15 @@ def test_a_factored_rule_is_not_elementwise(use: Any) -> None:
     assert (rule.is_elementwise, rule.unsaved) == (False, ())
 
 
-@pytest.mark.parametrize("make", [ClippingEachTensor, LengtheningEachTensor])
-def test_a_rule_with_a_threshold_on_a_whole_tensor_is_not_elementwise(make: Any, use: Any) -> None:
+@pytest.mark.parametrize("bounds", [(0.0, 10.0), (1e-3, math.inf)])
+def test_a_rule_with_a_threshold_on_a_whole_tensor_is_not_elementwise(bounds: tuple[float, float], use: Any) -> None:
+    make = functools.partial(ScalingEachTensor, smallest=bounds[0], largest=bounds[1])
     assert not examine_rule(OptimizerConfig(optimizer=use(make))).is_elementwise
+
+
+def test_a_rule_whose_threshold_is_never_reached_is_elementwise(use: Any) -> None:
+    make = functools.partial(ScalingEachTensor, smallest=0.0, largest=math.inf)
+    assert examine_rule(OptimizerConfig(optimizer=use(make))).is_elementwise
 
 
 class InGroups(torch.optim.SGD):

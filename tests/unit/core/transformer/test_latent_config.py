@@ -1,4 +1,4 @@
-"""The widths of latent attention, and how YaRN stretches positions."""
+"""The widths of multi-head latent attention (MLA), and YaRN's scaling of positions."""
 
 from __future__ import annotations
 

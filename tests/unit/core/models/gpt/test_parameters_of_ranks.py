@@ -142,7 +142,7 @@ def test_a_rank_has_the_query_heads_of_its_group_and_a_copy_of_the_key_and_value
 def test_a_word_embedding_has_a_gradient_of_each_of_its_uses(
     fields: dict[str, Any], pre_process: bool, post_process: bool, uses: int
 ) -> None:
-    """It embeds tokens and further tokens, and may be the output layer."""
+    """The model, each MTP module and a tied output layer use the embedding."""
     config = model_of(0, fields, ParallelSizes()).config
     group = single_rank_group()
     rng = RngStreams(Device("cpu"), 0, ParallelSizes().place())
