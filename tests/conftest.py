@@ -14,7 +14,6 @@ import pytest
 
 # Two cores are shared by up to eight ranks; and a fork that follows multi-threaded work can hang for good.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Tests say themselves which device they want; the default ones run on the CPU of any machine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -59,11 +58,16 @@ def _restart_emulated(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Select the default set, or all tests of the named files but the long ones, if no ``-m`` is given."""
+    from tests.emulated_cuda.environment import GPU_VARIABLE
+
     if config.option.emulate_cuda:
         _restart_emulated(config)
     if not config.option.markexpr:
         names_files = config.args_source is pytest.Config.ArgsSource.ARGS
         config.option.markexpr = "not long and not gpu" if names_files else DEFAULT_SET
+    if config.option.markexpr != GPU_SET and not os.environ.get(GPU_VARIABLE):
+        # All other tests run on the CPU of any machine, and so does what they start.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _is_full_by_default(path: Path) -> bool:

@@ -40,6 +40,15 @@ def run_on_cuda(flags: Sequence[str], world_size: int, data: str, dtype: str, *p
     return run_cell(flags, world_size, data, dtype, providers[0], providers[1], device)
 
 
+def run_on_shared_gpu(flags: Sequence[str], world_size: int, data: str, dtype: str, *providers: Any) -> CellResult:
+    """Run a cell's rank on the first CUDA device, which its peers have too."""
+    device = Device("cuda", 0)
+    device.make_current()
+    result = run_cell(flags, world_size, data, dtype, providers[0], providers[1], device)
+    device.synchronize()
+    return result
+
+
 def check_cells(
     cells: Sequence[Cell],
     device_kind: str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -111,12 +112,20 @@ class DistributedDataParallel(nn.Module):
         if make is not ShardedWeightBuffer:
             for parameter in trained:
                 give_memory(parameter)
+        owner = weakref.ref(self)
+
+        def is_last_microbatch() -> bool:
+            # Graphs of layers hold autograd nodes, through which the garbage collector does not see. If buffers held
+            # the model, which holds the graphs, none of it could be freed.
+            ddp = owner()
+            return ddp is None or ddp.is_last_microbatch
+
         for (dtype, _), parameters in by_kind.items():
             tied = [i for i, parameter in enumerate(parameters) if spec_of(parameter).is_tied_over_pipeline]
             units = [self._labels[id(parameter)] for parameter in parameters]
             layout = plan_buckets([p.numel() for p in parameters], tied, self.config, num_replicas, units)
             grad_dtype = dtype_from_name(self.config.grad_dtype(str(dtype).removeprefix("torch.")))
-            yield make(parameters, layout, grad_dtype, group, plan, lambda: self.is_last_microbatch)
+            yield make(parameters, layout, grad_dtype, group, plan, is_last_microbatch)
 
     @property
     def parts(self) -> tuple[ParamPart, ...]:

@@ -13,6 +13,9 @@ from megatron.core.fp8.float8_recipe import OPERANDS, Float8Recipe
 from megatron.core.kernels.float8.quantised import scale_of
 from megatron.core.process_group import Group
 
+_SCALE_STRIDE = 4
+"""Elements from one scale to the next: cuBLAS takes a scale from an address that is a multiple of 16 bytes only."""
+
 
 class Float8State:
     """Hold the scales and the histories of the whole model, the same on every rank of any layout.
@@ -26,7 +29,7 @@ class Float8State:
     An expert may be given no tokens for many steps. As long as none was seen, it is scaled as the layer's others are.
 
     Shapes: ``amax, scale, expected: [layers, places, 3]``, ``history: [layers, places, 3, length]``, the newest first;
-    all float32.
+    all float32. Scales lie 16 bytes apart.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class Float8State:
         recipe = Float8Recipe.of(config)
         shape = (places.num_layers, places.num_places, len(OPERANDS))
         self.amax = torch.zeros(shape, device=device)
-        self.scale = torch.ones(shape, device=device)
+        self.scale = torch.ones(*shape, _SCALE_STRIDE, device=device)[..., 0]
         self.expected = torch.zeros(shape, device=device)
         self.history = torch.zeros(*shape, config.fp8_amax_history_len, device=device)
         self._dtypes = [recipe.dtype(operand) for operand in OPERANDS]

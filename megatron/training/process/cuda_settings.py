@@ -7,6 +7,8 @@
   sizes leave no holes. The planner's memory assumes it.
 - ``TORCH_NCCL_HIGH_PRIORITY=1`` makes NCCL's streams high-priority ones: the blocks of a communication that is launched
   while a matmul runs are scheduled ahead of the matmul's remaining blocks.
+- ``TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING=0`` silences a warning for each pair of pipeline stages: sends
+  of a process group wait for its other operations, and a pair has a process group for each direction.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
 _OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
+_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 _BLACKWELL = 10
 
 
@@ -38,9 +41,11 @@ def choose_cuda_settings(config: RunConfig, environment: Mapping[str, str], capa
     overlaps = sizes.tp > 1 or sizes.cp > 1
     if overlaps and not config.ddp.shards_weights and capability < _BLACKWELL:
         wanted[_CONNECTIONS] = "1"
+    if sizes.pp > 1:
+        wanted[_WARNING] = "0"
     if not environment.get(_OLD_ALLOCATOR):
         wanted[_ALLOCATOR] = "expandable_segments:True"
-    names = (_CONNECTIONS, _ALLOCATOR, _OLD_ALLOCATOR, _PRIORITY)
+    names = (_CONNECTIONS, _ALLOCATOR, _OLD_ALLOCATOR, _PRIORITY, _WARNING)
     given = {name: environment[name] for name in names if environment.get(name)}
     added = {name: value for name, value in wanted.items() if name not in given}
     shown = [f"{name}={value}" for name, value in sorted(added.items())]

@@ -171,6 +171,12 @@ void check_cublas(const ScaledCall& call, Scaling scaling) {
       raise_not_supported("fp8 matrices and their leading dimensions are aligned to 16 bytes");
     }
   }
+  // Not documented: an H200 turns such a product down with cuBLAS of CUDA 13.0.
+  for (const Tensor* scale : {&scale_a, &scale_b}) {
+    if (!is_address_aligned(*scale)) {
+      raise_not_supported("the scales of fp8 matrices are aligned to 16 bytes");
+    }
+  }
   // cuBLAS, "Narrow Precision Data Types Usage": each scaling mode and the GPUs that have it.
   for (const auto kind : {scaling.a, scaling.b}) {
     const bool is_block = kind == ScalingType::BlockWise1x128 || kind == ScalingType::BlockWise128x128;

@@ -24,6 +24,11 @@ class KernelClock:
         self._other = torch.empty(1024 if small else _FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._repeats = 2 if small else _REPEATS
 
+    @property
+    def num_calls(self) -> int:
+        """Return how often `milliseconds` calls the work."""
+        return _WARMUP + self._repeats
+
     def milliseconds(self, work: Callable[[], object]) -> float:
         """Return the median time of some work, after some times that do not count."""
         for _ in range(_WARMUP):

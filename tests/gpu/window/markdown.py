@@ -396,4 +396,5 @@ SENTENCES: Mapping[str, Any] = {
     "headline": _of_headline,
     "profiled": _of_profiled,
     "layouts": _of_results,
+    "shared_gpu": _of_results,
 }

@@ -41,7 +41,11 @@ PARTS = (
     Part(6, 60, "features", "Features on a tiny model", "whether each feature runs, with the losses of the CPU"),
     Part(7, 80, "headline", "8B and Qwen3 shapes", "time per step of large models"),
     Part(8, 30, "profiled", "Profile", "which kernels take the time, and how long the GPU is idle"),
-    Part(9, 130, "layouts", "One-GPU layouts in bf16", "whether each layout agrees with the plain one on the CPU"),
+    Part(9, 70, "layouts", "One-GPU layouts in bf16", "whether each layout agrees with the plain one on the CPU"),
+    Part(
+        *(10, 60, "shared_gpu", "Ranks that share the GPU, over NCCL"),
+        "whether layouts of several ranks agree with one process on the CPU",
+    ),
 )
 
 

@@ -61,12 +61,12 @@ def run(window: Window) -> None:
             return
         name = f"{cell.name} {DTYPE}"
         with window.attempt(name):
-            write_cell(window, to_row(verifier.check(cell), DTYPE))
+            write_cell(window, to_row(verifier.check(cell), DTYPE), DTYPE)
 
 
-def write_cell(window: Window, row: dict[str, Any]) -> None:
+def write_cell(window: Window, row: dict[str, Any], dtype: str) -> None:
     """Write the outcome of a cell with its largest differences."""
-    tolerance = TOLERANCES[DTYPE]
+    tolerance = TOLERANCES[dtype]
     status = findings.PASSED if row["outcome"] == "passed" else findings.FAILED
     known: dict[str, Any] = {"difference": row["gradient"], "tolerance": tolerance.gradient}
     known |= {"compared": f"gradients of the plain layout on the CPU; losses too, within {tolerance.loss:g}"}

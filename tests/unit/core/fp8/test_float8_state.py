@@ -49,6 +49,16 @@ def test_scales_follow_from_the_history(config: dict[str, object], amax: float) 
     assert not state.amax.any()
 
 
+def test_scales_lie_where_cublas_takes_them() -> None:
+    """cuBLAS returned CUBLAS_STATUS_NOT_SUPPORTED on an H200 for a scale at any other address."""
+    state = state_after([1.0, 7.0])
+    assert {scale.data_ptr() % 16 for layer in state.scale for place in layer for scale in place} == {0}
+    before = state.snapshot()
+    state.scale.zero_()
+    state.restore(before)
+    assert state.scale[PLACE].tolist() == expected(7.0)
+
+
 def test_the_history_has_the_newest_first() -> None:
     state = state_after([1.0, 7.0, 900.0, 40.0], fp8_amax_history_len=3)
     assert state.history[PLACE][0].tolist() == [40.0, 900.0, 7.0]

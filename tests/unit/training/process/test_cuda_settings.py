@@ -20,6 +20,7 @@ from tests.unit.training.config.command_lines import MINIMAL
 NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY")
 ALWAYS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_HIGH_PRIORITY": "1"}
 ORDERED = {**ALWAYS, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+WITHOUT_WARNING = {"TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0"}
 
 
 def settings(flags: str, world_size: int, capability: int = 9, **environment: str) -> CudaSettings:
@@ -35,7 +36,7 @@ def settings(flags: str, world_size: int, capability: int = 9, **environment: st
         ("--tensor-model-parallel-size 2", 2, 9, ORDERED),
         ("--tensor-model-parallel-size 2", 2, 8, ORDERED),
         ("--context-parallel-size 2", 2, 9, ORDERED),
-        ("--pipeline-model-parallel-size 2", 2, 9, ALWAYS),
+        ("--pipeline-model-parallel-size 2", 2, 9, ALWAYS | WITHOUT_WARNING),
         ("--tensor-model-parallel-size 2", 2, 10, ALWAYS),
         ("--tensor-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params", 4, 9, ALWAYS),
     ],
