@@ -25,6 +25,7 @@ from megatron.core.errors import TrainingError
 
 Job = Callable[..., Any]
 Inspection = Callable[[], Sequence[str]]
+Placement = Callable[[int], int]
 
 _GRACE_S = 1.0
 
@@ -43,9 +44,8 @@ class _Failure:
 class WorkerPool:
     """Run functions on 1 to ``size`` ranks; the processes are started once and warm from the first job on.
 
-    With the backend ``nccl`` each rank has the CUDA device of its number. With ``shares_gpu`` all have the first one:
-    NCCL rejects two ranks of a host on one GPU, so that each sets an NCCL_HOSTID of its own, and they connect
-    over the loopback interface.
+    With the backend ``nccl`` each rank has the CUDA device of its number, or the one that ``place`` returns for it,
+    which is called on every rank before each job.
 
     A job is a module-level function that is called on every rank with the given arguments; the process group is
     initialised before it and destroyed after it. A job that fails ends the processes, whatever they are doing; the
@@ -65,13 +65,13 @@ class WorkerPool:
         inspect: Inspection | None = None,
         *,
         forks: bool = False,
-        shares_gpu: bool = False,
+        place: Placement = int,
     ) -> None:
         self.size = size
         self.backend = backend
         self.inspect = inspect
         self.timeout_s = timeout_s
-        self._shares_gpu = shares_gpu
+        self._place = place
         self._folder = tempfile.TemporaryDirectory(prefix="verify-")
         self._num_jobs = 0
         self._context: BaseContext = multiprocessing.get_context("fork" if forks else "forkserver")
@@ -136,7 +136,7 @@ class WorkerPool:
         for _ in range(self.size):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(  # type: ignore[attr-defined]
-                target=_serve, args=(theirs, self.inspect, self._shares_gpu), daemon=True
+                target=_serve, args=(theirs, self.inspect, self._place), daemon=True
             )
             process.start()
             theirs.close()
@@ -167,11 +167,8 @@ class WorkerPool:
         self.close()
 
 
-def _serve(connection: Connection, inspect: Inspection | None, shares_gpu: bool) -> None:
+def _serve(connection: Connection, inspect: Inspection | None, place: Placement) -> None:
     torch.set_num_threads(1)
-    if shares_gpu:
-        os.environ["NCCL_HOSTID"] = f"rank of process {os.getpid()}"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # The time that a job may take is counted from when all are there.
     connection.send("ready")
     while (message := connection.recv()) is not None:
@@ -186,7 +183,7 @@ def _serve(connection: Connection, inspect: Inspection | None, shares_gpu: bool)
                     world_size=world_size,
                     # Longer than the pool's own: a rank that hangs is named, not those that wait for it.
                     timeout=timedelta(seconds=2 * timeout_s),
-                    device_id=torch.device("cuda", 0 if shares_gpu else rank) if backend == "nccl" else None,
+                    device_id=torch.device("cuda", place(rank)) if backend == "nccl" else None,
                 )
                 # A short job could end, and its connections with it, while another rank still connects.
                 dist.barrier()

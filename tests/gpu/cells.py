@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,16 @@ def run_on_cuda(flags: Sequence[str], world_size: int, data: str, dtype: str, *p
     device = Device("cuda", dist.get_rank() if dist.is_initialized() else 0)
     device.make_current()
     return run_cell(flags, world_size, data, dtype, providers[0], providers[1], device)
+
+
+def place_on_first_gpu(rank: int) -> int:
+    """Return the first device for each rank, and let NCCL accept that: it rejects two ranks of one host on a GPU.
+
+    Ranks of different hosts talk over a network interface, here that of the machine itself.
+    """
+    os.environ["NCCL_HOSTID"] = f"rank {rank}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return 0
 
 
 def run_on_shared_gpu(flags: Sequence[str], world_size: int, data: str, dtype: str, *providers: Any) -> CellResult:

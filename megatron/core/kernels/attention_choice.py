@@ -20,7 +20,7 @@ from megatron.core.kernels.dot_product_attention import (
 )
 from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.kernels.flash_attn import load_flash_attention, load_flash_attention_3
-from megatron.core.kernels.flex_attention import BLOCK_SIZE, attend_by_blocks, load_flex_attention
+from megatron.core.kernels.flex_attention import BLOCK_SIZE, BlockMasks, attend_by_blocks, load_flex_attention
 from megatron.core.kernels.sinks.sink_attention import attend_in_blocks, torch_flash_with_sinks
 from megatron.core.kernels.transformer_engine import TransformerEngine, transformer_engine_for
 
@@ -243,6 +243,7 @@ def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[Atten
     ]
     flex = load_flex_attention()
     if flex is not None:
+        masks = BlockMasks()
 
         def compute(
             query: torch.Tensor,
@@ -254,7 +255,7 @@ def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[Atten
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             assert not dropout, "FlexAttention has no dropout"
-            return attend_by_blocks(flex, query, key, value, pattern, softcap, sinks=sinks)
+            return attend_by_blocks(flex, masks, query, key, value, pattern, softcap, sinks=sinks)
 
         kernels.append(AttentionKernel("FlexAttention", _fits_flex, compute, takes_sinks=True))
     kernels.append(AttentionKernel(f"{SDPA} with a mask", lambda call: not call.has_softcap, masked_attention))

@@ -10,7 +10,7 @@ from megatron.verification.cells import Cell
 from megatron.verification.run_cell import run_cell
 from megatron.verification.verifier import Verifier
 from megatron.verification.worker_pool import WorkerPool
-from tests.gpu.cells import fitting_cells, run_on_shared_gpu, to_row
+from tests.gpu.cells import fitting_cells, place_on_first_gpu, run_on_shared_gpu, to_row
 from tests.gpu.window.parts.layouts import write_cell
 from tests.gpu.window.window import Unsupported, Window
 
@@ -37,7 +37,7 @@ def run(window: Window) -> None:
             raise Unsupported("a rank of the emulator has a device of its own; other tests check such layouts")
         return
     cells = cells_in_turn()
-    with WorkerPool(max(NUM_RANKS), _TIMEOUT_S, "nccl", shares_gpu=True) as pool:
+    with WorkerPool(max(NUM_RANKS), _TIMEOUT_S, "nccl", place=place_on_first_gpu) as pool:
         verifiers = {
             dtype: Verifier(
                 pool,
