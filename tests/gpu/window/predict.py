@@ -133,7 +133,7 @@ def _attention(call: AttentionShape, gpu: Gpu) -> Iterator[tuple[str, float]]:
         "attention, flash causal": (flash, causal),
         "attention, as chosen, causal": (f"_scaled_dot_product_{_chosen(call, gpu)}", causal),
         "attention, as chosen, window of a quarter": ("_flash_attention_forward", float(in_window)),
-        "attention block of a context-parallel ring": (flash, causal),
+        "attention block of a context-parallel ring": (f"_scaled_dot_product_{_chosen(call, gpu)}", causal),
     }
     if call.length % BLOCK_SIZE == 0:
         documents = AttentionPattern(document_ids=ids)
