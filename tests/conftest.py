@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 from collections import Counter
@@ -65,7 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.option.markexpr:
         names_files = config.args_source is pytest.Config.ArgsSource.ARGS
         config.option.markexpr = "not long and not gpu" if names_files else DEFAULT_SET
-    if config.option.markexpr != GPU_SET and not os.environ.get(GPU_VARIABLE):
+    selects_gpu_tests = re.search(rf"(?<!not )\b{GPU_SET}\b", config.option.markexpr)
+    if not selects_gpu_tests and not os.environ.get(GPU_VARIABLE):
         # All other tests run on the CPU of any machine, and so does what they start.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

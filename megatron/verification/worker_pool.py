@@ -25,7 +25,7 @@ from megatron.core.errors import TrainingError
 
 Job = Callable[..., Any]
 Inspection = Callable[[], Sequence[str]]
-Placement = Callable[[int], int]
+DeviceOfRank = Callable[[int], int]
 
 _GRACE_S = 1.0
 
@@ -44,8 +44,8 @@ class _Failure:
 class WorkerPool:
     """Run functions on 1 to ``size`` ranks; the processes are started once and warm from the first job on.
 
-    With the backend ``nccl`` each rank has the CUDA device of its number, or the one that ``place`` returns for it,
-    which is called on every rank before each job.
+    With the backend ``nccl`` each rank has the CUDA device of its number, or the one that ``device_of_rank`` returns
+    for it, which is called on every rank before each job.
 
     A job is a module-level function that is called on every rank with the given arguments; the process group is
     initialised before it and destroyed after it. A job that fails ends the processes, whatever they are doing; the
@@ -65,13 +65,13 @@ class WorkerPool:
         inspect: Inspection | None = None,
         *,
         forks: bool = False,
-        place: Placement = int,
+        device_of_rank: DeviceOfRank = int,
     ) -> None:
         self.size = size
         self.backend = backend
         self.inspect = inspect
         self.timeout_s = timeout_s
-        self._place = place
+        self._device_of_rank = device_of_rank
         self._folder = tempfile.TemporaryDirectory(prefix="verify-")
         self._num_jobs = 0
         self._context: BaseContext = multiprocessing.get_context("fork" if forks else "forkserver")
@@ -136,7 +136,7 @@ class WorkerPool:
         for _ in range(self.size):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(  # type: ignore[attr-defined]
-                target=_serve, args=(theirs, self.inspect, self._place), daemon=True
+                target=_serve, args=(theirs, self.inspect, self._device_of_rank), daemon=True
             )
             process.start()
             theirs.close()
@@ -167,7 +167,7 @@ class WorkerPool:
         self.close()
 
 
-def _serve(connection: Connection, inspect: Inspection | None, place: Placement) -> None:
+def _serve(connection: Connection, inspect: Inspection | None, device_of_rank: DeviceOfRank) -> None:
     torch.set_num_threads(1)
     # The time that a job may take is counted from when all are there.
     connection.send("ready")
@@ -183,7 +183,7 @@ def _serve(connection: Connection, inspect: Inspection | None, place: Placement)
                     world_size=world_size,
                     # Longer than the pool's own: a rank that hangs is named, not those that wait for it.
                     timeout=timedelta(seconds=2 * timeout_s),
-                    device_id=torch.device("cuda", place(rank)) if backend == "nccl" else None,
+                    device_id=torch.device("cuda", device_of_rank(rank)) if backend == "nccl" else None,
                 )
                 # A short job could end, and its connections with it, while another rank still connects.
                 dist.barrier()

@@ -183,6 +183,10 @@ FAULTS: dict[str, Fault] = {
         lambda: call(fp8(32, 32), fp8(32, 32).t(), bias=torch.ones(32, device="cuda").half()),
         "Bias must be BFloat16 to compute",
     ),
+    "address of a scale": (
+        lambda: call(fp8(32, 32), fp8(32, 32).t(), scale(2)[1:].view(1, 1), scale(1, 1)),
+        "scales of fp8 matrices are aligned",
+    ),
     "fp8 result of scaled rows": (
         lambda: call(fp8(32, 32), fp8(32, 32).t(), scale(32, 1), scale(1, 32), out_dtype=E4M3),
         f"{NOT_SUPPORTED}|Only bf16, fp16, and fp32",

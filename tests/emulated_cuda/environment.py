@@ -48,6 +48,7 @@ def emulated_environment(
     variables |= {"TRITON_INTERPRET": "1"} if triton else {TRITON_VARIABLE: "absent"}
     if reports is not None:
         variables[REPORTS_VARIABLE] = str(reports)
+    # Tests hide GPUs by this variable.
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(num_devices)))
     # It would keep a run on the CPU.
     variables.pop("MEGATRON_DEVICE", None)

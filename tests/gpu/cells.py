@@ -41,10 +41,11 @@ def run_on_cuda(flags: Sequence[str], world_size: int, data: str, dtype: str, *p
     return run_cell(flags, world_size, data, dtype, providers[0], providers[1], device)
 
 
-def place_on_first_gpu(rank: int) -> int:
-    """Return the first device for each rank, and let NCCL accept that: it rejects two ranks of one host on a GPU.
+def share_first_gpu(rank: int) -> int:
+    """Set the environment in which NCCL accepts ranks on one GPU, and return that device for every rank.
 
-    Ranks of different hosts talk over a network interface, here that of the machine itself.
+    NCCL rejects two ranks of one host on a GPU. Those of different hosts communicate over a network interface, here the
+    loopback interface.
     """
     os.environ["NCCL_HOSTID"] = f"rank {rank}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

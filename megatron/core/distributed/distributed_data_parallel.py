@@ -115,8 +115,9 @@ class DistributedDataParallel(nn.Module):
         owner = weakref.ref(self)
 
         def is_last_microbatch() -> bool:
-            # Graphs of layers hold autograd nodes, through which the garbage collector does not see. If buffers held
-            # the model, which holds the graphs, none of it could be freed.
+            # Captured layers hold autograd nodes, and the garbage collector does not see what these hold. If buffers
+            # held the model, which holds the captured layers, none of it would be freed. Nobody reduces gradients of a
+            # model that is gone.
             ddp = owner()
             return ddp is None or ddp.is_last_microbatch
 

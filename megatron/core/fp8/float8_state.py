@@ -14,7 +14,7 @@ from megatron.core.kernels.float8.quantised import scale_of
 from megatron.core.process_group import Group
 
 _SCALE_STRIDE = 4
-"""Elements from one scale to the next: cuBLAS takes a scale from an address that is a multiple of 16 bytes only."""
+"""Elements from one scale to the next: cuBLAS requires the address of a scale to be a multiple of 16 bytes."""
 
 
 class Float8State:

@@ -20,7 +20,7 @@ from megatron.core.kernels.dot_product_attention import (
 )
 from megatron.core.kernels.dropout_keys import AttentionDropout
 from megatron.core.kernels.flash_attn import load_flash_attention, load_flash_attention_3
-from megatron.core.kernels.flex_attention import BLOCK_SIZE, BlockMasks, attend_by_blocks, load_flex_attention
+from megatron.core.kernels.flex_attention import BLOCK_SIZE, BlockMaskCache, attend_by_blocks, load_flex_attention
 from megatron.core.kernels.sinks.sink_attention import attend_in_blocks, torch_flash_with_sinks
 from megatron.core.kernels.transformer_engine import TransformerEngine, transformer_engine_for
 
@@ -243,7 +243,7 @@ def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[Atten
     ]
     flex = load_flex_attention()
     if flex is not None:
-        masks = BlockMasks()
+        masks = BlockMaskCache()
 
         def compute(
             query: torch.Tensor,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 
 from megatron.core.cuda_graph import Graph, GraphBackend
@@ -45,6 +46,8 @@ class GraphedLayers:
         self._num_steps_to_wait = num_warmup_steps + 1
         self._free: list[_Slot] = []
         self.num_slots = 0
+        # A backward pass is captured with its saved tensors kept. A compiled one frees them otherwise, and raises.
+        functorch_config.donated_buffer = False
 
     def begin_step(self) -> None:
         """Count a training step, before its first micro-batch."""

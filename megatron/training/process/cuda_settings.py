@@ -22,7 +22,7 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
 _OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
-_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+_P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 _BLACKWELL = 10
 
 
@@ -42,10 +42,10 @@ def choose_cuda_settings(config: RunConfig, environment: Mapping[str, str], capa
     if overlaps and not config.ddp.shards_weights and capability < _BLACKWELL:
         wanted[_CONNECTIONS] = "1"
     if sizes.pp > 1:
-        wanted[_WARNING] = "0"
+        wanted[_P2P_WARNING] = "0"
     if not environment.get(_OLD_ALLOCATOR):
         wanted[_ALLOCATOR] = "expandable_segments:True"
-    names = (_CONNECTIONS, _ALLOCATOR, _OLD_ALLOCATOR, _PRIORITY, _WARNING)
+    names = (_CONNECTIONS, _ALLOCATOR, _OLD_ALLOCATOR, _PRIORITY, _P2P_WARNING)
     given = {name: environment[name] for name in names if environment.get(name)}
     added = {name: value for name, value in wanted.items() if name not in given}
     shown = [f"{name}={value}" for name, value in sorted(added.items())]

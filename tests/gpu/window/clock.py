@@ -12,17 +12,20 @@ _REPEATS = 10
 _WARMUP = 2
 _FLUSH_BYTES = 256 * 2**20
 """More than the L2 cache of any of the GPUs."""
+_WAIT_CYCLES = 4_000_000
+"""About 2 ms: a compiled function or an autograd function takes the host longer than the writes take the device."""
 
 
 class KernelClock:
     """Time work on the device between two events. The L2 cache is emptied before each time by writing other memory.
 
-    The writes also keep the device busy while the host launches, so that launches are not measured.
+    The writes, and a wait after them, keep the device busy while the host launches, so that launches are not measured.
     """
 
     def __init__(self, device: torch.device, *, small: bool) -> None:
         self._other = torch.empty(1024 if small else _FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._repeats = 2 if small else _REPEATS
+        self._waits = not small
 
     @property
     def num_calls(self) -> int:
@@ -37,6 +40,8 @@ class KernelClock:
         for _ in range(self._repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             self._other.zero_()
+            if self._waits:
+                torch.cuda._sleep(_WAIT_CYCLES)  # type: ignore[no-untyped-call]
             start.record()
             work()
             end.record()

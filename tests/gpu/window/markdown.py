@@ -39,7 +39,10 @@ process with a time limit, so that no part disturbs another one.
 `findings.jsonl` has all findings with all their values. `failed_parts.log` has the output of parts that crashed or
 timed out."""
 
-
+_LAYOUT_NOTE = (
+    "The name of a layout has the model, the kind of samples, the degrees of tensor (tp), pipeline (pp), context (cp), "
+    "data (dp) and expert (ep, etp) parallelism, and further options. The difference is the one of the gradients."
+)
 NOTES: Mapping[str, str] = {
     "gemms": (
         "`qkv` and `proj` are the linear layers of attention, `fc1` and `fc2` those of the MLP, and `output` that of "
@@ -55,10 +58,8 @@ NOTES: Mapping[str, str] = {
     "small_model": "Peak memory is the most that torch's allocator had allocated.",
     "features": "Differences of losses and gradient norms are relative, and the largest of all steps.",
     "headline": "Peak memory is the most that torch's allocator had allocated.",
-    "layouts": (
-        "The name of a layout has the model, the kind of samples, the degrees of tensor (tp), pipeline (pp), context "
-        "(cp) and data (dp) parallelism, and further options. The difference is the one of the gradients."
-    ),
+    "layouts": _LAYOUT_NOTE,
+    "shared_gpu": _LAYOUT_NOTE,
 }
 """What a reader needs to know for the tables of a part, by its module."""
 

@@ -102,13 +102,13 @@ def _time(
         sinks = torch.zeros(shape.heads, device=window.place, dtype=torch.bfloat16).requires_grad_()
         attend = partial(attend, sinks=sinks)
         leaves.append(sinks)
-    grad = torch.randn_like(leaves[0])
     with torch.no_grad():
         milliseconds = clock.milliseconds(lambda: attend(*leaves[:3]))
     _write(window, f"{name}, forward", shape, milliseconds, 2)
-    # A compiled backward pass frees what it read, so that each time has a forward pass of its own before it.
-    results = iter([attend(*leaves[:3]) for _ in range(clock.num_calls)])
-    milliseconds = clock.milliseconds(lambda: torch.autograd.grad(next(results), leaves, grad))
+    # A compiled backward pass frees its saved tensors. Each timed backward pass therefore has its own forward pass.
+    results = [attend(*leaves[:3]) for _ in range(clock.num_calls)]
+    grad = torch.randn_like(results[0])
+    milliseconds = clock.milliseconds(lambda: torch.autograd.grad(results.pop(), leaves, grad))
     _write(window, f"{name}, backward", shape, milliseconds, 5)
 
 

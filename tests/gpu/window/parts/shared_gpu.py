@@ -10,7 +10,7 @@ from megatron.verification.cells import Cell
 from megatron.verification.run_cell import run_cell
 from megatron.verification.verifier import Verifier
 from megatron.verification.worker_pool import WorkerPool
-from tests.gpu.cells import fitting_cells, place_on_first_gpu, run_on_shared_gpu, to_row
+from tests.gpu.cells import fitting_cells, run_on_shared_gpu, share_first_gpu, to_row
 from tests.gpu.window.parts.layouts import write_cell
 from tests.gpu.window.window import Unsupported, Window
 
@@ -20,7 +20,7 @@ _TIMEOUT_S = 60.0
 _SEED = 10
 
 
-def cells_in_turn() -> list[tuple[Cell, str]]:
+def interleaved_cells() -> list[tuple[Cell, str]]:
     """Return all cells of two and four ranks with their dtypes: sizes and dtypes in turn, kinds of layouts mixed."""
     queues = []
     for size, dtype in itertools.product(NUM_RANKS, DTYPES):
@@ -36,8 +36,8 @@ def run(window: Window) -> None:
         with window.attempt("layouts of several ranks"):
             raise Unsupported("a rank of the emulator has a device of its own; other tests check such layouts")
         return
-    cells = cells_in_turn()
-    with WorkerPool(max(NUM_RANKS), _TIMEOUT_S, "nccl", place=place_on_first_gpu) as pool:
+    cells = interleaved_cells()
+    with WorkerPool(max(NUM_RANKS), _TIMEOUT_S, "nccl", device_of_rank=share_first_gpu) as pool:
         verifiers = {
             dtype: Verifier(
                 pool,

@@ -55,7 +55,7 @@ def test_micro_batches_add_up_to_autograds_gradient_in_every_iteration(overlap: 
 
 
 def test_a_model_that_holds_autograd_nodes_is_freed() -> None:
-    """Captured layers hold such nodes. On an H200 the memory of a training with CUDA graphs was never freed."""
+    """Captured layers hold such nodes: on an H200 the memory of a training run with CUDA graphs was never freed."""
     model = ToyModel()
     model.captured = model(*batch(0))
     ddp, freed = wrap(model), []

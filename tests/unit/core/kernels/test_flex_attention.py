@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as flex_module
 
 from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dot_product_attention import plain_attention
-from megatron.core.kernels.flex_attention import BlockMasks, attend_by_blocks, load_flex_attention, make_block_mask
+from megatron.core.kernels.flex_attention import BlockMaskCache, attend_by_blocks, load_flex_attention, make_block_mask
 
 BATCH, LENGTH, BLOCK = 2, 32, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11 + [2] * 2 + [3] * 14, [0] * 24 + [1] * 8])
@@ -93,7 +93,7 @@ def test_outputs_and_gradients_are_those_of_plain_attention(
         for length, heads in ((len(queries), 6), (len(keys), 2), (len(keys), 2))
     ]
     weights = torch.randn(len(queries), BATCH, 6, 16, generator=generator, dtype=torch.float64)
-    output = attend_by_blocks(flex, BlockMasks(BLOCK), *leaves, pattern, softcap)
+    output = attend_by_blocks(flex, BlockMaskCache(BLOCK), *leaves, pattern, softcap)
     expected = plain_attention(*leaves, pattern, 0.0, softcap)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
     gradients = (torch.autograd.grad(result, leaves, weights) for result in (output, expected))
@@ -106,7 +106,7 @@ def test_sinks_are_merged_by_the_sums_of_its_rows(flex: Callable[..., Any]) -> N
     shapes = ((LENGTH, BATCH, 6, 16), *[(LENGTH, BATCH, 2, 16)] * 2, (6,))
     leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     weights, pattern = torch.randn(shapes[0], generator=generator, dtype=torch.float64), PATTERNS["window of documents"]
-    output = attend_by_blocks(flex, BlockMasks(BLOCK), *leaves[:3], pattern, None, sinks=leaves[3])
+    output = attend_by_blocks(flex, BlockMaskCache(BLOCK), *leaves[:3], pattern, None, sinks=leaves[3])
     expected = plain_attention(*leaves[:3], pattern, None, sinks=leaves[3])
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
     gradients = (torch.autograd.grad(result, leaves, weights) for result in (output, expected))
@@ -124,29 +124,29 @@ def test_layers_share_the_blocks_of_documents_and_the_next_batch_does_not() -> N
     tensors = [torch.zeros(LENGTH, BATCH, 2, 16)] * 3
     batches = [AttentionPattern(document_ids=DOCUMENTS.clone()) for _ in range(2)]
     for pattern in (batches[0], batches[0], batches[1], batches[0].within(5), batches[0].within(5)):
-        attend_by_blocks(flex, BlockMasks(BLOCK), *tensors, pattern, None)
+        attend_by_blocks(flex, BlockMaskCache(BLOCK), *tensors, pattern, None)
     assert masks[0] is masks[1]
     assert masks[3] is masks[4]
     assert len({id(mask) for mask in masks}) == 3
 
 
 def test_blocks_without_documents_are_kept_for_the_next_step() -> None:
-    masks, device = BlockMasks(BLOCK), torch.device("cpu")
-    first = masks.of(AttentionPattern(), LENGTH, LENGTH, device)
-    assert masks.of(AttentionPattern(), LENGTH, LENGTH, device) is first
+    masks, device = BlockMaskCache(BLOCK), torch.device("cpu")
+    first = masks.get(AttentionPattern(), LENGTH, LENGTH, device)
+    assert masks.get(AttentionPattern(), LENGTH, LENGTH, device) is first
     others = [
-        masks.of(AttentionPattern(is_causal=False), LENGTH, LENGTH, device),
-        masks.of(AttentionPattern(window=5), LENGTH, LENGTH, device),
-        masks.of(AttentionPattern(first_query=0), BLOCK, LENGTH, device),
-        masks.of(AttentionPattern(), BLOCK, LENGTH, device),
-        masks.of(AttentionPattern(), BLOCK, 2 * BLOCK, device),
-        masks.of(AttentionPattern(), LENGTH, LENGTH, torch.device("meta")),
+        masks.get(AttentionPattern(is_causal=False), LENGTH, LENGTH, device),
+        masks.get(AttentionPattern(window=5), LENGTH, LENGTH, device),
+        masks.get(AttentionPattern(first_query=0), BLOCK, LENGTH, device),
+        masks.get(AttentionPattern(), BLOCK, LENGTH, device),
+        masks.get(AttentionPattern(), BLOCK, 2 * BLOCK, device),
+        masks.get(AttentionPattern(), LENGTH, LENGTH, torch.device("meta")),
     ]
     assert len({id(mask) for mask in (first, *others)}) == 7
     # A run of many lengths keeps the last ones.
     for number in range(1, 17):
-        masks.of(AttentionPattern(window=10 + number), LENGTH, LENGTH, device)
-    assert masks.of(AttentionPattern(), LENGTH, LENGTH, device) is not first
+        masks.get(AttentionPattern(window=10 + number), LENGTH, LENGTH, device)
+    assert masks.get(AttentionPattern(), LENGTH, LENGTH, device) is not first
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_other_documents_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch, t
     for ids in (DOCUMENTS, DOCUMENTS.flip(0), SHUFFLED):
         tensors = [torch.randn(LENGTH, BATCH, 2, 16) for _ in range(3)]
         pattern = AttentionPattern(document_ids=ids)
-        output = attend_by_blocks(compiled, BlockMasks(BLOCK), *tensors, pattern, 2.0)
+        output = attend_by_blocks(compiled, BlockMaskCache(BLOCK), *tensors, pattern, 2.0)
         torch.testing.assert_close(output, plain_attention(*tensors, pattern, 0.0, 2.0))
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert 0 < counts[0] == counts[1] == counts[2]
