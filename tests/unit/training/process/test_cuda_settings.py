@@ -17,7 +17,10 @@ from megatron.training.process.cuda_settings import CudaSettings, choose_cuda_se
 from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime
 from tests.unit.training.config.command_lines import MINIMAL
 
-NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY")
+NAMES = (
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY"),
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",
+)
 ALWAYS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_HIGH_PRIORITY": "1"}
 ORDERED = {**ALWAYS, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 WITHOUT_WARNING = {"TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0"}
