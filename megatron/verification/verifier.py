@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.core.errors import ConfigurationError, TrainingError
@@ -87,8 +87,8 @@ class _Reference:
 class Verifier:
     """Run cells on a pool of processes and compare each with one process, which every set of flags runs once.
 
-    ``job`` is what a rank runs: `run_cell`, or what calls it with another device. ``reference_job`` is what the one
-    process runs: by default the same.
+    ``job`` is what a rank runs: `run_cell`, or a function that calls it with another device. ``reference_job`` returns
+    for a cell the job of the one process: by default ``job``.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Verifier:
         dtype: str = "float64",
         tolerance: Tolerance | None = None,
         job: Job = run_cell,
-        reference_job: Job | None = None,
+        reference_job: Callable[[Cell], Job] | None = None,
     ) -> None:
         self.pool = pool
         self.model_provider = model_provider
@@ -107,8 +107,8 @@ class Verifier:
         self.dtype = dtype
         self.tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
         self.job = job
-        self.reference_job = job if reference_job is None else reference_job
-        self._references: dict[tuple[str, ...], _Reference] = {}
+        self.reference_job = reference_job or (lambda _: job)
+        self._references: dict[tuple[Job, tuple[str, ...]], _Reference] = {}
 
     def check(self, cell: Cell) -> CellReport:
         """Return how a cell compares; a configuration that the command line refuses is reported with its reasons."""
@@ -150,9 +150,9 @@ class Verifier:
         )
 
     def _reference(self, cell: Cell) -> _Reference:
-        key = cell.reference_flags
+        key = job, flags = self.reference_job(cell), cell.reference_flags
         if key not in self._references:
-            (result,) = self._run(self.reference_job, key, cell.data, 1)
+            (result,) = self._run(job, flags, cell.data, 1)
             self._references[key] = _Reference(
                 result.losses, result.grad_norms, assemble(result.gradients), assemble(result.parameters)
             )

@@ -65,6 +65,24 @@ def ones(count: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 # ---- NCCL
 
 
+def test_a_tensor_outlives_a_communication_that_no_stream_has_waited_for() -> None:
+    x = ones(1 << 18)
+    address = x.data_ptr()
+    dist.all_reduce(x, async_op=True)
+    del x
+    assert ones(1 << 18).data_ptr() != address
+    assert_no_reports()
+    assert ones(1 << 18).data_ptr() == address
+
+
+def test_memory_of_a_resized_storage_is_freed_during_a_communication() -> None:
+    x = ones(1 << 18)
+    dist.all_reduce(x, async_op=True)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="memory reused too early"):
+        ones(1 << 18)
+
+
 def test_an_average() -> None:
     x = ones() * (RANK + 1)
     dist.all_reduce(x, dist.ReduceOp.AVG)

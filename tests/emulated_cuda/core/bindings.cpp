@@ -175,7 +175,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("device_count", &device_count);
   module.def("current_device", &current_device);
   module.def("exchange_device", &exchange_device);
-  module.def("synchronize_device", &synchronize_device, Unlocked());
+  module.def(
+      "synchronize_device",
+      [](c10::DeviceIndex device) {
+        synchronize_device(device);
+        release_ended_communications();
+      },
+      Unlocked());
   module.def("current_stream", [](c10::DeviceIndex device) { return current_stream(device).id; }, Unlocked());
   module.def("set_stream", [](c10::DeviceIndex device, int64_t id) { exchange_stream(find_stream(device, id)); }, Unlocked());
   module.def("new_stream", [](c10::DeviceIndex device, int priority) { return pool_stream(device, priority).id; }, Unlocked());

@@ -5,6 +5,9 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <algorithm>
+#include <iterator>
+#include <mutex>
 #include <set>
 #include <sstream>
 
@@ -12,6 +15,19 @@ namespace emulated_cuda {
 namespace {
 
 using at::Tensor;
+
+// Tensors of communications that no stream has waited for. As torch's watchdog, the process keeps them until it knows
+// that the communication has ended (ProcessGroupNCCL.cpp, shelvesToUnstash). A reference does not keep the memory of a
+// storage that is resized.
+struct Shelf {
+  std::mutex lock;
+  std::vector<std::pair<Event, std::vector<Tensor>>> kept;
+};
+
+Shelf& shelf() {
+  static auto* only = new Shelf;
+  return *only;
+}
 
 // A communication that has been launched. As torch's, it holds its tensors until a stream waits for it.
 class Pending final : public c10d::Work {
@@ -26,9 +42,13 @@ class Pending final : public c10d::Work {
     exchange_stream(outer);
   }
   ~Pending() override {
-    // Nobody has waited: the memory must outlast the communication.
-    for (const Tensor& tensor : tensors_) {
-      record_stream(tensor.storage().data_ptr(), stream_);
+    if (end_.capture != nullptr) {
+      for (const Tensor& tensor : tensors_) {
+        record_stream(tensor.storage().data_ptr(), stream_);
+      }
+    } else if (!tensors_.empty()) {
+      std::lock_guard<std::mutex> guard(shelf().lock);
+      shelf().kept.emplace_back(end_, std::move(tensors_));
     }
   }
   bool wait(std::chrono::milliseconds) override {
@@ -112,6 +132,19 @@ Tensor flat(const Tensor& tensor) {
 }
 
 }  // namespace
+
+void release_ended_communications() {
+  std::vector<std::pair<Event, std::vector<Tensor>>> ended;
+  {
+    std::lock_guard<std::mutex> guard(shelf().lock);
+    auto& kept = shelf().kept;
+    StateGuard state(state_lock());
+    const auto first = std::stable_partition(
+        kept.begin(), kept.end(), [](const auto& each) { return !host_clock().covers(each.first.clock); });
+    ended.assign(std::make_move_iterator(first), std::make_move_iterator(kept.end()));
+    kept.erase(first, kept.end());
+  }
+}
 
 Nccl::Nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
     : Backend(rank, size), options_(std::move(options)) {
@@ -226,6 +259,7 @@ Nccl::WorkPtr Nccl::launch(std::vector<Operation> operations) {
     }
   };
   ++sequence_;
+  release_ended_communications();
   run_work("nccl:" + first.name, stream, operands, run);
   Tensors held = inputs;
   held.insert(held.end(), outputs.begin(), outputs.end());

@@ -8,6 +8,9 @@
 
 namespace emulated_cuda {
 
+// Let go of the tensors of communications that no stream has waited for and that the host knows to have ended.
+void release_ended_communications();
+
 class Nccl final : public c10d::Backend {
  public:
   struct Options final : c10d::Backend::Options {

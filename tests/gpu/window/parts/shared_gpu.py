@@ -45,7 +45,7 @@ def run(window: Window) -> None:
                 pretrain_gpt.forward_step,
                 dtype,
                 job=run_on_shared_gpu,
-                reference_job=run_cell,
+                reference_job=lambda _: run_cell,
             )
             for dtype in DTYPES
         }

@@ -54,6 +54,8 @@ CHOICES = [
     (replace(CALL, pattern=BOTH.within(100).part(range(256), range(1024)), num_queries=256), FLEX),
     (replace(CALL, pattern=DOCUMENTS, has_dropout=True), MASKED),
     (replace(CALL, pattern=DOCUMENTS, num_queries=100, num_keys=100), MASKED),
+    (replace(CALL, pattern=DOCUMENTS, num_queries=128, num_keys=200), MASKED),
+    (replace(CALL, pattern=DOCUMENTS, num_queries=100, num_keys=256), MASKED),
     (replace(CALL, pattern=MASK), MASKED),
     (replace(CALL, has_softcap=True, num_queries=1), STEP_BY_STEP),
     (replace(CALL, has_softcap=True, has_dropout=True), STEP_BY_STEP),

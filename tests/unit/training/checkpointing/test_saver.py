@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import TrainingError
 from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.checkpointing.folder import saved_iterations
 from megatron.training.checkpointing.load import load_checkpoint
@@ -117,6 +118,27 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == ["iter_0000010", TRACKER]
     assert_loads(tmp_path, 10)
     saver.check_last()
+
+
+def test_a_rank_whose_files_are_not_written_takes_part_in_the_agreement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agreement is a collective: a rank that leaves it out blocks the ranks that are ready."""
+    gate, asked = Gate(monkeypatch), list[bool]()
+
+    def agree(value: bool, group: Group) -> bool:
+        asked.append(value)
+        return value
+
+    monkeypatch.setattr("megatron.training.checkpointing.saver.any_rank", agree)
+    saver = make_saver(tmp_path, [], async_save=True)
+    save(saver, 10)
+    for _ in range(2):
+        saver.poll()
+    assert asked == [True, True]
+    gate.open()
+    poll_until(saver, lambda: not saver.is_saving)
+    assert asked[-1] is False
 
 
 def test_at_most_one_save_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
