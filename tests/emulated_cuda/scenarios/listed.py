@@ -340,12 +340,14 @@ SCENARIOS: tuple[Scenario, ...] = (
     program("sharded weights freed before they were used", "abandoned_weights.py", 2),
     program("activations fetched before they were dropped", "abandoned_activations.py"),
     program("weights without a forward pass", "weights_without_forward.py", 4),
+    program("links of three stages", "links.py", 3, "{folder}"),
     program("groups shut down while a rank waits", "given_up_links.py", 2),
     program("results after communication was given up", "given_up_results.py", 2),
     program("gradients in another order on each rank", "orders_of_gradients.py", 2),
     program("shards without elements", "shards_without_elements.py", 4),
     program("cell of the verifier", "cell.py", 2, "{folder}/cell.jsonl", *_OVERLAPS.split()),
     program("cell of the verifier, dropout", "cell.py", 2, "{folder}/cell.jsonl", "--attention-dropout", "0.1"),
+    program("a capture while another thread asks", "captured_beside_thread.py", 1, "{folder}/told.jsonl"),
     program("measures of a device", "measures.py"),
     program("measures of two devices", "measures.py", 2),
     Scenario(
@@ -365,6 +367,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     program("inference, stages", "inference.py", 2, "{folder}/inference.jsonl", "2", "1"),
     program("inference, tensor parallel", "inference.py", 2, "{folder}/inference.jsonl", "1", "2"),
     program("inference, tensor parallel stages", "inference.py", 4, "{folder}/inference.jsonl", "2", "2", "apart"),
+    program("requests served, stages", "service.py", 2, "{folder}/answers.jsonl", "2", "1"),
+    program("requests served, tensor parallel", "service.py", 2, "{folder}/answers.jsonl", "1", "2"),
     training("Triton: GELU and dropout", f"{_SHORT} --bf16 --hidden-dropout 0.1", triton=True),
     training("Triton: rotary positions and SwiGLU", f"{_SHORT} --bf16 {_ROPE}", triton=True),
     training("Triton: rotary positions of normalized heads", f"{_SHORT} --bf16 {_ROPE} --qk-layernorm", triton=True),
@@ -441,6 +445,7 @@ _IN_FP8 = (
     training("experts in fp8, rows", f"{_EXPERTS} {_FP8} rowwise --add-qkv-bias"),
     training("experts in fp8 on a B200", f"{_EXPERTS} {_E4M3} mxfp8 --hidden-size 64", gpu="b200"),
     training("Triton: fp8, rows", f"{_SHORT} {_FP8} rowwise", triton=True),
+    training("Triton: fp8 on an A100", f"{_SHORT} {_FP8} tensorwise", triton=True, gpu="a100"),
     training("Triton: fp8 on a B200", f"{_SHORT} {_E4M3} mxfp8 --hidden-size 64", triton=True, gpu="b200"),
     training("fp8 parameters gathered, delayed", f"{_FP8} delayed --fp8-param-gather {_OVERLAPS} --num-layers 3", 2),
 )
@@ -589,6 +594,18 @@ _MODELS = (
         "stages and replicas", f"{_STAGES} {_OVERLAPS} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 4
     ),
     training("four stages", "--pipeline-model-parallel-size 4 --num-layers 4 --global-batch-size 8 --bf16", 4),
+    training(
+        "three stages, interleaved",
+        "--pipeline-model-parallel-size 3 --num-layers 6 --num-layers-per-virtual-pipeline-stage 1 "
+        "--global-batch-size 6 --bf16",
+        3,
+    ),
+    training(
+        "interleaved pipeline, groups of more micro-batches than stages",
+        f"{_STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        2,
+    ),
     training("context parallel stages", f"{_STAGES} {_CONTEXT} --cp-comm-type p2p --bf16", 4),
     training(
         "tensor parallel, symmetric memory",
