@@ -214,6 +214,12 @@ SCENARIOS: tuple[Scenario, ...] = (
         2,
     ),
     training(
+        "tensor parallel, overlapped by rings of four",
+        "--tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl ring "
+        "--tp-comm-overlap-rs-dgrad --bf16 --num-layers 1",
+        4,
+    ),
+    training(
         "tensor parallel, bulk overlap off",
         f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl whole --disable-tp-comm-bulk-dgrad "
         "--disable-tp-comm-bulk-wgrad",
@@ -339,6 +345,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     program("copies of several dtypes", "mixed_copies.py"),
     program("copies staged for a save", "staged_copies.py"),
     program("sharded weights freed before they were used", "abandoned_weights.py", 2),
+    program("offloaded weights left before they were used", "abandoned_offload.py"),
     program("activations fetched before they were dropped", "abandoned_activations.py"),
     program("weights without a forward pass", "weights_without_forward.py", 4),
     program("links of three stages", "links.py", 3, "{folder}"),
@@ -518,6 +525,16 @@ _ATTENTION = (
     ),
     training("heads exchanged, dropout", f"{_CONTEXT} --cp-comm-type a2a --bf16 {_DROPOUT}", 2),
     training("ring of keys in windows", f"{_CONTEXT} --cp-comm-type p2p {_WINDOWS} --attn-logit-softcapping 5", 2),
+    training(
+        "ring of keys of four ranks",
+        f"{_ROPE} --context-parallel-size 4 --cp-comm-type p2p --bf16 --num-layers 1 --train-iters 2",
+        4,
+    ),
+    training(
+        "ring of keys of four ranks, documents",
+        f"{_ROPE} --context-parallel-size 4 --cp-comm-type p2p --reset-attention-mask --num-layers 1 --train-iters 2",
+        4,
+    ),
     training("ring of keys on a B200", f"{_CONTEXT} --cp-comm-type p2p --bf16", 2, gpu="b200"),
     prepared("ring of keys by cuDNN", "cudnn", f"{_CONTEXT} --cp-comm-type p2p --bf16", 2),
     prepared("attention by cuDNN", "cudnn", f"{_ROPE} --bf16"),
@@ -813,6 +830,17 @@ _HOST = (
         "weight offload, recomputed",
         "--cpu-offloading --cpu-offloading-num-layers 3 --cpu-offloading-weights --num-layers 3 "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    training(
+        "weight offload, groups recomputed",
+        "--cpu-offloading --cpu-offloading-num-layers 3 --cpu-offloading-weights --num-layers 4 --bf16 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    ),
+    training(
+        "fully sharded, groups recomputed",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --num-layers 4 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        2,
     ),
     program("offloaded activations that are not used", "unused_activations.py"),
     prepared(
