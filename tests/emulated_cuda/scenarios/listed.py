@@ -553,6 +553,7 @@ _ATTENTION = (
     training("same bits on a B200", f"--deterministic-mode --bf16 {_ROPE}", gpu="b200"),
     training("attention step by step", f"--bf16 {_GROUPED} {_DROPOUT}"),
     training("latent attention", f"{_LATENT} --bf16 {_TENSOR} --sequence-parallel", 2),
+    training("latent attention, narrower values", f"{_LATENT} --v-head-dim 8 --bf16"),
     training("latent attention, ring of keys", f"{_LATENT} --context-parallel-size 2 --cp-comm-type p2p", 2),
     training(
         "latent attention, stretched",

@@ -29,8 +29,21 @@ REQUESTS = (
         new_log_probabilities=True,
         num_alternatives=2,
     ),
+    GenerationRequest(prompts=PROMPTS[1:], max_new_tokens=7, sampling=GREEDY),
     GenerationRequest(prompts=PROMPTS[1:], max_new_tokens=2, sampling=GREEDY),
 )
+FAILS_AT = 7
+"""The number of tokens of a request at which every rank fails."""
+
+
+class FailingEngine(ContinuousEngine):
+    """Fail on all ranks alike at one request, after it has begun."""
+
+    def add(self, job: int, request: GenerationRequest) -> None:
+        """Begin with a request."""
+        super().add(job, request)
+        if request.max_new_tokens == FAILS_AT:
+            raise RuntimeError("this request fails")
 
 
 class Caller:
@@ -52,7 +65,9 @@ class Caller:
 
         def listen(news: Sequence[Progress] | Exception) -> None:
             if isinstance(news, Exception):
-                raise news
+                self.answers.append(str(news))
+                self._ask()
+                return
             for happened in news:
                 answer.add(happened)
             if answer.is_whole:
@@ -81,7 +96,7 @@ def main(path: str, pp: str, tp: str) -> None:
     caller = None if jobs is None else Caller(jobs)
     with torch.no_grad():
         run_service(
-            ContinuousEngine(engine, 12, 400), jobs, lambda: caller is not None and caller.is_done, FlightRecorder()
+            FailingEngine(engine, 12, 400), jobs, lambda: caller is not None and caller.is_done, FlightRecorder()
         )
     if caller is not None:
         with open(path, "w") as file:
