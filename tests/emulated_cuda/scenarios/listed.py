@@ -485,6 +485,12 @@ _BY_TRITON = (
         2,
         triton=True,
     ),
+    prepared(
+        "Triton: small parts, fp8",
+        "small-programs",
+        f"{_SHORT} {_FP8} delayed --train-iters 2 --micro-batch-size 2 --global-batch-size 2",
+        triton=True,
+    ),
     prepared("Triton: float64", "float64", f"{_SHORT} --hidden-dropout 0.1 --train-iters 2", triton=True),
     prepared("Triton: float64, rotary positions", "float64", f"{_SHORT} {_ROPE} --train-iters 2", triton=True),
     prepared(
