@@ -36,6 +36,11 @@ FURTHER_TESTS = (
     "tests/unit/core/kernels/test_attention_choice.py",
     "tests/unit/core/kernels/test_flash_attention_selection.py",
     "tests/unit/core/kernels/test_matrix_product.py",
+    "tests/unit/core/kernels/test_accumulation.py",
+    "tests/unit/core/kernels/test_triton_programs.py",
+    "tests/unit/core/kernels/test_triton_bias_gradients.py",
+    "tests/unit/core/kernels/test_triton_residual_norm.py",
+    "tests/unit/core/kernels/test_triton_float8.py",
 )
 """Tests besides the scenarios: those on emulated devices, of devices, and of kernels and their choice by GPU."""
 _RECORDED = "recorded.jsonl"

@@ -413,6 +413,12 @@ _GRAPHED = (
         4,
     ),
     training("graphs, distributed optimizer", f"{_GRAPHS} {_OVERLAPS} --num-layers 3", 2),
+    training("graphs, distributed optimizer, one micro-batch", f"{_GRAPHS} {_OVERLAPS} --global-batch-size 2", 2),
+    training(
+        "graphs, weight gradients delayed, one micro-batch",
+        f"{_GRAPHS} {_STAGES} {_OVERLAPS} --num-layers 4 --delay-wgrad-compute --global-batch-size 2",
+        4,
+    ),
     training("graphs, attention dropout", f"{_GRAPHS} {_DROPOUT} --bf16"),
     training("graphs, tensor parallel", f"{_GRAPHS} {_TENSOR} --sequence-parallel --bf16", 2),
     training("graphs, evaluation", f"{_GRAPHS} --eval-iters 1 --eval-interval 2 --global-batch-size 1"),
