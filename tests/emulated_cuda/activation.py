@@ -79,6 +79,14 @@ def _after_torch() -> None:
     finish_import()
 
 
+def _after_distributed() -> None:
+    from torch.distributed import distributed_c10d
+
+    from tests.emulated_cuda.nccl_rules import check_in_place
+
+    check_in_place(distributed_c10d)
+
+
 def _after_triton_interpreter() -> None:
     from tests.emulated_cuda.triton_launches import run_on_emulated_devices
 
@@ -98,6 +106,7 @@ _BEFORE: dict[str, Callable[[], None]] = {
 }
 _AFTER: dict[str, Callable[[], None]] = {
     "torch": _after_torch,
+    "torch.distributed.distributed_c10d": _after_distributed,
     "torch.nn.attention.flex_attention": _after_flex_attention,
     "triton.runtime.interpreter": _after_triton_interpreter,
 }

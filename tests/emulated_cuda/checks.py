@@ -6,6 +6,9 @@ They run in a process of their own, whose torch has emulated devices: see ``test
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -311,6 +314,19 @@ def test_freed_memory_of_a_graph_is_poisoned() -> None:
     assert set(ctypes.string_at(address, 4000)) == {0xFF}
     # The pool lasts as long as its graph: other tensors are not given its memory.
     assert torch.empty(1000, device="cuda").data_ptr() != address
+
+
+def test_matmuls_of_same_bits_need_a_workspace() -> None:
+    # The setting is read at the first matmul of a process.
+    code = (
+        "import torch; torch.use_deterministic_algorithms(True); x = torch.ones(4, 4, device='cuda'); "
+        "print((x @ x).sum().item())"
+    )
+    for setting, expected in ((":4096:8", "64.0"), ("", "")):
+        env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": setting}
+        found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+        assert found.stdout.strip() == expected, found.stderr
+        assert ("it uses CuBLAS and you have CUDA >= 10.2" in found.stderr) == (not setting)
 
 
 def test_a_capture_permits_no_host_read() -> None:

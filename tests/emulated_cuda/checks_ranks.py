@@ -93,6 +93,27 @@ def test_an_average() -> None:
     assert_no_reports()
 
 
+def test_collectives_in_place() -> None:
+    whole = torch.full((64,), 1.0 + RANK, device="cuda")
+    dist.all_gather_into_tensor(whole, whole[32 * RANK : 32 * RANK + 32])
+    assert whole.tolist() == [1.0] * 32 + [2.0] * 32
+    dist.reduce_scatter_tensor(whole[32 * RANK : 32 * RANK + 32], whole)
+    assert whole[32 * RANK : 32 * RANK + 32].tolist() == [2.0 + 2.0 * RANK] * 32
+    assert_no_reports()
+
+
+def test_collectives_whose_tensors_overlap_out_of_place() -> None:
+    whole, other = ones(), slice(32 * PEER, 32 * PEER + 32)
+    for collective, output, tensor in (
+        (dist.all_gather_into_tensor, whole, whole[other]),
+        (dist.reduce_scatter_tensor, whole[other], whole),
+        (dist.all_to_all_single, whole, whole),
+    ):
+        with pytest.raises(RuntimeError, match=f"{RACE}: the input and the output of .* overlap"):
+            collective(output, tensor)
+    assert_no_reports()
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_work_of_a_communicator_is_waited_for_by_the_stream(waits: bool) -> None:
     x = ones()

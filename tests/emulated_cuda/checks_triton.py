@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.errors import TritonError
 
 from tests.emulated_cuda.activation import load_bindings
 
@@ -89,6 +90,20 @@ def test_a_launch_that_loads_and_stores_nothing() -> None:
     assert not y.any()
     copy_first[(1,)](x, y, 3, BLOCK=BLOCK)
     assert y.sum().item() == 3
+
+
+@triton.jit
+def convert(source, target, FORMAT: tl.constexpr):
+    tl.store(target, tl.load(source).to(FORMAT).to(tl.float32))
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() >= (8, 9), reason="the device has E4M3")
+def test_a_format_for_which_triton_does_not_compile() -> None:
+    x, y = torch.full((1,), 1.7, device="cuda"), torch.zeros(1, device="cuda")
+    convert[(1,)](x, y, FORMAT=tl.float8e5)
+    assert y.item() == 1.75
+    with pytest.raises(TritonError, match="type fp8e4nv not supported in this architecture"):
+        convert[(1,)](x, y, FORMAT=tl.float8e4nv)
 
 
 def test_a_race_of_a_program_with_another_stream() -> None:

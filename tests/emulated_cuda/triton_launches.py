@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,8 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton.compiler.errors import CompilationError
 
 from tests.emulated_cuda.activation import load_bindings
+from tests.emulated_cuda.runtime import properties
+
+_FIRST_WITH_E4M3 = (8, 9)
+_BEFORE_E4M3 = ("fp8e4b15", "fp8e5")
+"""What Triton supports on devices before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +232,24 @@ def _broadcast_unequal_shapes_only(semantic: Any) -> None:
     semantic.broadcast_impl_value = broadcast_unequal
 
 
+def _reject_missing_formats(interpreter: Any) -> None:
+    """Let programs fail that convert to a format which Triton does not compile for the device.
+
+    The rule is that of ``CUDABackend.parse_options`` in ``triton/backends/nvidia/compiler.py``.
+    """
+    semantic = interpreter.interpreter_semantic
+    cast = semantic.cast
+    is_missing = (properties().major, properties().minor) < _FIRST_WITH_E4M3
+
+    def cast_if_compiled(value: Any, kind: Any, *arguments: Any, **named: Any) -> Any:
+        if is_missing and kind.scalar.name == "fp8e4nv":
+            message = f"type {kind} not supported in this architecture. The supported fp8 dtypes are {_BEFORE_E4M3}"
+            raise CompilationError(None, ast.Pass(), f"ValueError({message!r})")
+        return cast(value, kind, *arguments, **named)
+
+    semantic.cast = cast_if_compiled
+
+
 def _tell_instances(interpreter: Any, memory: _ObservedMemory) -> None:
     """Let the accesses of a launch know which instance of the program runs."""
     builder = interpreter.interpreter_builder
@@ -250,6 +275,7 @@ def run_on_emulated_devices() -> None:
     _tell_instances(interpreter, memory)
     interpreter._interpreter = memory
     _make_interpreter_fast(interpreter)
+    _reject_missing_formats(interpreter)
     run_on_host = interpreter.GridExecutor.__call__
     compiled: set[Any] = set()
 

@@ -16,6 +16,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <unordered_set>
 
@@ -89,6 +90,27 @@ bool takes_host_tensors(const std::string& name) {
   return names->count(name) > 0;
 }
 
+// Context::alertCuBLASConfigNotDeterministic of torch, which at::cuda::blas::gemm, bgemm, gemv and dot call.
+void check_cublas_is_deterministic(const std::string& name) {
+  static const auto* names = new std::unordered_set<std::string>{
+      "aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_",
+      "aten::mv", "aten::addmv", "aten::addmv_", "aten::dot", "aten::vdot"};
+  if (names->count(name) == 0) {
+    return;
+  }
+  static const bool has_workspace = [] {
+    const char* setting = std::getenv("CUBLAS_WORKSPACE_CONFIG");
+    const std::string text = setting == nullptr ? "" : setting;
+    return text == ":4096:8" || text == ":16:8";
+  }();
+  TORCH_CHECK(has_workspace || !at::globalContext().deterministicAlgorithms(),
+              "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+              "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses "
+              "CuBLAS and you have CUDA >= 10.2. To enable deterministic behavior in this case, you must set an "
+              "environment variable before running your PyTorch application: CUBLAS_WORKSPACE_CONFIG=:4096:8 or "
+              "CUBLAS_WORKSPACE_CONFIG=:16:8 (by ", name, ")");
+}
+
 // Run the CPU's kernel on the arguments that lie on a stack.
 void call_kernel(const c10::OperatorHandle& op, torch::jit::Stack& stack, c10::DeviceIndex device) {
   const auto& schema = op.schema();
@@ -137,6 +159,7 @@ class Call {
   void run() {
     const auto& schema = op_.schema();
     check_devices();
+    check_cublas_is_deterministic(name_);
     const c10::DeviceIndex device = device_ ? device_->index() : current_device();
     Stream& stream = current_stream(device);
     Capture* capture = capture_of(stream);

@@ -33,8 +33,16 @@ FURTHER_TESTS = (
     "tests/unit/core/test_device.py",
     "tests/unit/core/kernels/test_attention_block.py",
     "tests/unit/core/kernels/test_triton_offsets.py",
+    "tests/unit/core/kernels/test_attention_choice.py",
+    "tests/unit/core/kernels/test_flash_attention_selection.py",
+    "tests/unit/core/kernels/test_matrix_product.py",
+    "tests/unit/core/kernels/test_accumulation.py",
+    "tests/unit/core/kernels/test_triton_programs.py",
+    "tests/unit/core/kernels/test_triton_bias_gradients.py",
+    "tests/unit/core/kernels/test_triton_residual_norm.py",
+    "tests/unit/core/kernels/test_triton_float8.py",
 )
-"""Tests besides the scenarios: those on emulated devices, and of devices, attention blocks and 64-bit offsets."""
+"""Tests besides the scenarios: those on emulated devices, of devices, and of kernels and their choice by GPU."""
 _RECORDED = "recorded.jsonl"
 _REPETITIONS = 2
 """How often a scenario is repeated that timed out or differed in memory: it must differ each time."""

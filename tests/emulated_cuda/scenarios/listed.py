@@ -214,6 +214,12 @@ SCENARIOS: tuple[Scenario, ...] = (
         2,
     ),
     training(
+        "tensor parallel, overlapped by rings of four",
+        "--tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl ring "
+        "--tp-comm-overlap-rs-dgrad --bf16 --num-layers 1",
+        4,
+    ),
+    training(
         "tensor parallel, bulk overlap off",
         f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl whole --disable-tp-comm-bulk-dgrad "
         "--disable-tp-comm-bulk-wgrad",
@@ -336,16 +342,21 @@ SCENARIOS: tuple[Scenario, ...] = (
             ("optimizer offload, many buckets overlapped", f"--bf16 {_OFFLOADS} --overlap-cpu-optimizer-d2h-h2d"),
         )
     ),
+    program("copies of several dtypes", "mixed_copies.py"),
     program("copies staged for a save", "staged_copies.py"),
     program("sharded weights freed before they were used", "abandoned_weights.py", 2),
+    program("offloaded weights left before they were used", "abandoned_offload.py"),
     program("activations fetched before they were dropped", "abandoned_activations.py"),
     program("weights without a forward pass", "weights_without_forward.py", 4),
+    program("links of three stages", "links.py", 3, "{folder}"),
     program("groups shut down while a rank waits", "given_up_links.py", 2),
     program("results after communication was given up", "given_up_results.py", 2),
     program("gradients in another order on each rank", "orders_of_gradients.py", 2),
+    program("parameters that not every rank uses", "unused_parameters.py", 2),
     program("shards without elements", "shards_without_elements.py", 4),
     program("cell of the verifier", "cell.py", 2, "{folder}/cell.jsonl", *_OVERLAPS.split()),
     program("cell of the verifier, dropout", "cell.py", 2, "{folder}/cell.jsonl", "--attention-dropout", "0.1"),
+    program("a capture while another thread asks", "captured_beside_thread.py", 1, "{folder}/told.jsonl"),
     program("measures of a device", "measures.py"),
     program("measures of two devices", "measures.py", 2),
     Scenario(
@@ -365,6 +376,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     program("inference, stages", "inference.py", 2, "{folder}/inference.jsonl", "2", "1"),
     program("inference, tensor parallel", "inference.py", 2, "{folder}/inference.jsonl", "1", "2"),
     program("inference, tensor parallel stages", "inference.py", 4, "{folder}/inference.jsonl", "2", "2", "apart"),
+    program("requests served, stages", "service.py", 2, "{folder}/answers.jsonl", "2", "1"),
+    program("requests served, tensor parallel", "service.py", 2, "{folder}/answers.jsonl", "1", "2"),
     training("Triton: GELU and dropout", f"{_SHORT} --bf16 --hidden-dropout 0.1", triton=True),
     training("Triton: rotary positions and SwiGLU", f"{_SHORT} --bf16 {_ROPE}", triton=True),
     training("Triton: rotary positions of normalized heads", f"{_SHORT} --bf16 {_ROPE} --qk-layernorm", triton=True),
@@ -400,6 +413,12 @@ _GRAPHED = (
         4,
     ),
     training("graphs, distributed optimizer", f"{_GRAPHS} {_OVERLAPS} --num-layers 3", 2),
+    training("graphs, distributed optimizer, one micro-batch", f"{_GRAPHS} {_OVERLAPS} --global-batch-size 2", 2),
+    training(
+        "graphs, weight gradients delayed, one micro-batch",
+        f"{_GRAPHS} {_STAGES} {_OVERLAPS} --num-layers 4 --delay-wgrad-compute --global-batch-size 2",
+        4,
+    ),
     training("graphs, attention dropout", f"{_GRAPHS} {_DROPOUT} --bf16"),
     training("graphs, tensor parallel", f"{_GRAPHS} {_TENSOR} --sequence-parallel --bf16", 2),
     training("graphs, evaluation", f"{_GRAPHS} --eval-iters 1 --eval-interval 2 --global-batch-size 1"),
@@ -441,6 +460,7 @@ _IN_FP8 = (
     training("experts in fp8, rows", f"{_EXPERTS} {_FP8} rowwise --add-qkv-bias"),
     training("experts in fp8 on a B200", f"{_EXPERTS} {_E4M3} mxfp8 --hidden-size 64", gpu="b200"),
     training("Triton: fp8, rows", f"{_SHORT} {_FP8} rowwise", triton=True),
+    training("Triton: fp8 on an A100", f"{_SHORT} {_FP8} tensorwise", triton=True, gpu="a100"),
     training("Triton: fp8 on a B200", f"{_SHORT} {_E4M3} mxfp8 --hidden-size 64", triton=True, gpu="b200"),
     training("fp8 parameters gathered, delayed", f"{_FP8} delayed --fp8-param-gather {_OVERLAPS} --num-layers 3", 2),
 )
@@ -469,6 +489,12 @@ _BY_TRITON = (
         "small-programs",
         f"{_SHORT} --bf16 {_TENSOR} --sequence-parallel --hidden-dropout 0.1 --squared-relu",
         2,
+        triton=True,
+    ),
+    prepared(
+        "Triton: small parts, fp8",
+        "small-programs",
+        f"{_SHORT} {_FP8} delayed --train-iters 2 --micro-batch-size 2 --global-batch-size 2",
         triton=True,
     ),
     prepared("Triton: float64", "float64", f"{_SHORT} --hidden-dropout 0.1 --train-iters 2", triton=True),
@@ -511,6 +537,16 @@ _ATTENTION = (
     ),
     training("heads exchanged, dropout", f"{_CONTEXT} --cp-comm-type a2a --bf16 {_DROPOUT}", 2),
     training("ring of keys in windows", f"{_CONTEXT} --cp-comm-type p2p {_WINDOWS} --attn-logit-softcapping 5", 2),
+    training(
+        "ring of keys of four ranks",
+        f"{_ROPE} --context-parallel-size 4 --cp-comm-type p2p --bf16 --num-layers 1 --train-iters 2",
+        4,
+    ),
+    training(
+        "ring of keys of four ranks, documents",
+        f"{_ROPE} --context-parallel-size 4 --cp-comm-type p2p --reset-attention-mask --num-layers 1 --train-iters 2",
+        4,
+    ),
     training("ring of keys on a B200", f"{_CONTEXT} --cp-comm-type p2p --bf16", 2, gpu="b200"),
     prepared("ring of keys by cuDNN", "cudnn", f"{_CONTEXT} --cp-comm-type p2p --bf16", 2),
     prepared("attention by cuDNN", "cudnn", f"{_ROPE} --bf16"),
@@ -523,9 +559,13 @@ _ATTENTION = (
         "transformer-engine",
         f"{_LONG} {_GROUPED} --bf16 --transformer-impl transformer_engine --micro-batch-size 2",
     ),
+    training("heads of 20 channels", f"--bf16 {_GROUPED} {_WINDOWS} --hidden-size 80"),
+    training("heads of 20 channels, sinks", f"--bf16 {_ROPE} --softmax-type learnable --hidden-size 80"),
+    training("heads of 20 channels, ring of keys", f"--bf16 {_CONTEXT} --cp-comm-type p2p --hidden-size 80", 2),
     training("same bits on a B200", f"--deterministic-mode --bf16 {_ROPE}", gpu="b200"),
     training("attention step by step", f"--bf16 {_GROUPED} {_DROPOUT}"),
     training("latent attention", f"{_LATENT} --bf16 {_TENSOR} --sequence-parallel", 2),
+    training("latent attention, narrower values", f"{_LATENT} --v-head-dim 8 --bf16"),
     training("latent attention, ring of keys", f"{_LATENT} --context-parallel-size 2 --cp-comm-type p2p", 2),
     training(
         "latent attention, stretched",
@@ -589,6 +629,18 @@ _MODELS = (
         "stages and replicas", f"{_STAGES} {_OVERLAPS} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 4
     ),
     training("four stages", "--pipeline-model-parallel-size 4 --num-layers 4 --global-batch-size 8 --bf16", 4),
+    training(
+        "three stages, interleaved",
+        "--pipeline-model-parallel-size 3 --num-layers 6 --num-layers-per-virtual-pipeline-stage 1 "
+        "--global-batch-size 6 --bf16",
+        3,
+    ),
+    training(
+        "interleaved pipeline, groups of more micro-batches than stages",
+        f"{_STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        2,
+    ),
     training("context parallel stages", f"{_STAGES} {_CONTEXT} --cp-comm-type p2p --bf16", 4),
     training(
         "tensor parallel, symmetric memory",
@@ -791,6 +843,17 @@ _HOST = (
         "weight offload, recomputed",
         "--cpu-offloading --cpu-offloading-num-layers 3 --cpu-offloading-weights --num-layers 3 "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    training(
+        "weight offload, groups recomputed",
+        "--cpu-offloading --cpu-offloading-num-layers 3 --cpu-offloading-weights --num-layers 4 --bf16 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    ),
+    training(
+        "fully sharded, groups recomputed",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --num-layers 4 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        2,
     ),
     program("offloaded activations that are not used", "unused_activations.py"),
     prepared(

@@ -40,10 +40,11 @@ def test_checks_of_the_emulator(file: str, gpu: str) -> None:
     assert result.returncode == 0, result.stdout
 
 
-def test_checks_of_triton_programs() -> None:
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+def test_checks_of_triton_programs(gpu: str) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/emulated_cuda/checks_triton.py"]
-    result = run_command(command, timeout_s=300.0, env=emulated_environment(2), cwd=REPOSITORY)
+    result = run_command(command, timeout_s=300.0, env=emulated_environment(2, gpu), cwd=REPOSITORY)
     assert result.returncode == 0, result.stdout
 
 

@@ -50,6 +50,7 @@ SMALL_PROGRAMS: dict[str, dict[str, Any]] = {
     "column_sums": {"_ROWS": 2, "_COLUMNS": 16},
     "cross_entropy": {"_FORWARD_BLOCK": 32, "_BACKWARD_BLOCK": 16},
     "dropout": {"_BLOCK": 64},
+    "float8_cast": {"_BLOCK": 16},
     "gated_activation": {"_BLOCK": 64},
     "residual_norm": {"_MAX_PARTS": 3},
     "rotary": {"_TILE": 32},
