@@ -123,7 +123,8 @@ def _in_tree(tree: Path, words: Sequence[str]) -> subprocess.CompletedProcess[st
 
 def _in_further_tests(tree: Path) -> tuple[str, str]:
     for file in FURTHER_TESTS:
-        result = _in_tree(tree, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not long", file])
+        command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not long and not gpu", file]
+        result = _in_tree(tree, command)
         if result.returncode != 0:
             lines = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
             return file, (lines or result.stdout.splitlines() or [result.stderr])[-1]
