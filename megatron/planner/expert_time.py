@@ -12,15 +12,12 @@ from dataclasses import dataclass
 
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.planner.expert_layer import ExpertLayer
-from megatron.planner.float8_work import float8_expert_cast_bytes
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.links import Links
+from megatron.planner.piece_time import LAUNCH_S
 from megatron.planner.plan import Plan
 
-LAUNCH_S = 13.5e-6
-"""The host's time for a kernel that PyTorch launches: a linear layer's forward pass, one kernel, beside an H100 (13.48
-microseconds; github.com/NVIDIA/TransformerEngine, issue 2053). Modules of transformer-engine took 2.7 times as long."""
 FORWARD_LAUNCHES = 1 / 3
 """The part of a layer's kernels that its forward pass launches: one product of three."""
 _LAUNCHES = 60
@@ -28,7 +25,7 @@ _LAUNCHES = 60
 _LOOP_LAUNCHES, _CASTS = 6, 10
 """Kernels of one expert whose products are its own, and operands of them that are rounded to fp8: counted."""
 _CAST_LAUNCHES = {"delayed": 2, "tensorwise": 3}
-"""Kernels that round an operand; here recipes with scales of rows and blocks take some twenty of torch's own."""
+"""Kernels that round an operand."""
 _MEMORY_SHARE = 0.85
 _SCORE_PASSES = 14
 """How often a score of the router is read or written: softmax, the best, their weights, losses; and back. Counted."""
@@ -86,9 +83,7 @@ def expert_time(plan: Plan, gpu: Gpu, implementation: Implementation, peak: floa
     passed: float = layer.choices * h * layer.element * moves
     passed += layer.given * layer.width * layer.element * (3 * layer.gates + 2)
     passed += layer.rows * layer.num_experts * layer.wide * _SCORE_PASSES
-    if in_float8 and implementation.follows_recipes:
-        passed += float8_expert_cast_bytes(layer)
-    elif in_float8:
+    if in_float8:
         # Inputs and gradients are read in 16 bits and written in 8, as they are and transposed.
         passed += layer.given * (5 * (h + layer.width) + 4 * (layer.gates * layer.width + h))
     passing = gpu.memory_bandwidth * implementation.times.pass_share
@@ -112,5 +107,5 @@ def _of_an_expert(plan: Plan, implementation: Implementation, *, in_float8: bool
     if not (in_float8 or implementation.loops_over_experts):
         return 0
     # transformer-engine has a kernel of its own for each recipe.
-    most = 20 if implementation.follows_recipes else max(_CAST_LAUNCHES.values())
+    most = max(_CAST_LAUNCHES.values())
     return _LOOP_LAUNCHES + in_float8 * _CASTS * _CAST_LAUNCHES.get(plan.model.fp8_recipe, most)

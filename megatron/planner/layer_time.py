@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planner.activation_memory import LayerBytes
-from megatron.planner.expert_time import FORWARD_LAUNCHES, LAUNCH_S, NO_EXPERTS, ExpertTime, expert_time
-from megatron.planner.float8_work import float8_cast_bytes
+from megatron.planner.expert_time import FORWARD_LAUNCHES, NO_EXPERTS, ExpertTime, expert_time
 from megatron.planner.gpu import AttentionRate, Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.layer_kinds import LayerKind
@@ -29,14 +27,13 @@ from megatron.planner.layer_work import (
     passed_bytes,
 )
 from megatron.planner.links import Links
+from megatron.planner.piece_time import LAUNCH_S, MEMORY_SHARE, PieceTime
 from megatron.planner.plan import Plan
+from megatron.planner.traces import PieceMemory
 from megatron.planner.traffic.adapter_traffic import IN_ORDER, add_adapters
-from megatron.planner.traffic.float8_traffic import Float8LayerEnds
 from megatron.planner.traffic.further_traffic import add_further
 from megatron.planner.traffic.latent_traffic import add_latent
 
-MEMORY_SHARE = 0.85
-"""Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
 _ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward pass beside those of its forward pass: five products for two."""
 _LAUNCHES = 70
@@ -52,7 +49,8 @@ class LayerTime:
     ``expert_parallel`` is tokens' way to their experts and back. ``forward`` and ``weight_gradients`` are the forward
     pass and the products of weights' gradients that can be put off, within the parts. ``experts`` are all parts of the
     experts, and ``expert_forward`` those of the forward pass; ``floor`` and ``expert_floor`` are what the host takes to
-    launch what is not theirs, and what is.
+    launch what is not theirs, and what is. ``forward_floor`` is what it takes to launch the forward pass of a layer in
+    which it waits.
     """
 
     products: float
@@ -69,6 +67,7 @@ class LayerTime:
     experts: float = 0.0
     expert_forward: float = 0.0
     expert_floor: float = 0.0
+    forward_floor: float = 0.0
 
     @property
     def total(self) -> float:
@@ -80,6 +79,9 @@ class LayerTime:
         busy = self.products + self.attention + self.passes + self.again
         sent = self.tensor_parallel + self.context_parallel
         whole = busy + sent + self.expert_parallel + self.offload
+        if self.forward_floor:
+            rest = max(self.floor - self.forward_floor, whole - self.forward)
+            return max(self.forward_floor, self.forward) + rest
         if not self.experts:
             return max(self.floor, whole)
         share = FORWARD_LAUNCHES
@@ -92,12 +94,12 @@ def layer_time(
     plan: Plan,
     gpu: Gpu,
     implementation: Implementation,
-    kept: LayerBytes,
+    kept: PieceMemory,
     kind: LayerKind,
 ) -> LayerTime:
     """Return the time of one layer, forward and backward, with the recompute that is configured.
 
-    ``kept`` is what `layer_bytes` returned for the layer.
+    ``kept`` is the layer's memory.
     """
     in_float8, has_experts = kind.in_float8, kind.has_experts
     products = layer_products(plan.model, has_experts=has_experts)
@@ -112,13 +114,11 @@ def layer_time(
         has_rotary=kind.has_rotary,
     )
     if in_float8:
-        passed += _cast_bytes(plan, implementation, has_experts=has_experts, has_join=kind.is_further)
-    # Products of weights' gradients may stay in 16 bits.
-    of_weights = half if in_float8 and implementation.follows_recipes and not plan.model.fp8_wgrad else peak
-    rates = [(each, (peak, of_weights)) for each in products]
+        passed += fused_cast_bytes(plan, has_experts=has_experts, has_join=kind.is_further)
+    rates = [(each, (peak, peak)) for each in products]
     rates += [(each, (half, half)) for each in adapter_products(plan.model, has_experts=has_experts)]
     if kind.is_further:
-        rates.append((join_product(plan.model), (peak, of_weights)))
+        rates.append((join_product(plan.model), (peak, peak)))
         passed += join_bytes(plan)
     parts = [(_product(product, plan.num_tokens, rate, gpu), product.passes) for product, rate in rates]
     computed = sum(seconds for seconds, _ in parts)
@@ -152,6 +152,28 @@ def layer_time(
     )
 
 
+def traced_layer_time(plan: Plan, gpu: Gpu, kept: PieceMemory, time: PieceTime, *, has_experts: bool) -> LayerTime:
+    """Return the time of one layer that was traced, forward and backward, with the recompute that is configured.
+
+    The host waits in the forward pass of a layer of experts, for how many tokens each has.
+    """
+    forward, host = time.forward.total, time.part("host")
+    return LayerTime(
+        products=time.part("products"),
+        attention=time.part("attention"),
+        passes=time.part("passes"),
+        tensor_parallel=time.part("tensor_parallel"),
+        context_parallel=time.part("context_parallel"),
+        expert_parallel=time.part("expert_parallel"),
+        again=forward if plan.model.recompute_granularity == "full" else 0.0,
+        offload=_offload(plan, gpu, kept, forward),
+        floor=host,
+        forward=forward,
+        weight_gradients=time.weights.total,
+        forward_floor=time.forward.host if has_experts else 0.0,
+    )
+
+
 def output_layer_time(plan: Plan, gpu: Gpu) -> float:
     """Return the time of the output layer and the loss, which are in the model's own precision also beside fp8."""
     model, t = plan.model, plan.parallel_sizes.tp
@@ -165,14 +187,6 @@ def output_layer_time(plan: Plan, gpu: Gpu) -> float:
 
 def _peak(model: GPTConfig, gpu: Gpu) -> float:
     return gpu.half_flops if model.params_dtype in ("bfloat16", "float16") else gpu.single_flops
-
-
-def _cast_bytes(plan: Plan, implementation: Implementation, *, has_experts: bool, has_join: bool) -> float:
-    """Return the bytes of making a layer's operands in fp8."""
-    if implementation.follows_recipes:
-        sizes = plan.model, plan.num_tokens, plan.num_rows
-        return float8_cast_bytes(*sizes, has_experts=has_experts, has_join=has_join)
-    return fused_cast_bytes(plan, has_experts=has_experts, has_join=has_join)
 
 
 def _product(product: Product, tokens: float, peaks: tuple[float, float], gpu: Gpu) -> float:
@@ -222,10 +236,7 @@ def _tensor_parallel(
 
     if model.multi_latent_attention:
         again = int("mla_up_proj" in model.recomputed_modules)
-        if in_float8 and model.sequence_parallel and implementation.follows_recipes:
-            Float8LayerEnds(model, plan.num_tokens, size * _HALF).add_latent(add, 1, 1, 1, again)
-        else:
-            add_latent(add, model, plan.num_tokens * _HALF, 1, 1, 1, again)
+        add_latent(add, model, plan.num_tokens * _HALF, 1, 1, 1, again)
         of_region = 5 if model.sequence_parallel else 4
         return sum(sent) + has_feed_forward * of_region * links.tensor_parallel_seconds(size * _HALF)
     if model.lora_rank:
@@ -233,9 +244,6 @@ def _tensor_parallel(
         add_adapters(add, model, plan.num_tokens * model.lora_rank * _HALF, 1, 1, names)
     if not model.sequence_parallel:
         return regions * (sum(sent) + 8 * links.tensor_parallel_seconds(size * _HALF))
-    if in_float8 and implementation.follows_recipes:
-        Float8LayerEnds(model, plan.num_tokens, size * _HALF).add(add, 2, 2, 2)
-        return regions * sum(sent)
     gathered = 1 if in_float8 else _HALF
     gathers = 4 if model.lora_rank else 6
     sent.append(gathers * links.tensor_parallel_seconds(size * gathered))
@@ -277,7 +285,7 @@ def _again(plan: Plan, forward: float, attention: float, feed_forward: float, ex
     return again + feed_forward * ("shared_experts" in modules) + experts.activation * ("moe_act" in modules)
 
 
-def _offload(plan: Plan, gpu: Gpu, kept: LayerBytes, forward: float) -> float:
+def _offload(plan: Plan, gpu: Gpu, kept: PieceMemory, forward: float) -> float:
     """Return what a layer waits for its activations' way to the machine's memory and back."""
     if not (plan.model.cpu_offloading and plan.model.cpu_offloading_activations):
         return 0.0

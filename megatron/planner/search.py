@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planner.activation_memory import LayerBytes, layer_bytes
 from megatron.planner.balanced_split import balanced_splits
 from megatron.planner.choice import RECOMPUTES, ZERO_BUBBLE, Choice
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.layer_work import step_flops
 from megatron.planner.links import GPUS_A_MACHINE
+from megatron.planner.piece_memory import ModelPieces
+from megatron.planner.pieces import model_pieces
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import HOPPER_MACHINES, Prediction, predict, usable_bytes
 from megatron.planner.refusals import plan_refusals
@@ -58,15 +59,15 @@ class Dropped:
 class Search:
     """Collect what becomes of each choice; ``num_predicted`` counts those whose memory and time were computed.
 
-    ``states`` are what the stages of a layout hold between steps, and ``layers`` what its layers keep, which many
-    choices share.
+    ``states`` are what the stages of a layout hold between steps, and ``pieces`` the memory of the model's pieces,
+    which many choices share.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     num_predicted: int = 0
     states: dict[tuple[object, ...], Sequence[StageState]] = field(default_factory=dict)
-    layers: dict[tuple[object, ...], Sequence[LayerBytes]] = field(default_factory=dict)
+    pieces: dict[tuple[object, ...], ModelPieces] = field(default_factory=dict)
 
     @property
     def ranked(self) -> Sequence[Candidate]:
@@ -203,12 +204,15 @@ def _states(
     return found.states[key]
 
 
-def _layers(found: Search, plan: Plan, choice: Choice, implementation: Implementation) -> Sequence[LayerBytes]:
-    """Return what each layer keeps of a micro-batch, whichever stage it is on and whatever is sharded."""
-    key = choice.tp, choice.cp, choice.ep, choice.precision, choice.recompute, choice.micro_batch_size
-    if key not in found.layers:
-        found.layers[key] = layer_bytes(plan, implementation.saved)
-    return found.layers[key]
+def _pieces(found: Search, plan: Plan, choice: Choice, gpu: Gpu, implementation: Implementation) -> ModelPieces:
+    """Return the memory of a model's pieces for a micro-batch, whichever stage has them and whatever is sharded."""
+    key = (
+        *(choice.tp, choice.cp, choice.ep, choice.precision, choice.recompute, choice.micro_batch_size),
+        choice.schedule == ZERO_BUBBLE,
+    )
+    if key not in found.pieces:
+        found.pieces[key] = model_pieces(plan, implementation, gpu)
+    return found.pieces[key]
 
 
 def _try_batches(
@@ -279,8 +283,8 @@ def _try_choice(
     """
     found.num_predicted += 1
     # The first stage has the most in flight: most choices that do not fit are seen there.
-    layers = _layers(found, plan, choice, implementation)
-    first = stage_memory(plan, 0, implementation, states[0], layers).total + HOPPER_MACHINES.held_bytes
+    pieces = _pieces(found, plan, choice, gpu, implementation)
+    first = stage_memory(plan, 0, implementation, pieces, states[0]).total + HOPPER_MACHINES.held_bytes
     usable = usable_bytes(gpu)
     if first > usable:
         reason = f"stage 0 needs {first // _MIB} of {usable // _MIB} MiB"
@@ -288,7 +292,7 @@ def _try_choice(
         return False
     # Between the second stage and the last, layers are as many and less is in flight.
     looked_at = sorted({0, min(1, choice.pp - 1), choice.pp - 1, *_uneven_stages(plan, choice)})
-    prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at, layers=layers)
+    prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at, pieces=pieces)
     if prediction.time is None or prediction.used_bytes is None:
         kind = "oom" if prediction.outcome == "oom" else "refused"
         found.dropped.append(Dropped(choice, kind, prediction.reason or prediction.outcome))

@@ -10,15 +10,18 @@ from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planner.activation_memory import LayerBytes
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.layer_kinds import LayerKind, layer_kinds, layer_numbers
-from megatron.planner.layer_time import MEMORY_SHARE, LayerTime, layer_time, output_layer_time
+from megatron.planner.layer_time import LayerTime, layer_time, output_layer_time, traced_layer_time
 from megatron.planner.links import Links
+from megatron.planner.piece_memory import ModelPieces
+from megatron.planner.piece_time import MEMORY_SHARE, piece_time
+from megatron.planner.pieces import end_trace, layer_trace
 from megatron.planner.plan import Plan
 from megatron.planner.replica_time import EXCHANGE_SHARE, exposed_replica_seconds
 from megatron.planner.stage_memory import StageState
+from megatron.planner.traces import PieceMemory
 
 _UPDATE_BYTES = 30
 """Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
@@ -50,20 +53,28 @@ class StepTime:
 
 
 def step_time(
-    plan: Plan, gpu: Gpu, implementation: Implementation, stages: Sequence[StageState], kept: Sequence[LayerBytes]
+    plan: Plan, gpu: Gpu, implementation: Implementation, stages: Sequence[StageState], pieces: ModelPieces
 ) -> StepTime:
     """Return the time of a training step.
 
-    ``stages`` are what every stage holds between steps, and ``kept`` what `layer_bytes` returned.
+    ``stages`` are what every stage holds between steps, and ``pieces`` what `model_pieces` returned.
     """
     kinds = layer_kinds(plan.model, plan.seq_length)
+    kept = [*pieces.layers, *[pieces.layers[-1]] * plan.model.num_further_tokens]
     layers = {
-        kind: layer_time(plan, gpu, implementation, layer, kind) for kind, layer in dict(zip(kinds, kept)).items()
+        kind: _layer(plan, gpu, implementation, layer, kind, kinds.index(kind))
+        for kind, layer in dict(zip(kinds, kept)).items()
     }
-    output = output_layer_time(plan, gpu)
+    embedding, output = _ends(plan, gpu, implementation)
     chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
     seconds = [
-        sum(_chunk(plan, kinds, layers, chunk) + output * chunk.has_loss for chunk in chunks) for chunks in chunks_of
+        sum(
+            _chunk(plan, implementation, kinds, layers, chunk)
+            + output * chunk.has_loss
+            + embedding * chunk.has_embedding
+            for chunk in chunks
+        )
+        for chunks in chunks_of
     ]
     slowest, pp = max(seconds), len(seconds)
     num_layers = {len(layer_numbers(plan.model, chunk)) for chunks in chunks_of for chunk in chunks}
@@ -88,6 +99,28 @@ def step_time(
     )
 
 
+def _layer(
+    plan: Plan, gpu: Gpu, implementation: Implementation, kept: PieceMemory, kind: LayerKind, number: int
+) -> LayerTime:
+    """Return the time of a layer of a kind; ``number`` is that of the first one."""
+    if not implementation.is_traced or kind.is_further:
+        return layer_time(plan, gpu, implementation, kept, kind)
+    time = piece_time(plan, gpu, implementation, layer_trace(plan, gpu.capability, number))
+    return traced_layer_time(plan, gpu, kept, time, has_experts=kind.has_experts)
+
+
+def _ends(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[float, float]:
+    """Return the time of the embedding, and of all that follows the layers."""
+    if not implementation.is_traced:
+        return 0.0, output_layer_time(plan, gpu)
+    times = [
+        piece_time(plan, gpu, implementation, end_trace(plan, gpu.capability, has_loss=has_loss))
+        for has_loss in (False, True)
+    ]
+    first, last = (max(each.total, each.part("host")) for each in times)
+    return first, last
+
+
 def _simulated_bubble(
     plan: Plan,
     kinds: Sequence[LayerKind],
@@ -102,7 +135,7 @@ def _simulated_bubble(
     durations = []
     for stage, total in enumerate(seconds):
         (chunk,) = plan.stage_layout.chunks(stage)
-        own = [layers[kinds[number]] for number in layer_numbers(plan.model, chunk)]
+        own = [layers[kinds[number]] for number in chunk.layer_numbers]
         at_end = output / 3 * chunk.has_loss
         forward = sum(layer.forward for layer in own) + at_end
         weight = sum(layer.weight_gradients for layer in own) + at_end * (not plan.model.lora_rank)
@@ -121,7 +154,11 @@ def _makespan(schedule: str, num_microbatches: int, durations: tuple[Durations, 
 
 
 def _chunk(
-    plan: Plan, kinds: Sequence[LayerKind], layers: Mapping[LayerKind, LayerTime], chunk: StageContents
+    plan: Plan,
+    implementation: Implementation,
+    kinds: Sequence[LayerKind],
+    layers: Mapping[LayerKind, LayerTime],
+    chunk: StageContents,
 ) -> float:
     """Return the time of a chunk's layers, of which block recompute and offload take the first ones only.
 
@@ -139,6 +176,8 @@ def _chunk(
         seconds += len(places) * layer.total
         seconds -= sum(place >= again for place in places) * layer.again
         seconds -= sum(place >= offloaded for place in places) * layer.offload
-    for number in layer_numbers(model, chunk)[len(numbers) :]:
+    # Traced MTP modules are among what follows the layers.
+    further = () if implementation.is_traced else layer_numbers(model, chunk)[len(numbers) :]
+    for number in further:
         seconds += layers[kinds[number]].total - layers[kinds[number]].offload
     return seconds

@@ -20,13 +20,13 @@ from megatron.core.pipeline_parallel.in_flight import most_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.expert_layer import ExpertLayer
-from megatron.planner.kept.further_memory import kept_by_join
-from megatron.planner.kept.kept_inputs import KeptInput, is_in_float8, kept_input
-from megatron.planner.kept.latent_memory import kept_by_latent_attention
-from megatron.planner.kept.norm_memory import kept_behind, kept_by_head_norms, norm_numbers, reads_frozen
 from megatron.planner.layer_kinds import LayerKind, layer_kinds
 from megatron.planner.layer_widths import layer_widths
 from megatron.planner.plan import Plan
+from tests.closed_forms.further_memory import kept_by_join
+from tests.closed_forms.kept_inputs import KeptInput, is_in_float8, kept_input
+from tests.closed_forms.latent_memory import kept_by_latent_attention
+from tests.closed_forms.norm_memory import kept_behind, kept_by_head_norms, norm_numbers, reads_frozen
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig

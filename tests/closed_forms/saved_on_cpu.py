@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planner.activation_memory import saved_bytes
 from megatron.planner.expert_layer import ExpertLayer
-from megatron.planner.kept.further_memory import kept_by_join
-from megatron.planner.kept.kept_inputs import is_in_float8
-from megatron.planner.kept.latent_memory import kept_by_latent_attention
-from megatron.planner.kept.norm_memory import before_weight, kept_behind, kept_by_head_norms, reads_frozen
 from megatron.planner.layer_widths import key_value_width
+from tests.closed_forms.further_memory import kept_by_join
+from tests.closed_forms.kept_inputs import is_in_float8
+from tests.closed_forms.latent_memory import kept_by_latent_attention
+from tests.closed_forms.norm_memory import before_weight, kept_behind, kept_by_head_norms, reads_frozen
+from tests.closed_forms.saved_activations import saved_bytes
 
 _WIDE = 4
 

@@ -1,0 +1,282 @@
+"""Traces of pieces of a model: what one layer, or an end of the model, computes, keeps and sends for a micro-batch.
+
+A tracer builds a piece, and runs it forward and backward on tensors without values. One sample per micro-batch is
+traced itself, since tensors need no transposed copies then. Two and three samples are traced for all other sizes: every
+number is affine in the number of samples. Traces lie in a folder under a hash of the sources, of torch's version and of
+what was asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.errors import ConfigurationError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+
+PHASES = ("forward", "backward", "weights")
+"""The passes of a piece; ``weights`` has the weight gradients where a schedule defers them."""
+GEMM, ATTENTION, MEMORY = range(3)
+"""What limits an operation: matmul FLOPs, attention FLOPs, or the bytes that it moves."""
+OPERATION_FIELDS = (
+    *("phase", "kind", "itemsize", "batch", "rows", "inner", "columns", "num_bytes", "flops", "is_recomputed"),
+)
+MEMORY_FIELDS = ("kept", "forward_peak", "backward_peak", "deferred", "logits")
+_OF_PIPELINE = (
+    *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+    *("pipeline_model_parallel_layout", "pipeline_schedule", "account_for_embedding_in_pipeline_split"),
+    *("account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    "microbatch_group_size_per_virtual_pipeline_stage",
+)
+"""Fields that no piece depends on."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SOURCES = ("core", "planner/simulation")
+_FEWEST = (2, 3)
+"""Samples per micro-batch at which a piece is traced for every size above 1."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Describe communications of a piece that are alike: their pass, and how many there are of so many bytes."""
+
+    phase: int
+    operation: str
+    axes: tuple[str, ...]
+    group_size: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class PieceMemory:
+    """Hold bytes of a piece and micro-batch on the device, weights and gradients of weights left out.
+
+    ``kept`` is what the backward pass needs, the piece's input included where it is saved. ``forward_peak`` and
+    ``backward_peak`` are the most that is live while the piece runs forward and backward, of which the input and the
+    incoming gradient are a part. ``deferred`` is what deferred weight gradients keep after the backward pass, and
+    ``logits`` the part of the peaks that logits are.
+    """
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    deferred: int = 0
+    logits: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PieceTrace:
+    """Hold what a piece does for a micro-batch: operations as columns of an array, communications, and memory.
+
+    ``prices`` are what was made of them already.
+    """
+
+    operations: np.ndarray
+    sent: tuple[Sent, ...]
+    memory: PieceMemory
+    prices: dict[Any, Any] = field(default_factory=dict)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return one field of all operations."""
+        column: np.ndarray = self.operations[:, OPERATION_FIELDS.index(name)]
+        return column
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """Say which piece is traced, how: ``micro_batch_size`` samples of ``seq_length`` tokens on a GPU of a capability.
+
+    ``splits_backward`` defers weight gradients, ``accumulates`` says that they are added to sums of ``grad_dtype`` by
+    the matmul itself.
+    """
+
+    model: GPTConfig
+    contents: StageContents
+    seq_length: int
+    micro_batch_size: int
+    capability: tuple[int, int]
+    splits_backward: bool = False
+    fuses_accumulation: bool = True
+    reduces_in_float32: bool = True
+
+    @property
+    def traced_sizes(self) -> tuple[int, ...]:
+        """Return the micro-batch sizes from which the trace follows."""
+        return (1,) if self.micro_batch_size == 1 else _FEWEST
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Return a hash of everything that the trace depends on."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del fields["model"]
+        fields["micro_batch_size"] = self.traced_sizes
+        return hashlib.sha256(repr((_structure(self.model), sorted(fields.items()))).encode()).hexdigest()[:24]
+
+
+class TraceStore:
+    """Return traces: those of this process, of earlier ones, or taken anew.
+
+    ``folder`` is by default one for temporary files.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = (folder or _default_folder()) / _sources_key()
+        self._known: dict[str, Mapping[str, Any]] = {}
+        self._scaled: dict[tuple[str, int], PieceTrace] = {}
+
+    def trace(self, request: TraceRequest) -> PieceTrace:
+        """Return the trace of one piece.
+
+        Raises:
+            ConfigurationError: this node cannot simulate CUDA.
+        """
+        key = request.key, request.micro_batch_size
+        if key not in self._scaled:
+            self.prepare([request])
+            self._scaled[key] = _scaled(self._known[request.key], request.micro_batch_size)
+        return self._scaled[key]
+
+    def prepare(self, requests: Sequence[TraceRequest]) -> None:
+        """Take the traces that are not known yet, all in one go."""
+        missing = {request.key: request for request in requests if request.key not in self._known}
+        for key in list(missing):
+            path = self._folder / f"{key}.json"
+            if path.exists():
+                self._known[key] = json.loads(path.read_text(encoding="utf-8"))
+                del missing[key]
+        if missing:
+            self._known |= self._take(missing)
+
+    def _take(self, missing: Mapping[str, TraceRequest]) -> Mapping[str, Mapping[str, Any]]:
+        given = [{"key": key, "request": request_to_json(request)} for key, request in missing.items()]
+        if _may_trace_here():
+            from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+
+            load_pretended_cuda()
+            from megatron.planner.simulation.piece_tracer import take_traces
+
+            taken: Mapping[str, Mapping[str, Any]] = take_traces(missing)
+        else:
+            taken = _take_elsewhere(given)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for key, record in taken.items():
+            with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False, encoding="utf-8") as file:
+                json.dump(record, file)
+            os.replace(file.name, self._folder / f"{key}.json")
+        return taken
+
+
+@functools.cache
+def default_store() -> TraceStore:
+    """Return the store that this process shares."""
+    return TraceStore()
+
+
+def request_to_json(request: TraceRequest) -> dict[str, Any]:
+    """Return a request as values that another process can read."""
+    return dataclasses.asdict(request)
+
+
+def request_from_json(values: Mapping[str, Any]) -> TraceRequest:
+    """Return the request that `request_to_json` has written."""
+    given = {name: _as_tuples(value) for name, value in values.items()}
+    model = GPTConfig(**{name: _as_tuples(value) for name, value in values["model"].items()})
+    contents = StageContents(**{name: _as_tuples(value) for name, value in values["contents"].items()})
+    return TraceRequest(**given | {"model": model, "contents": contents})
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(each) for each in value) if isinstance(value, list) else value
+
+
+# A search asks for the same configurations thousands of times.
+@functools.lru_cache(maxsize=4096)
+def _structure(model: GPTConfig) -> tuple[Any, ...]:
+    """Return the fields of a configuration that a piece depends on."""
+    return tuple(getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in _OF_PIPELINE)
+
+
+def _scaled(record: Mapping[str, Any], size: int) -> PieceTrace:
+    """Return a trace at a micro-batch size."""
+    if size == 1:
+        small = large = record["1"]
+    else:
+        small, large = (record[str(each)] for each in _FEWEST)
+    first, second = (_operations(each) for each in (small, large))
+    assert first.shape == second.shape, "a piece runs the same operations at every micro-batch size"
+    assert len(small["sent"]) == len(large["sent"]), "a piece sends the same messages at every micro-batch size"
+    more = size - _FEWEST[0]
+
+    def at(few: int, many: int) -> int:
+        return few + more * (many - few)
+
+    sent = tuple(
+        Sent(phase, operation, tuple(axes), group_size, at(num_bytes, other[-1]))
+        for (phase, operation, axes, group_size, num_bytes), other in zip(small["sent"], large["sent"])
+    )
+    memory = PieceMemory(*(at(few, many) for few, many in zip(small["memory"], large["memory"])))
+    return PieceTrace(first + more * (second - first), sent, memory)
+
+
+def _operations(record: Mapping[str, Any]) -> np.ndarray:
+    return np.array(record["operations"], dtype=float).reshape(-1, len(OPERATION_FIELDS))
+
+
+def _take_elsewhere(given: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """Take traces in a process of their own, which imports torch after the library that stands in for CUDA.
+
+    Raises:
+        ConfigurationError: the process ends, or a trace raises; why.
+    """
+    worker = _worker()
+    assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018 both are pipes
+    worker.stdin.write(json.dumps(given) + "\n")
+    worker.stdin.flush()
+    answer: dict[str, Any] = json.loads(worker.stdout.readline() or '{"error": "the process that traces has ended"}')
+    if "error" in answer:
+        raise ConfigurationError(f"the layers of this model cannot be traced: {answer['error']}")
+    traces: Mapping[str, Mapping[str, Any]] = answer["traces"]
+    return traces
+
+
+@functools.cache
+def _worker() -> subprocess.Popen[str]:
+    """Return a process that takes traces until its standard input ends, which is at the end of this one."""
+    found = [str(_PACKAGE.parent), *sys.path]
+    program = f"import sys; sys.path[:0] = {found!r}; from megatron.planner.trace_worker import main; main()"
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+
+def _default_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"megatron-traces-{os.getuid()}"
+
+
+@functools.cache
+def _sources_key() -> str:
+    """Return a hash of the sources that a trace depends on, and of torch's version."""
+    digest = hashlib.sha256(importlib.metadata.version("torch").encode())
+    for name in _SOURCES:
+        for path in sorted((_PACKAGE / name).rglob("*.py")):
+            digest.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _may_trace_here() -> bool:
+    """Return whether CUDA can be simulated in this process: torch is not imported yet, or with the library."""
+    from megatron.planner.simulation.pretended_cuda import is_loaded
+
+    return "torch" not in sys.modules or is_loaded()
