@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planner.balanced_split import balanced_splits
+from megatron.planner.bounds import Bounds
 from megatron.planner.choice import RECOMPUTES, ZERO_BUBBLE, Choice
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
@@ -23,6 +25,7 @@ from megatron.planner.plan import Plan
 from megatron.planner.prediction import HOPPER_MACHINES, Prediction, predict, usable_bytes
 from megatron.planner.refusals import plan_refusals
 from megatron.planner.stage_memory import StageState, stage_memory, stage_state
+from megatron.planner.traces import trace_in_this_process
 from megatron.training.config.run_config import RunConfig
 
 _MOST_CHUNKS, _MOST_CONTEXT, _MOST_EXPERT_RANKS, _LARGEST_MICRO_BATCH = 10, 16, 64, 16
@@ -60,7 +63,8 @@ class Search:
     """Collect what becomes of each choice; ``num_predicted`` counts those whose memory and time were computed.
 
     ``states`` are what the stages of a layout hold between steps, and ``pieces`` the memory of the model's pieces,
-    which many choices share.
+    which many choices share. ``bounds`` are of time and memory, and of the ``wanted`` fastest choices none is missed;
+    without bounds all are predicted.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -68,6 +72,14 @@ class Search:
     num_predicted: int = 0
     states: dict[tuple[object, ...], Sequence[StageState]] = field(default_factory=dict)
     pieces: dict[tuple[object, ...], ModelPieces] = field(default_factory=dict)
+    bounds: Bounds | None = None
+    wanted: int = 1
+
+    @property
+    def slowest_wanted(self) -> float:
+        """Return the seconds of the last of the wanted candidates; infinity while there are fewer."""
+        fastest = heapq.nsmallest(self.wanted, (each.seconds for each in self.candidates))
+        return fastest[-1] if len(fastest) == self.wanted else math.inf
 
     @property
     def ranked(self) -> Sequence[Candidate]:
@@ -80,6 +92,21 @@ class Search:
         return len(self.candidates) + len(self.dropped)
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Hold a layout that may run, with the smallest micro-batch: its configuration, and shardings and sizes to try.
+
+    ``least_seconds`` bounds the time of all of them.
+    """
+
+    choice: Choice
+    config: RunConfig
+    plan: Plan
+    shardings: tuple[str, ...]
+    sizes: tuple[int, ...]
+    least_seconds: float = 0.0
+
+
 def search(
     config: RunConfig,
     gpu: Gpu,
@@ -87,16 +114,31 @@ def search(
     precisions: Sequence[str],
     find_problems: FindProblems,
     tried: Callable[[int, int], None] = lambda done, total: None,
+    wanted: int | None = None,
 ) -> Search:
     """Return what becomes of every layout of a configuration's model and global batch on its number of ranks.
 
-    ``tried`` is told how many layouts have been, of how many.
+    ``tried`` is told how many layouts have been, of how many. If ``wanted`` is given, choices whose bound of time is
+    above that of so many others are dropped as slower, without a prediction.
     """
-    found = Search()
-    layouts = list(_layouts(config, precisions, has_zero_bubble=implementation.schedules_zero_bubble))
-    for number, layout in enumerate(layouts, start=1):
+    if implementation.is_traced:
+        trace_in_this_process()
+    is_bounded = wanted is not None and implementation.is_traced
+    found = Search(bounds=Bounds(gpu, implementation) if is_bounded else None, wanted=wanted or 1)
+    choices = list(_layouts(config, precisions, has_zero_bubble=implementation.schedules_zero_bubble))
+    layouts, done = list[_Layout](), 0
+    for choice in choices:
+        layout = _layout(found, config, choice, gpu, implementation)
+        if layout is not None:
+            layouts.append(layout)
+            continue
+        done += 1
+        tried(done, len(choices))
+    # The fastest come first, so that the others are slower than enough.
+    for layout in sorted(layouts, key=lambda each: each.least_seconds):
         _try_layout(found, config, layout, gpu, implementation, find_problems)
-        tried(number, len(layouts))
+        done += 1
+        tried(done, len(choices))
     return found
 
 
@@ -142,37 +184,56 @@ def _expert_sizes(model: GPTConfig, ranks_of_stage: int) -> Sequence[int | None]
     return _divisors(math.gcd(model.num_experts, ranks_of_stage), _MOST_EXPERT_RANKS)
 
 
-def _try_layout(
-    found: Search,
-    config: RunConfig,
-    layout: Choice,
-    gpu: Gpu,
-    implementation: Implementation,
-    find_problems: FindProblems,
-) -> None:
-    """Try a layout with every micro-batch size; gradients are sharded where the optimizer's shards are not enough."""
+def _layout(
+    found: Search, config: RunConfig, layout: Choice, gpu: Gpu, implementation: Implementation
+) -> _Layout | None:
+    """Return a layout that may run and of which at least the state fits, or note why there is none."""
     first = layout.apply(config)
     try:
         plan = Plan.of(first)
     except ConfigurationError as error:
         found.dropped.append(Dropped(layout, "refused", "; ".join(error.problems)))
-        return
+        return None
     problems = plan_refusals(plan, implementation, gpu)
-    shardings: tuple[str, ...] = ("optim", "optim_grads") if layout.sharding == "optim" else (layout.sharding,)
-    if not problems:
-        shardings = tuple(each for each in shardings if _has_room(found, config, layout, each, gpu, implementation))
-        # The run's own checks take longer than these.
-        problems = find_problems(first) if shardings else ()
     if problems:
         found.dropped.append(Dropped(layout, "refused", "; ".join(problems)))
+        return None
+    shardings: tuple[str, ...] = ("optim", "optim_grads") if layout.sharding == "optim" else (layout.sharding,)
+    shardings = tuple(each for each in shardings if _has_room(found, config, layout, each, gpu, implementation))
+    if not shardings:
+        return None
+    sizes = tuple(size for size in _powers(_LARGEST_MICRO_BATCH) if _divides(config, plan, size))
+    least = 0.0
+    if found.bounds is not None:
+        states = _states(found, lambda: plan, dataclasses.replace(layout, sharding=shardings[0]), implementation)
+        sized = (dataclasses.replace(plan, micro_batch_size=size) for size in sizes)
+        least = min((found.bounds.seconds(each, states) for each in sized), default=0.0)
+    return _Layout(layout, first, plan, shardings, sizes, least)
+
+
+def _try_layout(
+    found: Search,
+    config: RunConfig,
+    layout: _Layout,
+    gpu: Gpu,
+    implementation: Implementation,
+    find_problems: FindProblems,
+) -> None:
+    """Try a layout with every micro-batch size; gradients are sharded where the optimizer's shards are not enough."""
+    if layout.least_seconds > found.slowest_wanted:
+        found.dropped.append(Dropped(layout.choice, "slower", _at_least(layout.least_seconds)))
         return
-    sizes = [size for size in _powers(_LARGEST_MICRO_BATCH) if _divides(config, plan, size)]
+    # The run's own checks take longer than the bounds.
+    problems = find_problems(layout.config)
+    if problems:
+        found.dropped.append(Dropped(layout.choice, "refused", "; ".join(problems)))
+        return
     roomy: set[int] = set()
-    for sharding in shardings:
-        wanted = [size for size in sizes if size not in roomy]
+    for sharding in layout.shardings:
+        wanted = [size for size in layout.sizes if size not in roomy]
         if wanted:
-            choice = dataclasses.replace(layout, sharding=sharding)
-            known = (first, plan) if choice == layout else None
+            choice = dataclasses.replace(layout.choice, sharding=sharding)
+            known = (layout.config, layout.plan) if choice == layout.choice else None
             roomy |= _try_batches(found, config, choice, wanted, gpu, implementation, find_problems, known)
 
 
@@ -228,7 +289,7 @@ def _try_batches(
     """Try a layout and a sharding with micro-batch sizes, each with the least recompute that fits and may be.
 
     ``known`` are the choice's own configuration and plan, where they were made and found without problems already.
-    Returns the sizes that need no recompute.
+    Returns the sizes that need no recompute, and those that are slower than others whatever they need.
     """
     first = known[0] if known else layout.apply(config)
     plan, roomy = known[1] if known else Plan.of(first), set[int]()
@@ -237,7 +298,7 @@ def _try_batches(
     # Configurations are many fields: one is made for each way to recompute, and not for each size.
     of_recompute = {RECOMPUTES[0]: (first, plan, problems_of_first)}
     for size in sizes:
-        fits = None
+        fits, is_slower = None, False
         for recompute in RECOMPUTES:
             choice = dataclasses.replace(layout, micro_batch_size=size, recompute=recompute)
             if fits is not None:
@@ -249,13 +310,23 @@ def _try_batches(
                 of_recompute[recompute] = applied, Plan.of(applied, plan.stage_layout), once
             applied, of_size, problems = of_recompute[recompute]
             of_size = dataclasses.replace(of_size, micro_batch_size=size)
+            least = 0.0 if found.bounds is None else found.bounds.seconds(of_size, states)
+            if least > found.slowest_wanted:
+                # So are all that compute more again.
+                found.dropped.append(Dropped(choice, "slower", _at_least(least)))
+                is_slower = True
+                break
             if _try_choice(found, applied, of_size, choice, gpu, implementation, states, problems):
                 fits = recompute
-        if fits is None:
+        if fits is None and not is_slower:
             break
-        if fits == RECOMPUTES[0]:
+        if fits == RECOMPUTES[0] or is_slower:
             roomy.add(size)
     return roomy
+
+
+def _at_least(seconds: float) -> str:
+    return f"a step takes at least {1e3 * seconds:.0f} ms"
 
 
 def _no_problems() -> Sequence[str]:
@@ -281,11 +352,17 @@ def _try_choice(
 
     Of the configuration the size is left; ``problems`` are what the run's own checks find in it.
     """
+    usable = usable_bytes(gpu)
+    if found.bounds is not None and choice.recompute != "selective":
+        least = found.bounds.first_stage_bytes(plan, states[0]) + HOPPER_MACHINES.held_bytes
+        if least > usable:
+            reason = f"stage 0 needs at least {least // _MIB} of {usable // _MIB} MiB"
+            found.dropped.append(Dropped(choice, "oom", reason))
+            return False
     found.num_predicted += 1
     # The first stage has the most in flight: most choices that do not fit are seen there.
     pieces = _pieces(found, plan, choice, gpu, implementation)
     first = stage_memory(plan, 0, implementation, pieces, states[0]).total + HOPPER_MACHINES.held_bytes
-    usable = usable_bytes(gpu)
     if first > usable:
         reason = f"stage 0 needs {first // _MIB} of {usable // _MIB} MiB"
         found.dropped.append(Dropped(choice, "oom", reason))

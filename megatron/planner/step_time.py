@@ -82,10 +82,6 @@ def step_time(
         bubble = _simulated_bubble(plan, kinds, layers, seconds, output)
     else:
         bubble = (pp - 1) / plan.stage_layout.num_chunks * sum(seconds) / pp
-    message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
-    num_chunks = plan.stage_layout.num_chunks
-    is_exposed = implementation.waits_for_neighbours and num_chunks == 1
-    shown = 1.0 if is_exposed else num_chunks * EXCHANGE_SHARE
     links = Links(gpu, plan.parallel_sizes)
     return StepTime(
         layer=layers[max(kind for kind in layers if not kind.is_further)],
@@ -93,10 +89,24 @@ def step_time(
         slowest_stage=slowest,
         busy=plan.num_microbatches * slowest,
         bubble=bubble,
-        neighbours=plan.num_microbatches * links.pipeline_seconds(message) * shown,
+        neighbours=neighbours_seconds(plan, gpu, implementation),
         exposed_data_parallel=max(exposed_replica_seconds(plan, links, stage, slowest) for stage in stages),
-        update=max(stage.optimizer for stage in stages) / 12 * _UPDATE_BYTES / (gpu.memory_bandwidth * MEMORY_SHARE),
+        update=update_seconds(gpu, stages),
     )
+
+
+def neighbours_seconds(plan: Plan, gpu: Gpu, implementation: Implementation) -> float:
+    """Return the time of exchanges between stages in a step, as far as computation does not hide them."""
+    message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
+    num_chunks = plan.stage_layout.num_chunks
+    is_exposed = implementation.waits_for_neighbours and num_chunks == 1
+    shown = 1.0 if is_exposed else num_chunks * EXCHANGE_SHARE
+    return plan.num_microbatches * Links(gpu, plan.parallel_sizes).pipeline_seconds(message) * shown
+
+
+def update_seconds(gpu: Gpu, stages: Sequence[StageState]) -> float:
+    """Return the time of the optimizer's update on the stage with most of its state."""
+    return max(stage.optimizer for stage in stages) / 12 * _UPDATE_BYTES / (gpu.memory_bandwidth * MEMORY_SHARE)
 
 
 def _layer(

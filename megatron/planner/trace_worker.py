@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
 from megatron.planner.traces import request_from_json
@@ -15,7 +14,7 @@ def main() -> None:
     load_pretended_cuda()
     from megatron.planner.simulation.piece_tracer import take_traces
 
-    answer: dict[str, Any]
+    answer: dict[str, object]
     for line in sys.stdin:
         try:
             requests = {each["key"]: request_from_json(each["request"]) for each in json.loads(line)}

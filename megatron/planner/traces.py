@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ _OF_PIPELINE = (
 """Fields that no piece depends on."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = ("core", "planner/simulation")
-_FEWEST = (2, 3)
+FEWEST_SAMPLES = (2, 3)
 """Samples per micro-batch at which a piece is traced for every size above 1."""
 
 
@@ -115,7 +116,7 @@ class TraceRequest:
     @property
     def traced_sizes(self) -> tuple[int, ...]:
         """Return the micro-batch sizes from which the trace follows."""
-        return (1,) if self.micro_batch_size == 1 else _FEWEST
+        return (1,) if self.micro_batch_size == 1 else FEWEST_SAMPLES
 
     @functools.cached_property
     def key(self) -> str:
@@ -179,6 +180,18 @@ class TraceStore:
         return taken
 
 
+def trace_in_this_process() -> None:
+    """Let this process take traces itself, unless it has imported torch already, so that torch is imported once.
+
+    If this node cannot simulate CUDA, the first trace that is missing says so.
+    """
+    from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+
+    if "torch" not in sys.modules:
+        with suppress(ConfigurationError):
+            load_pretended_cuda()
+
+
 @functools.cache
 def default_store() -> TraceStore:
     """Return the store that this process shares."""
@@ -214,11 +227,11 @@ def _scaled(record: Mapping[str, Any], size: int) -> PieceTrace:
     if size == 1:
         small = large = record["1"]
     else:
-        small, large = (record[str(each)] for each in _FEWEST)
+        small, large = (record[str(each)] for each in FEWEST_SAMPLES)
     first, second = (_operations(each) for each in (small, large))
     assert first.shape == second.shape, "a piece runs the same operations at every micro-batch size"
     assert len(small["sent"]) == len(large["sent"]), "a piece sends the same messages at every micro-batch size"
-    more = size - _FEWEST[0]
+    more = size - FEWEST_SAMPLES[0]
 
     def at(few: int, many: int) -> int:
         return few + more * (many - few)

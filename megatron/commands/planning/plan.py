@@ -157,9 +157,8 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     precision = arguments.precision or _DEFAULT_PRECISION
     precisions = both if precision == "both" else (precision,)
     with waiting("searching layouts") as tried:
-        found = search(
-            config, gpu, implementation, precisions, functools.partial(find_problems, needs_files=False), tried
-        )
+        problems = functools.partial(find_problems, needs_files=False)
+        found = search(config, gpu, implementation, precisions, problems, tried, max(top, _PARSED_RANKS))
 
     def write_json(**further: Any) -> None:
         if arguments.json is not None:
