@@ -48,7 +48,7 @@ class Bounds:
 
     gpu: Gpu
     implementation: Implementation
-    _bases: dict[Hashable, Plan] = field(default_factory=dict)
+    _traces: dict[Hashable, PieceTrace] = field(default_factory=dict)
     _costs: dict[Hashable, _Cost] = field(default_factory=dict)
 
     def seconds(self, plan: Plan, states: Sequence[StageState]) -> float:
@@ -56,7 +56,7 @@ class Bounds:
         sizes, model = plan.parallel_sizes, plan.model
         kinds = layer_kinds(model, plan.seq_length)
         layers = {kind: self._layer_seconds(plan, kinds.index(kind)) for kind in set(kinds[: model.num_layers])}
-        ends = {has_loss: self._end_cost(plan, has_loss=has_loss).seconds(sizes.cp) for has_loss in (False, True)}
+        ends = {has_loss: self._cost(plan, has_loss).seconds(sizes.cp) for has_loss in (False, True)}
         stages = [
             sum(
                 sum(layers[kinds[number]] for number in chunk.layer_numbers)
@@ -76,12 +76,11 @@ class Bounds:
 
     def first_stage_bytes(self, plan: Plan, state: StageState) -> int:
         """Return what the first stage of a plan without selective recompute needs at least."""
-        model = plan.model
-        element = ELEMENT_BYTES[model.params_dtype]
-        hidden = plan.num_rows * model.hidden_size * element
+        model, size = plan.model, plan.micro_batch_size
+        hidden = plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
         kinds = layer_kinds(model, plan.seq_length)
         kept = {
-            kind: round(_KEPT_SHARE * self._kept(plan, kinds.index(kind)) / plan.parallel_sizes.cp)
+            kind: round(_KEPT_SHARE * self._trace(plan, kinds.index(kind), size).memory.kept / plan.parallel_sizes.cp)
             for kind in set(kinds[: model.num_layers])
         }
         layers = [PieceMemory(kept[kind], kept[kind], kept[kind]) for kind in kinds[: model.num_layers]]
@@ -97,51 +96,48 @@ class Bounds:
             again = cost.attention_forward
         return cost.seconds(plan.parallel_sizes.cp) + again / plan.parallel_sizes.cp
 
-    def _end_cost(self, plan: Plan, *, has_loss: bool) -> _Cost:
-        return self._cost(plan, has_loss)
-
     def _cost(self, plan: Plan, piece: int | bool) -> _Cost:
         """Return the cost of a layer by its number, or of an end of the model by whether it has the loss."""
-        base = self._base(plan)
-        key = base, plan.parallel_sizes, plan.micro_batch_size, type(piece), piece
+        size = plan.micro_batch_size
+        key = _shared(plan), plan.parallel_sizes.cp, size, type(piece), piece
         if key not in self._costs:
-            own = self._time(plan, base, piece, plan.micro_batch_size)
-            few, many = (self._time(plan, base, piece, size) for size in FEWEST_SAMPLES)
+            traces = (self._trace(plan, piece, each) for each in (size, *FEWEST_SAMPLES))
+            time, few, many = (piece_time(plan, self.gpu, self.implementation, trace) for trace in traces)
             constant = max(0.0, few.total - FEWEST_SAMPLES[0] * (many.total - few.total))
-            of_tokens = max(0.0, own.total - constant)
-            share = of_tokens / own.total if own.total else 0.0
-            forward = own.forward.total * share
-            self._costs[key] = _Cost(of_tokens, own.total - of_tokens, forward, own.forward.attention)
+            of_tokens = max(0.0, time.total - constant)
+            share = of_tokens / time.total if time.total else 0.0
+            rest = time.total - of_tokens
+            self._costs[key] = _Cost(of_tokens, rest, time.forward.total * share, time.forward.attention)
         return self._costs[key]
 
-    def _time(self, plan: Plan, base: Plan, piece: int | bool, size: int) -> PieceTime:
-        """Return the time of the base's piece at the rates and over the links of a plan."""
-        return piece_time(plan, self.gpu, self.implementation, self._trace(base, piece, size))
+    def _trace(self, plan: Plan, piece: int | bool, size: int) -> PieceTrace:
+        """Return the trace of a piece for a micro-batch size, without what a bound leaves out."""
+        key = _shared(plan), size, type(piece), piece
+        if key not in self._traces:
+            sized = dataclasses.replace(_base(plan), micro_batch_size=size)
+            if isinstance(piece, bool):
+                self._traces[key] = end_trace(sized, self.gpu.capability, has_loss=piece)
+            else:
+                self._traces[key] = layer_trace(sized, self.gpu.capability, piece)
+        return self._traces[key]
 
-    def _trace(self, base: Plan, piece: int | bool, size: int) -> PieceTrace:
-        sized = dataclasses.replace(base, micro_batch_size=size)
-        if isinstance(piece, bool):
-            return end_trace(sized, self.gpu.capability, has_loss=piece)
-        return layer_trace(sized, self.gpu.capability, piece)
 
-    def _kept(self, plan: Plan, number: int) -> int:
-        return self._trace(self._base(plan), number, plan.micro_batch_size).memory.kept
+def _shared(plan: Plan) -> Hashable:
+    """Return what a plan and its base have in common, of that in which plans of a search differ."""
+    sizes = plan.parallel_sizes
+    return sizes.tp, sizes.ep, sizes.etp, plan.model.fp8_format
 
-    def _base(self, plan: Plan) -> Plan:
-        """Return the plan of which the traces are taken: without context parallelism, schedule and recompute."""
-        model, sizes = plan.model, plan.parallel_sizes
-        key = sizes.tp, sizes.ep, sizes.etp, model.fp8_format
-        if key not in self._bases:
-            alone = dataclasses.replace(
-                model,
-                context_parallel_size=1,
-                pipeline_schedule=None,
-                recompute_granularity=None,
-                recompute_method=None,
-                recompute_num_layers=None,
-            )
-            own = ParallelSizes(tp=sizes.tp, ep=sizes.ep, etp=sizes.etp)
-            self._bases[key] = dataclasses.replace(
-                plan, model=alone, parallel_sizes=own, pipeline_schedule="1f1b", micro_batch_size=1
-            )
-        return self._bases[key]
+
+def _base(plan: Plan) -> Plan:
+    """Return the plan of which traces are taken: without context parallelism, a schedule of its own, and recompute."""
+    sizes = plan.parallel_sizes
+    alone = dataclasses.replace(
+        plan.model,
+        context_parallel_size=1,
+        pipeline_schedule=None,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
+    )
+    own = ParallelSizes(tp=sizes.tp, ep=sizes.ep, etp=sizes.etp)
+    return dataclasses.replace(plan, model=alone, parallel_sizes=own, pipeline_schedule="1f1b")

@@ -67,7 +67,9 @@ class PieceTime:
 
 def piece_time(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceTrace) -> PieceTime:
     """Return the time of a traced piece on a rank of a GPU type."""
-    key = gpu.name, plan.parallel_sizes, implementation.name
+    # Messages of a piece are between the ranks of these axes, which lie together whatever the others are.
+    sizes = plan.parallel_sizes
+    key = gpu.name, sizes.tp, sizes.cp, sizes.ep, sizes.expert_tp, implementation.name
     found = trace.prices.get(key)
     if found is None:
         links = Links(gpu, plan.parallel_sizes)

@@ -96,15 +96,41 @@ def _request(
     plan: Plan, capability: tuple[int, int], contents: StageContents, *, is_again: bool = False
 ) -> TraceRequest:
     splits = plan.pipeline_schedule == "zero-bubble" or plan.model.delay_wgrad_compute
+    return _request_of(
+        plan.model,
+        contents,
+        plan.seq_length,
+        plan.micro_batch_size,
+        capability,
+        splits,
+        plan.ddp.gradient_accumulation_fusion,
+        not plan.ddp.grad_reduce_in_bf16,
+        is_again,
+    )
+
+
+# A request's key takes longer to make than to look up, and a search asks for the same ones thousands of times.
+@functools.lru_cache(maxsize=8192)
+def _request_of(
+    model: GPTConfig,
+    contents: StageContents,
+    seq_length: int,
+    micro_batch_size: int,
+    capability: tuple[int, int],
+    splits_backward: bool,
+    fuses_accumulation: bool,
+    reduces_in_float32: bool,
+    is_again: bool,
+) -> TraceRequest:
     return TraceRequest(
-        model=_for_trace(plan.model, is_again=is_again, is_end=not contents.layer_numbers),
+        model=_for_trace(model, is_again=is_again, is_end=not contents.layer_numbers),
         contents=contents,
-        seq_length=plan.seq_length,
-        micro_batch_size=plan.micro_batch_size,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
         capability=capability,
-        splits_backward=splits,
-        fuses_accumulation=plan.ddp.gradient_accumulation_fusion,
-        reduces_in_float32=not plan.ddp.grad_reduce_in_bf16,
+        splits_backward=splits_backward,
+        fuses_accumulation=fuses_accumulation,
+        reduces_in_float32=reduces_in_float32,
     )
 
 
