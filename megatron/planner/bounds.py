@@ -17,7 +17,7 @@ from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.layer_kinds import layer_kinds
 from megatron.planner.piece_memory import NOTHING, ModelPieces
-from megatron.planner.piece_time import PieceTime, piece_time
+from megatron.planner.piece_time import piece_time
 from megatron.planner.pieces import end_trace, layer_trace
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import StageState, stage_memory
