@@ -21,7 +21,7 @@ from megatron.planner.piece_time import piece_time
 from megatron.planner.pieces import end_trace, layer_trace
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import StageState, stage_memory
-from megatron.planner.step_time import neighbours_seconds, update_seconds
+from megatron.planner.step_time import SIMULATED_ROUNDS, neighbours_seconds, update_seconds
 from megatron.planner.traces import FEWEST_SAMPLES, PieceMemory, PieceTrace
 
 _KEPT_SHARE = 0.9
@@ -30,16 +30,23 @@ _KEPT_SHARE = 0.9
 
 @dataclass(frozen=True)
 class _Cost:
-    """Hold the seconds of a piece and a micro-batch: those that context parallelism divides, and the others."""
+    """Hold the seconds of a piece and a micro-batch: those that context parallelism divides, and the others.
+
+    ``ring`` is what attention takes longer when its keys travel around context-parallel ranks. ``forward`` and
+    ``attention_forward`` are what recompute adds, and ``forward_of_tokens`` is the least of a forward pass.
+    """
 
     of_tokens: float
     of_piece: float
     forward: float
     attention_forward: float
+    ring: float
+    forward_of_tokens: float
 
     def seconds(self, context_ranks: int) -> float:
         """Return the least time on one of so many context-parallel ranks."""
-        return self.of_tokens / context_ranks + self.of_piece
+        of_tokens = self.of_tokens + (self.ring if context_ranks > 1 else 0.0)
+        return of_tokens / context_ranks + self.of_piece
 
 
 @dataclass
@@ -69,23 +76,46 @@ class Bounds:
         slowest, chunks = max(stages), plan.stage_layout.num_chunks
         # A schedule that fills its bubble, and stages of unlike lengths, have a bubble that is simulated.
         is_even = len({len(chunk.layer_numbers) for s in range(sizes.pp) for chunk in plan.stage_layout.chunks(s)}) == 1
-        is_known = chunks > 1 or (is_even and plan.pipeline_schedule == "1f1b")
-        bubble = (sizes.pp - 1) / chunks * sum(stages) / sizes.pp if is_known else 0.0
+        if chunks > 1 or (is_even and plan.pipeline_schedule == "1f1b"):
+            bubble = (sizes.pp - 1) / chunks * sum(stages) / sizes.pp
+        else:
+            bubble = self._simulated_bubble(plan, stages)
         rest = neighbours_seconds(plan, self.gpu, self.implementation) + update_seconds(self.gpu, states)
         return plan.num_microbatches * slowest + bubble + rest
 
     def first_stage_bytes(self, plan: Plan, state: StageState) -> int:
-        """Return what the first stage of a plan without selective recompute needs at least."""
-        model, size = plan.model, plan.micro_batch_size
+        """Return what the first stage of a plan needs at least."""
+        model = plan.model
         hidden = plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
         kinds = layer_kinds(model, plan.seq_length)
         kept = {
-            kind: round(_KEPT_SHARE * self._trace(plan, kinds.index(kind), size).memory.kept / plan.parallel_sizes.cp)
+            kind: round(_KEPT_SHARE * self._kept(plan, kinds.index(kind)) / plan.parallel_sizes.cp)
             for kind in set(kinds[: model.num_layers])
         }
         layers = [PieceMemory(kept[kind], kept[kind], kept[kind]) for kind in kinds[: model.num_layers]]
         pieces = ModelPieces(layers, NOTHING, NOTHING, round(_KEPT_SHARE * hidden), 0)
         return stage_memory(plan, 0, self.implementation, pieces, state).total
+
+    def _simulated_bubble(self, plan: Plan, stages: Sequence[float]) -> float:
+        """Return the least bubble of a schedule with one chunk per rank, whose stages take these seconds.
+
+        A stage waits for the forward passes of the stages before it. In 1F1B their backward passes follow its last one.
+        """
+        model, kinds = plan.model, layer_kinds(plan.model, plan.seq_length)
+        some = min(plan.num_microbatches, SIMULATED_ROUNDS * len(stages))
+        slowest, outside, bubble = max(stages), 0.0, 0.0
+        for stage, seconds in enumerate(stages):
+            bubble = max(bubble, outside - some * (slowest - seconds))
+            if plan.pipeline_schedule == "1f1b":
+                outside += seconds
+            else:
+                costs = (
+                    self._cost(plan, kinds.index(kinds[number]))
+                    for chunk in plan.stage_layout.chunks(stage)
+                    for number in chunk.layer_numbers
+                )
+                outside += sum(cost.forward_of_tokens for cost in costs) / model.context_parallel_size
+        return bubble
 
     def _layer_seconds(self, plan: Plan, number: int) -> float:
         cost, model = self._cost(plan, number), plan.model
@@ -107,14 +137,27 @@ class Bounds:
             of_tokens = max(0.0, time.total - constant)
             share = of_tokens / time.total if time.total else 0.0
             rest = time.total - of_tokens
-            self._costs[key] = _Cost(of_tokens, rest, time.forward.total * share, time.forward.attention)
+            ring = time.part("attention") * (1.0 / self.implementation.times.ring_share - 1.0)
+            self._costs[key] = _Cost(
+                of_tokens=of_tokens,
+                of_piece=rest,
+                forward=time.forward.total * share,
+                attention_forward=time.forward.attention,
+                ring=ring,
+                forward_of_tokens=max(0.0, time.forward.total - rest),
+            )
         return self._costs[key]
 
-    def _trace(self, plan: Plan, piece: int | bool, size: int) -> PieceTrace:
+    def _kept(self, plan: Plan, number: int) -> int:
+        """Return what a layer keeps without context parallelism, with selective recompute if the plan has it."""
+        is_selective = plan.model.recompute_granularity == "selective"
+        return self._trace(plan, number, plan.micro_batch_size, is_selective=is_selective).memory.kept
+
+    def _trace(self, plan: Plan, piece: int | bool, size: int, *, is_selective: bool = False) -> PieceTrace:
         """Return the trace of a piece for a micro-batch size, without what a bound leaves out."""
-        key = _shared(plan), size, type(piece), piece
+        key = _shared(plan), size, type(piece), piece, is_selective
         if key not in self._traces:
-            sized = dataclasses.replace(_base(plan), micro_batch_size=size)
+            sized = dataclasses.replace(_base(plan, is_selective=is_selective), micro_batch_size=size)
             if isinstance(piece, bool):
                 self._traces[key] = end_trace(sized, self.gpu.capability, has_loss=piece)
             else:
@@ -128,14 +171,17 @@ def _shared(plan: Plan) -> Hashable:
     return sizes.tp, sizes.ep, sizes.etp, plan.model.fp8_format
 
 
-def _base(plan: Plan) -> Plan:
-    """Return the plan of which traces are taken: without context parallelism, a schedule of its own, and recompute."""
+def _base(plan: Plan, *, is_selective: bool) -> Plan:
+    """Return the plan of which traces are taken: without context parallelism, a schedule of its own, and recompute.
+
+    Of recompute the selective one may stay.
+    """
     sizes = plan.parallel_sizes
     alone = dataclasses.replace(
         plan.model,
         context_parallel_size=1,
         pipeline_schedule=None,
-        recompute_granularity=None,
+        recompute_granularity=plan.model.recompute_granularity if is_selective else None,
         recompute_method=None,
         recompute_num_layers=None,
     )

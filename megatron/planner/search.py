@@ -64,7 +64,8 @@ class Search:
 
     ``states`` are what the stages of a layout hold between steps, and ``pieces`` the memory of the model's pieces,
     which many choices share. ``bounds`` are of time and memory, and of the ``wanted`` fastest choices none is missed;
-    without bounds all are predicted.
+    without bounds all are predicted. ``enough`` are the seconds of the last of the wanted choices, as far as those tell
+    that the bounds have traced.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -74,12 +75,13 @@ class Search:
     pieces: dict[tuple[object, ...], ModelPieces] = field(default_factory=dict)
     bounds: Bounds | None = None
     wanted: int = 1
+    enough: float = math.inf
 
     @property
     def slowest_wanted(self) -> float:
-        """Return the seconds of the last of the wanted candidates; infinity while there are fewer."""
+        """Return the seconds of the last of the wanted candidates; infinity while too few are known."""
         fastest = heapq.nsmallest(self.wanted, (each.seconds for each in self.candidates))
-        return fastest[-1] if len(fastest) == self.wanted else math.inf
+        return min(self.enough, fastest[-1] if len(fastest) == self.wanted else math.inf)
 
     @property
     def ranked(self) -> Sequence[Candidate]:
@@ -96,7 +98,7 @@ class Search:
 class _Layout:
     """Hold a layout that may run, with the smallest micro-batch: its configuration, and shardings and sizes to try.
 
-    ``least_seconds`` bounds the time of all of them.
+    ``least_seconds`` bounds the time of all of them, and ``problems`` are what the run's own checks find.
     """
 
     choice: Choice
@@ -104,6 +106,7 @@ class _Layout:
     plan: Plan
     shardings: tuple[str, ...]
     sizes: tuple[int, ...]
+    problems: Callable[[], Sequence[str]]
     least_seconds: float = 0.0
 
 
@@ -128,18 +131,39 @@ def search(
     choices = list(_layouts(config, precisions, has_zero_bubble=implementation.schedules_zero_bubble))
     layouts, done = list[_Layout](), 0
     for choice in choices:
-        layout = _layout(found, config, choice, gpu, implementation)
+        layout = _layout(found, config, choice, gpu, implementation, find_problems)
         if layout is not None:
             layouts.append(layout)
             continue
         done += 1
         tried(done, len(choices))
     # The fastest come first, so that the others are slower than enough.
-    for layout in sorted(layouts, key=lambda each: each.least_seconds):
+    layouts.sort(key=lambda each: each.least_seconds)
+    if found.bounds is not None:
+        found.enough = _enough(found, config, layouts, gpu, implementation, find_problems)
+    for layout in layouts:
         _try_layout(found, config, layout, gpu, implementation, find_problems)
         done += 1
         tried(done, len(choices))
     return found
+
+
+def _enough(
+    found: Search,
+    config: RunConfig,
+    layouts: Sequence[_Layout],
+    gpu: Gpu,
+    implementation: Implementation,
+    find_problems: FindProblems,
+) -> float:
+    """Return the seconds of the last of the wanted choices among those of which the bounds have all traces: without
+    context parallelism, a schedule of their own, and recompute.
+    """
+    traced = Search(states=found.states, pieces=found.pieces, bounds=found.bounds, wanted=found.wanted)
+    for layout in layouts:
+        if layout.choice.cp == 1 and not layout.choice.schedule:
+            _try_layout(traced, config, layout, gpu, implementation, find_problems, RECOMPUTES[:1])
+    return traced.slowest_wanted
 
 
 def _layouts(config: RunConfig, precisions: Sequence[str], *, has_zero_bubble: bool) -> Iterator[Choice]:
@@ -185,7 +209,12 @@ def _expert_sizes(model: GPTConfig, ranks_of_stage: int) -> Sequence[int | None]
 
 
 def _layout(
-    found: Search, config: RunConfig, layout: Choice, gpu: Gpu, implementation: Implementation
+    found: Search,
+    config: RunConfig,
+    layout: Choice,
+    gpu: Gpu,
+    implementation: Implementation,
+    find_problems: FindProblems,
 ) -> _Layout | None:
     """Return a layout that may run and of which at least the state fits, or note why there is none."""
     first = layout.apply(config)
@@ -194,9 +223,9 @@ def _layout(
     except ConfigurationError as error:
         found.dropped.append(Dropped(layout, "refused", "; ".join(error.problems)))
         return None
-    problems = plan_refusals(plan, implementation, gpu)
-    if problems:
-        found.dropped.append(Dropped(layout, "refused", "; ".join(problems)))
+    refusals = plan_refusals(plan, implementation, gpu)
+    if refusals:
+        found.dropped.append(Dropped(layout, "refused", "; ".join(refusals)))
         return None
     shardings: tuple[str, ...] = ("optim", "optim_grads") if layout.sharding == "optim" else (layout.sharding,)
     shardings = tuple(each for each in shardings if _has_room(found, config, layout, each, gpu, implementation))
@@ -208,7 +237,7 @@ def _layout(
         states = _states(found, lambda: plan, dataclasses.replace(layout, sharding=shardings[0]), implementation)
         sized = (dataclasses.replace(plan, micro_batch_size=size) for size in sizes)
         least = min((found.bounds.seconds(each, states) for each in sized), default=0.0)
-    return _Layout(layout, first, plan, shardings, sizes, least)
+    return _Layout(layout, first, plan, shardings, sizes, _asked_once(find_problems, first), least)
 
 
 def _try_layout(
@@ -218,15 +247,15 @@ def _try_layout(
     gpu: Gpu,
     implementation: Implementation,
     find_problems: FindProblems,
+    recomputes: Sequence[str] = RECOMPUTES,
 ) -> None:
     """Try a layout with every micro-batch size; gradients are sharded where the optimizer's shards are not enough."""
     if layout.least_seconds > found.slowest_wanted:
         found.dropped.append(Dropped(layout.choice, "slower", _at_least(layout.least_seconds)))
         return
     # The run's own checks take longer than the bounds.
-    problems = find_problems(layout.config)
-    if problems:
-        found.dropped.append(Dropped(layout.choice, "refused", "; ".join(problems)))
+    if layout.problems():
+        found.dropped.append(Dropped(layout.choice, "refused", "; ".join(layout.problems())))
         return
     roomy: set[int] = set()
     for sharding in layout.shardings:
@@ -234,7 +263,7 @@ def _try_layout(
         if wanted:
             choice = dataclasses.replace(layout.choice, sharding=sharding)
             known = (layout.config, layout.plan) if choice == layout.choice else None
-            roomy |= _try_batches(found, config, choice, wanted, gpu, implementation, find_problems, known)
+            roomy |= _try_batches(found, config, choice, wanted, gpu, implementation, find_problems, known, recomputes)
 
 
 def _has_room(
@@ -285,6 +314,7 @@ def _try_batches(
     implementation: Implementation,
     find_problems: FindProblems,
     known: tuple[RunConfig, Plan] | None,
+    recomputes: Sequence[str],
 ) -> set[int]:
     """Try a layout and a sharding with micro-batch sizes, each with the least recompute that fits and may be.
 
@@ -298,8 +328,8 @@ def _try_batches(
     # Configurations are many fields: one is made for each way to recompute, and not for each size.
     of_recompute = {RECOMPUTES[0]: (first, plan, problems_of_first)}
     for size in sizes:
-        fits, is_slower = None, False
-        for recompute in RECOMPUTES:
+        fits, slower = None, None
+        for recompute in recomputes:
             choice = dataclasses.replace(layout, micro_batch_size=size, recompute=recompute)
             if fits is not None:
                 found.dropped.append(Dropped(choice, "slower", f"recompute {fits} fits already"))
@@ -314,13 +344,14 @@ def _try_batches(
             if least > found.slowest_wanted:
                 # So are all that compute more again.
                 found.dropped.append(Dropped(choice, "slower", _at_least(least)))
-                is_slower = True
+                slower = recompute
                 break
             if _try_choice(found, applied, of_size, choice, gpu, implementation, states, problems):
                 fits = recompute
-        if fits is None and not is_slower:
+        if fits is None and slower is None:
             break
-        if fits == RECOMPUTES[0] or is_slower:
+        # Other shardings may leave room for less recompute, if that is not too slow.
+        if RECOMPUTES[0] in (fits, slower):
             roomy.add(size)
     return roomy
 
@@ -353,7 +384,7 @@ def _try_choice(
     Of the configuration the size is left; ``problems`` are what the run's own checks find in it.
     """
     usable = usable_bytes(gpu)
-    if found.bounds is not None and choice.recompute != "selective":
+    if found.bounds is not None:
         least = found.bounds.first_stage_bytes(plan, states[0]) + HOPPER_MACHINES.held_bytes
         if least > usable:
             reason = f"stage 0 needs at least {least // _MIB} of {usable // _MIB} MiB"

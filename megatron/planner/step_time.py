@@ -25,7 +25,7 @@ from megatron.planner.traces import PieceMemory
 
 _UPDATE_BYTES = 30
 """Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
-_SIMULATED_ROUNDS = 2
+SIMULATED_ROUNDS = 2
 """Rounds of micro-batches after which one more takes every stage as long as the slowest."""
 
 
@@ -153,7 +153,7 @@ def _simulated_bubble(
         durations.append(
             Durations(forward=forward, backward=inputs + weight, backward_input=inputs, backward_weight=weight)
         )
-    some = min(plan.num_microbatches, _SIMULATED_ROUNDS * len(seconds))
+    some = min(plan.num_microbatches, SIMULATED_ROUNDS * len(seconds))
     return _makespan(plan.pipeline_schedule, some, tuple(durations)) - some * max(seconds)
 
 

@@ -290,6 +290,6 @@ def _sources_key() -> str:
 
 def _may_trace_here() -> bool:
     """Return whether CUDA can be simulated in this process: torch is not imported yet, or with the library."""
-    from megatron.planner.simulation.pretended_cuda import is_loaded
+    from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
 
-    return "torch" not in sys.modules or is_loaded()
+    return "torch" not in sys.modules or load_pretended_cuda.cache_info().currsize > 0

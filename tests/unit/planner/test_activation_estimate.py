@@ -1,4 +1,4 @@
-"""The estimate of activations, with which training decides what to offload, is close to the planner's closed forms."""
+"""The estimate of activations, with which training decides what to offload, is close to the closed forms."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ load_pretended_cuda()
 import torch
 torch.set_num_threads(1)
 import torch.nn.functional as F
-from megatron.commands.planning import explain
+from megatron.commands.planning import explain, plan as plan_command
 from megatron.core.layer_output import LayerOutput
-from megatron.core.models.gpt.chunk_parameters import forget_built_pieces
+from megatron.core.models.gpt import chunk_parameters
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
@@ -47,7 +47,14 @@ def explained():
         assert explain.main([*words, "--json"]) == 0
     return json.loads(output.getvalue())
 
-results["plain"] = explained()
+def planned():
+    table = folder / "table.json"
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert plan_command.main([*words, "--gpus", "1", "--precision", "bf16", "--json", str(table)]) == 0
+    ranked = json.loads(table.read_text())["ranked"]
+    return {each["micro_batch_size"]: each for each in ranked if each["recompute"] == "none"}[2]
+
+results["plain"], results["plain plan"] = explained(), planned()
 results["saved"] = {}
 for name, (flags, world_size) in cases.items():
     plan = Plan.of(read_planned_run([*words, *flags], world_size).config)
@@ -68,9 +75,9 @@ def forward_with_gate(self, x):
     return LayerOutput(output.hidden * torch.sigmoid(F.linear(x, self.gate)), output.losses)
 
 MLP.__init__, MLP.forward = build_with_gate, forward_with_gate
-forget_built_pieces()
+chunk_parameters._pieces.clear()
 store = traces.TraceStore(folder / "gated")
-results["gated"] = explained()
+results["gated"], results["gated plan"] = explained(), planned()
 print(json.dumps(results))
 """
 WORDS = (
@@ -135,3 +142,11 @@ def test_a_new_gemm_takes_its_time_without_an_edit_of_the_planner(results: dict[
     plain, gated = (results[name]["time"]["layer"]["products"] for name in ("plain", "gated"))
     flops = 3 * 2 * ROWS * HIDDEN**2
     assert flops / 989e12 < gated - plain < 3 * flops / 989e12
+
+
+def test_a_new_tensor_and_a_new_gemm_change_the_plan_without_an_edit_of_the_planner(results: dict[str, Any]) -> None:
+    plain, gated = results["plain plan"], results["gated plan"]
+    saved, state = LAYERS * 2 * ROWS * HIDDEN * 2, LAYERS * HIDDEN**2 * (2 + 4 + 12)
+    assert gated["used_mib"] - plain["used_mib"] > 0.99 * (saved + state) / 2**20
+    flops = MICROBATCHES * LAYERS * 3 * 2 * ROWS * HIDDEN**2
+    assert gated["ms_per_step"] - plain["ms_per_step"] > 1e3 * flops / 989e12

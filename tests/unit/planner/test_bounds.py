@@ -9,7 +9,7 @@ import pytest
 from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.planner.bounds import Bounds
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import OURS, MEGATRON_TE
+from megatron.planner.implementations import MEGATRON_TE, OURS
 from megatron.planner.plan import Plan
 from megatron.planner.search import Search, search
 from megatron.planner.stage_memory import stage_state
@@ -52,8 +52,7 @@ def test_no_choice_is_faster_than_its_bound_and_the_fastest_are_found(
         plan = Plan.of(each.config)
         states = [stage_state(plan, stage, OURS) for stage in range(plan.parallel_sizes.pp)]
         assert bounds.seconds(plan, states) <= each.seconds * (1 + 1e-9), each.choice
-        if each.choice.recompute != "selective":
-            assert bounds.first_stage_bytes(plan, states[0]) <= each.prediction.stages[0].total, each.choice
+        assert bounds.first_stage_bytes(plan, states[0]) <= each.prediction.stages[0].total, each.choice
 
 
 def test_programs_that_are_not_traced_have_no_bounds() -> None:
