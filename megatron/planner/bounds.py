@@ -8,6 +8,7 @@ bound is above the time of enough others is not traced itself.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.layer_kinds import layer_kinds
 from megatron.planner.piece_memory import NOTHING, ModelPieces
-from megatron.planner.piece_time import piece_time
+from megatron.planner.piece_time import computed_seconds, piece_time
 from megatron.planner.pieces import end_trace, layer_trace
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import StageState, stage_memory
@@ -58,12 +59,26 @@ class Bounds:
     _traces: dict[Hashable, PieceTrace] = field(default_factory=dict)
     _costs: dict[Hashable, _Cost] = field(default_factory=dict)
 
-    def seconds(self, plan: Plan, states: Sequence[StageState]) -> float:
-        """Return what a step of a plan takes at least; ``states`` are what its stages hold between steps."""
+    def seconds(self, plan: Plan, states: Sequence[StageState], enough: float = math.inf) -> float:
+        """Return what a step of a plan takes at least; ``states`` are what its stages hold between steps.
+
+        A bound above ``enough`` may be looser than the best one.
+        """
+        if plan.micro_batch_size > 1 and enough < math.inf:
+            # One sample per micro-batch is traced already: matmuls and attention are proportional to the samples.
+            loose = self._seconds(plan, states, is_loose=True)
+            if loose > enough:
+                return loose
+        return self._seconds(plan, states, is_loose=False)
+
+    def _seconds(self, plan: Plan, states: Sequence[StageState], *, is_loose: bool) -> float:
         sizes, model = plan.parallel_sizes, plan.model
         kinds = layer_kinds(model, plan.seq_length)
-        layers = {kind: self._layer_seconds(plan, kinds.index(kind)) for kind in set(kinds[: model.num_layers])}
-        ends = {has_loss: self._cost(plan, has_loss).seconds(sizes.cp) for has_loss in (False, True)}
+        layers = {
+            kind: self._layer_seconds(plan, kinds.index(kind), is_loose=is_loose)
+            for kind in set(kinds[: model.num_layers])
+        }
+        ends = {has_loss: self._cost(plan, has_loss, is_loose=is_loose).seconds(sizes.cp) for has_loss in (False, True)}
         stages = [
             sum(
                 sum(layers[kinds[number]] for number in chunk.layer_numbers)
@@ -79,7 +94,7 @@ class Bounds:
         if chunks > 1 or (is_even and plan.pipeline_schedule == "1f1b"):
             bubble = (sizes.pp - 1) / chunks * sum(stages) / sizes.pp
         else:
-            bubble = self._simulated_bubble(plan, stages)
+            bubble = self._simulated_bubble(plan, stages, is_loose=is_loose)
         rest = neighbours_seconds(plan, self.gpu, self.implementation) + update_seconds(self.gpu, states)
         return plan.num_microbatches * slowest + bubble + rest
 
@@ -96,7 +111,7 @@ class Bounds:
         pieces = ModelPieces(layers, NOTHING, NOTHING, round(_KEPT_SHARE * hidden), 0)
         return stage_memory(plan, 0, self.implementation, pieces, state).total
 
-    def _simulated_bubble(self, plan: Plan, stages: Sequence[float]) -> float:
+    def _simulated_bubble(self, plan: Plan, stages: Sequence[float], *, is_loose: bool) -> float:
         """Return the least bubble of a schedule with one chunk per rank, whose stages take these seconds.
 
         A stage waits for the forward passes of the stages before it. In 1F1B their backward passes follow its last one.
@@ -110,15 +125,37 @@ class Bounds:
                 outside += seconds
             else:
                 costs = (
-                    self._cost(plan, kinds.index(kinds[number]))
+                    self._cost(plan, kinds.index(kinds[number]), is_loose=is_loose)
                     for chunk in plan.stage_layout.chunks(stage)
                     for number in chunk.layer_numbers
                 )
                 outside += sum(cost.forward_of_tokens for cost in costs) / model.context_parallel_size
         return bubble
 
-    def _layer_seconds(self, plan: Plan, number: int) -> float:
-        cost, model = self._cost(plan, number), plan.model
+    def selective_bytes(self, plan: Plan, state: StageState, whole: ModelPieces) -> int:
+        """Return what the first stage of a plan with selective recompute needs at least.
+
+        ``whole`` is the memory of the plan's pieces without recompute.
+        """
+        model, size = plan.model, plan.micro_batch_size
+        kinds, layers = layer_kinds(model, plan.seq_length), []
+        for kind, layer in zip(kinds, whole.layers):
+            number = kinds.index(kind)
+            freed = self._trace(plan, number, size).memory.kept - self._kept(plan, number)
+            less = round(max(0, freed) / _KEPT_SHARE / plan.parallel_sizes.cp)
+            layers.append(
+                dataclasses.replace(
+                    layer,
+                    kept=max(0, layer.kept - less),
+                    forward_peak=max(0, layer.forward_peak - less),
+                    backward_peak=max(0, layer.backward_peak - less),
+                )
+            )
+        pieces = dataclasses.replace(whole, layers=layers)
+        return stage_memory(plan, 0, self.implementation, pieces, state).total
+
+    def _layer_seconds(self, plan: Plan, number: int, *, is_loose: bool) -> float:
+        cost, model = self._cost(plan, number, is_loose=is_loose), plan.model
         again = 0.0
         if model.recompute_granularity == "full":
             again = cost.forward
@@ -126,11 +163,24 @@ class Bounds:
             again = cost.attention_forward
         return cost.seconds(plan.parallel_sizes.cp) + again / plan.parallel_sizes.cp
 
-    def _cost(self, plan: Plan, piece: int | bool) -> _Cost:
-        """Return the cost of a layer by its number, or of an end of the model by whether it has the loss."""
+    def _cost(self, plan: Plan, piece: int | bool, *, is_loose: bool) -> _Cost:
+        """Return the cost of a layer by its number, or of an end of the model by whether it has the loss.
+
+        A loose one follows from one sample per micro-batch, and has matmuls and attention alone.
+        """
         size = plan.micro_batch_size
-        key = _shared(plan), plan.parallel_sizes.cp, size, type(piece), piece
-        if key not in self._costs:
+        key = _shared(plan), plan.parallel_sizes.cp, size, type(piece), piece, is_loose
+        if key not in self._costs and is_loose:
+            trace = self._trace(plan, piece, 1)
+            self._costs[key] = _Cost(
+                of_tokens=size * computed_seconds(plan, self.gpu, self.implementation, trace),
+                of_piece=0.0,
+                forward=0.0,
+                attention_forward=0.0,
+                ring=0.0,
+                forward_of_tokens=0.0,
+            )
+        elif key not in self._costs:
             traces = (self._trace(plan, piece, each) for each in (size, *FEWEST_SAMPLES))
             time, few, many = (piece_time(plan, self.gpu, self.implementation, trace) for trace in traces)
             constant = max(0.0, few.total - FEWEST_SAMPLES[0] * (many.total - few.total))

@@ -7,6 +7,7 @@ host takes its time for each launch.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,15 +107,33 @@ def _seconds(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceT
     kind, itemsize = trace.column("kind"), trace.column("itemsize")
     num_bytes, flops, batch = trace.column("num_bytes"), trace.column("flops"), trace.column("batch")
     rows, inner, columns = (trace.column(name) for name in ("rows", "inner", "columns"))
-    peaks = np.where(itemsize == 1, gpu.float8_flops or gpu.half_flops, gpu.half_flops)
-    peaks = np.where(itemsize > 2, gpu.single_flops, peaks)
     operands = np.where(batch > 1, 0.0, batch * inner * (rows + columns) * itemsize)
     moved = np.maximum(num_bytes - operands, 0.0) / (gpu.memory_bandwidth * MEMORY_SHARE)
-    products = flops / (peaks * gpu.product_share) + moved
+    products = flops / _product_rates(gpu, trace) + moved
     attention = flops / _attention_rates(plan, gpu, implementation, trace)
     passes = num_bytes / (gpu.memory_bandwidth * implementation.times.pass_share)
     priced: np.ndarray = np.where(kind == GEMM, products, np.where(kind == ATTENTION, attention, passes))
     return priced
+
+
+def computed_seconds(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceTrace) -> float:
+    """Return the time of the FLOPs of matmuls and attention alone, which are proportional to tokens.
+
+    The plan may shard the tokens of the trace: the time of attention is that without context parallelism.
+    """
+    kind, flops = trace.column("kind"), trace.column("flops")
+    alone = dataclasses.replace(plan, parallel_sizes=dataclasses.replace(plan.parallel_sizes, cp=1))
+    attention = flops / _attention_rates(alone, gpu, implementation, trace)
+    seconds = np.where(kind == GEMM, flops / _product_rates(gpu, trace), np.where(kind == ATTENTION, attention, 0.0))
+    return float(seconds.sum())
+
+
+def _product_rates(gpu: Gpu, trace: PieceTrace) -> np.ndarray:
+    """Return the FLOPs per second of each operation, if it is a matmul."""
+    itemsize = trace.column("itemsize")
+    peaks = np.where(itemsize == 1, gpu.float8_flops or gpu.half_flops, gpu.half_flops)
+    rates: np.ndarray = np.where(itemsize > 2, gpu.single_flops, peaks) * gpu.product_share
+    return rates
 
 
 def _attention_rates(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceTrace) -> np.ndarray:

@@ -77,21 +77,6 @@ def end_trace(plan: Plan, capability: tuple[int, int], *, has_loss: bool) -> Pie
     return default_store().trace(_request(plan, capability, contents))
 
 
-def prepare_traces(plans: Sequence[Plan], implementation: Implementation, gpu: Gpu | None) -> None:
-    """Take the traces of several plans in one go."""
-    capability = _HOPPER if gpu is None else gpu.capability
-    requests = []
-    for plan in plans:
-        if implementation.saved is None:
-            contents = [StageContents((number,)) for number in set(_representatives(plan)[: plan.model.num_layers])]
-            requests += [_request(plan, capability, each) for each in (*contents, StageContents((), True, False))]
-            if plan.model.recompute_granularity == "full":
-                requests += [_request(plan, capability, each, is_again=True) for each in contents]
-        if implementation.is_traced:
-            requests.append(_request(plan, capability, StageContents((), False, True)))
-    default_store().prepare(requests)
-
-
 def _request(
     plan: Plan, capability: tuple[int, int], contents: StageContents, *, is_again: bool = False
 ) -> TraceRequest:

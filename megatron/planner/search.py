@@ -137,10 +137,8 @@ def search(
             continue
         done += 1
         tried(done, len(choices))
-    # The fastest come first, so that the others are slower than enough.
-    layouts.sort(key=lambda each: each.least_seconds)
     if found.bounds is not None:
-        found.enough = _enough(found, config, layouts, gpu, implementation, find_problems)
+        layouts = _bounded(found, config, layouts, gpu, implementation, find_problems)
     for layout in layouts:
         _try_layout(found, config, layout, gpu, implementation, find_problems)
         done += 1
@@ -148,22 +146,47 @@ def search(
     return found
 
 
-def _enough(
+def _bounded(
     found: Search,
     config: RunConfig,
     layouts: Sequence[_Layout],
     gpu: Gpu,
     implementation: Implementation,
     find_problems: FindProblems,
-) -> float:
-    """Return the seconds of the last of the wanted choices among those of which the bounds have all traces: without
-    context parallelism, a schedule of their own, and recompute.
+) -> list[_Layout]:
+    """Return layouts with the least seconds that each takes, in the order in which they are tried.
+
+    Before, those choices are predicted of which the bounds have all traces: one sample per micro-batch, without context
+    parallelism, a schedule of their own, and recompute. Layouts that shard tensors as the fastest of them come first,
+    as each other one is dropped if it is slower than enough of these.
     """
+    assert found.bounds is not None
     traced = Search(states=found.states, pieces=found.pieces, bounds=found.bounds, wanted=found.wanted)
     for layout in layouts:
         if layout.choice.cp == 1 and not layout.choice.schedule:
-            _try_layout(traced, config, layout, gpu, implementation, find_problems, RECOMPUTES[:1])
-    return traced.slowest_wanted
+            one = dataclasses.replace(layout, sizes=tuple(size for size in layout.sizes if size == 1))
+            _try_layout(traced, config, one, gpu, implementation, find_problems, RECOMPUTES[:1])
+    found.enough = traced.slowest_wanted
+    bounded = [
+        dataclasses.replace(layout, least_seconds=_least_seconds(found, layout, implementation)) for layout in layouts
+    ]
+    best = traced.ranked[0].choice if traced.candidates else None
+
+    def order(layout: _Layout) -> tuple[bool, bool, float]:
+        choice = layout.choice
+        is_alike = best is not None and (choice.tp, choice.precision) == (best.tp, best.precision)
+        return not is_alike, bool(choice.schedule), layout.least_seconds
+
+    return sorted(bounded, key=order)
+
+
+def _least_seconds(found: Search, layout: _Layout, implementation: Implementation) -> float:
+    """Return the least seconds of a layout's choices; if they are above what is wanted, a lower bound of them."""
+    assert found.bounds is not None
+    choice = dataclasses.replace(layout.choice, sharding=layout.shardings[0])
+    states = _states(found, lambda: layout.plan, choice, implementation)
+    sized = (dataclasses.replace(layout.plan, micro_batch_size=size) for size in layout.sizes)
+    return min((found.bounds.seconds(each, states, found.enough) for each in sized), default=0.0)
 
 
 def _layouts(config: RunConfig, precisions: Sequence[str], *, has_zero_bubble: bool) -> Iterator[Choice]:
@@ -232,12 +255,7 @@ def _layout(
     if not shardings:
         return None
     sizes = tuple(size for size in _powers(_LARGEST_MICRO_BATCH) if _divides(config, plan, size))
-    least = 0.0
-    if found.bounds is not None:
-        states = _states(found, lambda: plan, dataclasses.replace(layout, sharding=shardings[0]), implementation)
-        sized = (dataclasses.replace(plan, micro_batch_size=size) for size in sizes)
-        least = min((found.bounds.seconds(each, states) for each in sized), default=0.0)
-    return _Layout(layout, first, plan, shardings, sizes, _asked_once(find_problems, first), least)
+    return _Layout(layout, first, plan, shardings, sizes, _asked_once(find_problems, first))
 
 
 def _try_layout(
@@ -296,13 +314,17 @@ def _states(
 
 def _pieces(found: Search, plan: Plan, choice: Choice, gpu: Gpu, implementation: Implementation) -> ModelPieces:
     """Return the memory of a model's pieces for a micro-batch, whichever stage has them and whatever is sharded."""
-    key = (
-        *(choice.tp, choice.cp, choice.ep, choice.precision, choice.recompute, choice.micro_batch_size),
-        choice.schedule == ZERO_BUBBLE,
-    )
+    key = _pieces_key(choice)
     if key not in found.pieces:
         found.pieces[key] = model_pieces(plan, implementation, gpu)
     return found.pieces[key]
+
+
+def _pieces_key(choice: Choice) -> tuple[object, ...]:
+    return (
+        *(choice.tp, choice.cp, choice.ep, choice.precision, choice.recompute, choice.micro_batch_size),
+        choice.schedule == ZERO_BUBBLE,
+    )
 
 
 def _try_batches(
@@ -327,6 +349,7 @@ def _try_batches(
     states = _states(found, lambda: plan, layout, implementation)
     # Configurations are many fields: one is made for each way to recompute, and not for each size.
     of_recompute = {RECOMPUTES[0]: (first, plan, problems_of_first)}
+    too_large: set[str] = set()
     for size in sizes:
         fits, slower = None, None
         for recompute in recomputes:
@@ -334,20 +357,27 @@ def _try_batches(
             if fits is not None:
                 found.dropped.append(Dropped(choice, "slower", f"recompute {fits} fits already"))
                 continue
+            if recompute in too_large:
+                found.dropped.append(Dropped(choice, "oom", "a smaller micro-batch needs too much memory"))
+                continue
             if recompute not in of_recompute:
                 applied = choice.apply(config)
                 once = _asked_once(find_problems, applied)
                 of_recompute[recompute] = applied, Plan.of(applied, plan.stage_layout), once
             applied, of_size, problems = of_recompute[recompute]
             of_size = dataclasses.replace(of_size, micro_batch_size=size)
-            least = 0.0 if found.bounds is None else found.bounds.seconds(of_size, states)
-            if least > found.slowest_wanted:
+            most = found.slowest_wanted
+            least = 0.0 if found.bounds is None else found.bounds.seconds(of_size, states, most)
+            if least > most:
                 # So are all that compute more again.
                 found.dropped.append(Dropped(choice, "slower", _at_least(least)))
                 slower = recompute
                 break
-            if _try_choice(found, applied, of_size, choice, gpu, implementation, states, problems):
+            failed = _try_choice(found, applied, of_size, choice, gpu, implementation, states, problems)
+            if failed is None:
                 fits = recompute
+            elif failed == "oom":
+                too_large.add(recompute)
         if fits is None and slower is None:
             break
         # Other shardings may leave room for less recompute, if that is not too slow.
@@ -378,40 +408,38 @@ def _try_choice(
     implementation: Implementation,
     states: Sequence[StageState],
     problems: Callable[[], Sequence[str]],
-) -> bool:
-    """Predict one choice, whose plan this is, and return whether it fits and may be run.
+) -> str | None:
+    """Predict one choice, whose plan this is, and return None if it fits and may be run, or else why not, as `Dropped`
+    has it.
 
     Of the configuration the size is left; ``problems`` are what the run's own checks find in it.
     """
     usable = usable_bytes(gpu)
     if found.bounds is not None:
-        least = found.bounds.first_stage_bytes(plan, states[0]) + HOPPER_MACHINES.held_bytes
+        least = found.bounds.first_stage_bytes(plan, states[0])
+        whole = found.pieces.get(_pieces_key(dataclasses.replace(choice, recompute=RECOMPUTES[0])))
+        if choice.recompute == "selective" and whole is not None:
+            least = max(least, found.bounds.selective_bytes(plan, states[0], whole))
+        least += HOPPER_MACHINES.held_bytes
         if least > usable:
-            reason = f"stage 0 needs at least {least // _MIB} of {usable // _MIB} MiB"
-            found.dropped.append(Dropped(choice, "oom", reason))
-            return False
+            return _drop(found, choice, "oom", f"stage 0 needs at least {least // _MIB} of {usable // _MIB} MiB")
     found.num_predicted += 1
     # The first stage has the most in flight: most choices that do not fit are seen there.
     pieces = _pieces(found, plan, choice, gpu, implementation)
     first = stage_memory(plan, 0, implementation, pieces, states[0]).total + HOPPER_MACHINES.held_bytes
     if first > usable:
-        reason = f"stage 0 needs {first // _MIB} of {usable // _MIB} MiB"
-        found.dropped.append(Dropped(choice, "oom", reason))
-        return False
+        return _drop(found, choice, "oom", f"stage 0 needs {first // _MIB} of {usable // _MIB} MiB")
     # Between the second stage and the last, layers are as many and less is in flight.
     looked_at = sorted({0, min(1, choice.pp - 1), choice.pp - 1, *_uneven_stages(plan, choice)})
     prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at, pieces=pieces)
     if prediction.time is None or prediction.used_bytes is None:
         kind = "oom" if prediction.outcome == "oom" else "refused"
-        found.dropped.append(Dropped(choice, kind, prediction.reason or prediction.outcome))
-        return False
+        return _drop(found, choice, kind, prediction.reason or prediction.outcome)
     if prediction.reason is not None:
-        found.dropped.append(Dropped(choice, "at the limit", prediction.reason))
-        return False
+        return _drop(found, choice, "at the limit", prediction.reason)
     # What does not fit need not be checked, which takes longer.
     if problems():
-        found.dropped.append(Dropped(choice, "refused", "; ".join(problems())))
-        return False
+        return _drop(found, choice, "refused", "; ".join(problems()))
     seconds, flops = prediction.time.total, step_flops(plan)
     peak = gpu.float8_flops if choice.precision == "fp8" else gpu.half_flops
     found.candidates.append(
@@ -425,7 +453,13 @@ def _try_choice(
             margin_bytes=usable - prediction.used_bytes,
         )
     )
-    return True
+    return None
+
+
+def _drop(found: Search, choice: Choice, kind: str, reason: str) -> str:
+    """Note why a choice is dropped, and return the kind of reason."""
+    found.dropped.append(Dropped(choice, kind, reason))
+    return kind
 
 
 def _uneven_stages(plan: Plan, choice: Choice) -> Iterator[int]:

@@ -142,7 +142,7 @@ class TraceStore:
         """Return the trace of one piece.
 
         Raises:
-            ConfigurationError: this node cannot simulate CUDA.
+            ConfigurationError: this node cannot simulate CUDA, or the folder of the traces cannot be written.
         """
         key = request.key, request.micro_batch_size
         if key not in self._scaled:
@@ -172,12 +172,21 @@ class TraceStore:
             taken: Mapping[str, Mapping[str, Any]] = take_traces(missing)
         else:
             taken = _take_elsewhere(given)
+        try:
+            self._write(taken)
+        except OSError as error:
+            raise ConfigurationError(
+                f"traces of the model cannot be written to {self._folder}: {error.strerror}; set TMPDIR to a folder "
+                "that can be written"
+            ) from error
+        return taken
+
+    def _write(self, taken: Mapping[str, Mapping[str, Any]]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for key, record in taken.items():
             with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False, encoding="utf-8") as file:
                 json.dump(record, file)
             os.replace(file.name, self._folder / f"{key}.json")
-        return taken
 
 
 def trace_in_this_process() -> None:

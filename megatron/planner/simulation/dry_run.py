@@ -14,7 +14,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
-from megatron.core.errors import ConfigurationError
 from megatron.core.models.model import Model
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_layout import StageContents
@@ -24,6 +23,7 @@ from megatron.planner.gpu import Gpu
 from megatron.planner.simulation.balanced_experts import BalancedExperts
 from megatron.planner.simulation.device import PretendedDevice
 from megatron.planner.simulation.fake_world import (
+    check_torch,
     followed_storages,
     simulated_world,
     with_triton,
@@ -99,11 +99,7 @@ def dry_run(
         ConfigurationError: it has, and this machine has not; or torch is a CUDA build and there is no GPU.
         RuntimeError: the kernels compute less than the closed form of the model.
     """
-    if torch.version.cuda is not None and not torch.cuda.is_available():
-        raise ConfigurationError(
-            f"torch {torch.__version__} is a CUDA build and finds no GPU, without which its backward passes do not run "
-            "even on tensors without values; install torch's CPU build, or use a node with a GPU"
-        )
+    check_torch()
     recorder = Recorder()
     # The samples are read in this thread: another one would know nothing of fake tensors.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=0))

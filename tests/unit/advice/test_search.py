@@ -12,7 +12,7 @@ from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.planning.plan import main
 from megatron.planner.choice import Choice
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import OURS
+from megatron.planner.implementations import MEGATRON_TE, OURS
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
 from megatron.planner.ranking import launch_command
@@ -214,14 +214,14 @@ def test_a_way_to_recompute_that_the_runs_own_checks_refuse_is_no_candidate() ->
         return {candidate.config.model.recompute_granularity for candidate in found.candidates}
 
     tried: list[tuple[int, int]] = []
-    free = search(config, H100, OURS, ["bf16"], lambda config: [], lambda done, total: tried.append((done, total)))
+    free = search(config, H100, MEGATRON_TE, ["bf16"], lambda config: [], lambda done, total: tried.append((done, total)))
     assert "full" in recomputes(free)
     assert tried == [(number, len(tried)) for number in range(1, len(tried) + 1)]
     assert len(tried) > 5
     bound = search(
         config,
         H100,
-        OURS,
+        MEGATRON_TE,
         ["bf16"],
         lambda config: ["full is refused"] if config.model.recompute_granularity == "full" else [],
     )

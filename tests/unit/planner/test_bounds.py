@@ -52,6 +52,7 @@ def test_no_choice_is_faster_than_its_bound_and_the_fastest_are_found(
         plan = Plan.of(each.config)
         states = [stage_state(plan, stage, OURS) for stage in range(plan.parallel_sizes.pp)]
         assert bounds.seconds(plan, states) <= each.seconds * (1 + 1e-9), each.choice
+        assert bounds.seconds(plan, states, 0.0) <= bounds.seconds(plan, states) * (1 + 1e-9), each.choice
         assert bounds.first_stage_bytes(plan, states[0]) <= each.prediction.stages[0].total, each.choice
 
 
