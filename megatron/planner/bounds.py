@@ -16,7 +16,7 @@ from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
-from megatron.planner.layer_kinds import layer_kinds
+from megatron.planner.layer_kinds import layer_kinds, layer_numbers
 from megatron.planner.piece_memory import NOTHING, ModelPieces
 from megatron.planner.piece_time import computed_seconds, piece_time
 from megatron.planner.pieces import end_trace, layer_trace
@@ -25,6 +25,8 @@ from megatron.planner.stage_memory import StageState, stage_memory
 from megatron.planner.step_time import SIMULATED_ROUNDS, neighbours_seconds, update_seconds
 from megatron.planner.traces import FEWEST_SAMPLES, PieceMemory, PieceTrace
 
+_ROUNDING = 1e-9
+"""By this part a bound is below the time that it may be equal to, as sums in another order are rounded differently."""
 _KEPT_SHARE = 0.9
 """What the bound of saved activations leaves for tensors that context parallelism does not divide exactly."""
 
@@ -88,15 +90,16 @@ class Bounds:
             )
             for stage in range(sizes.pp)
         ]
-        slowest, chunks = max(stages), plan.stage_layout.num_chunks
+        slowest, num_chunks = max(stages), plan.stage_layout.num_chunks
         # A schedule that fills its bubble, and stages of unlike lengths, have a bubble that is simulated.
-        is_even = len({len(chunk.layer_numbers) for s in range(sizes.pp) for chunk in plan.stage_layout.chunks(s)}) == 1
-        if chunks > 1 or (is_even and plan.pipeline_schedule == "1f1b"):
-            bubble = (sizes.pp - 1) / chunks * sum(stages) / sizes.pp
+        of_stages = (plan.stage_layout.chunks(stage) for stage in range(sizes.pp))
+        is_even = len({len(layer_numbers(model, chunk)) for chunks in of_stages for chunk in chunks}) == 1
+        if num_chunks > 1 or (is_even and plan.pipeline_schedule == "1f1b"):
+            bubble = (sizes.pp - 1) / num_chunks * sum(stages) / sizes.pp
         else:
             bubble = self._simulated_bubble(plan, stages, is_loose=is_loose)
         rest = neighbours_seconds(plan, self.gpu, self.implementation) + update_seconds(self.gpu, states)
-        return plan.num_microbatches * slowest + bubble + rest
+        return (1.0 - _ROUNDING) * (plan.num_microbatches * slowest + bubble + rest)
 
     def first_stage_bytes(self, plan: Plan, state: StageState) -> int:
         """Return what the first stage of a plan needs at least."""

@@ -60,7 +60,9 @@ def step_time(
     ``stages`` are what every stage holds between steps, and ``pieces`` what `model_pieces` returned.
     """
     kinds = layer_kinds(plan.model, plan.seq_length)
-    kept = [*pieces.layers, *[pieces.layers[-1]] * plan.model.num_further_tokens]
+    # Traced MTP modules are among what follows the layers.
+    num_further = 0 if implementation.is_traced else plan.model.num_further_tokens
+    kept = [*pieces.layers, *[pieces.layers[-1]] * num_further]
     layers = {
         kind: _layer(plan, gpu, implementation, layer, kind, kinds.index(kind))
         for kind, layer in dict(zip(kinds, kept)).items()
@@ -113,7 +115,7 @@ def _layer(
     plan: Plan, gpu: Gpu, implementation: Implementation, kept: PieceMemory, kind: LayerKind, number: int
 ) -> LayerTime:
     """Return the time of a layer of a kind; ``number`` is that of the first one."""
-    if not implementation.is_traced or kind.is_further:
+    if not implementation.is_traced:
         return layer_time(plan, gpu, implementation, kept, kind)
     time = piece_time(plan, gpu, implementation, layer_trace(plan, gpu.capability, number))
     return traced_layer_time(plan, gpu, kept, time, has_experts=kind.has_experts)
@@ -186,7 +188,6 @@ def _chunk(
         seconds += len(places) * layer.total
         seconds -= sum(place >= again for place in places) * layer.again
         seconds -= sum(place >= offloaded for place in places) * layer.offload
-    # Traced MTP modules are among what follows the layers.
     further = () if implementation.is_traced else layer_numbers(model, chunk)[len(numbers) :]
     for number in further:
         seconds += layers[kinds[number]].total - layers[kinds[number]].offload
