@@ -18,7 +18,7 @@ from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.layer_kinds import layer_kinds, layer_numbers
 from megatron.planner.piece_memory import NOTHING, ModelPieces
-from megatron.planner.piece_time import computed_seconds, piece_time
+from megatron.planner.piece_time import PieceTime, computed_seconds, piece_time
 from megatron.planner.pieces import end_trace, layer_trace
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import StageState, stage_memory
@@ -66,7 +66,7 @@ class Bounds:
 
         A bound above ``enough`` may be looser than the best one.
         """
-        if plan.micro_batch_size > 1 and enough < math.inf:
+        if (plan.micro_batch_size > 1 or plan.parallel_sizes.cp > 1) and enough < math.inf:
             # One sample per micro-batch is traced already: matmuls and attention are proportional to the samples.
             loose = self._seconds(plan, states, is_loose=True)
             if loose > enough:
@@ -184,10 +184,12 @@ class Bounds:
                 forward_of_tokens=0.0,
             )
         elif key not in self._costs:
-            traces = (self._trace(plan, piece, each) for each in (size, *FEWEST_SAMPLES))
-            time, few, many = (piece_time(plan, self.gpu, self.implementation, trace) for trace in traces)
-            constant = max(0.0, few.total - FEWEST_SAMPLES[0] * (many.total - few.total))
-            of_tokens = max(0.0, time.total - constant)
+            time = self._time(plan, piece, size)
+            of_tokens = time.total
+            if plan.parallel_sizes.cp > 1:
+                few, many = (self._time(plan, piece, each).total for each in FEWEST_SAMPLES)
+                constant = max(0.0, few - FEWEST_SAMPLES[0] * (many - few))
+                of_tokens = max(0.0, of_tokens - constant)
             share = of_tokens / time.total if time.total else 0.0
             rest = time.total - of_tokens
             ring = time.part("attention") * (1.0 / self.implementation.times.ring_share - 1.0)
@@ -200,6 +202,9 @@ class Bounds:
                 forward_of_tokens=max(0.0, time.forward.total - rest),
             )
         return self._costs[key]
+
+    def _time(self, plan: Plan, piece: int | bool, size: int) -> PieceTime:
+        return piece_time(plan, self.gpu, self.implementation, self._trace(plan, piece, size))
 
     def _kept(self, plan: Plan, number: int) -> int:
         """Return what a layer keeps without context parallelism, with selective recompute if the plan has it."""

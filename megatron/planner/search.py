@@ -157,8 +157,8 @@ def _bounded(
     """Return layouts with the least seconds that each takes, in the order in which they are tried.
 
     Before, those choices are predicted of which the bounds have all traces: one sample per micro-batch, without context
-    parallelism, a schedule of their own, and recompute. Layouts that shard tensors as the fastest of them come first,
-    as each other one is dropped if it is slower than enough of these.
+    parallelism, a schedule of their own, and recompute. Then those that shard tensors as the fastest of them. All
+    others are dropped if they are slower than enough of these.
     """
     assert found.bounds is not None
     traced = Search(states=found.states, pieces=found.pieces, bounds=found.bounds, wanted=found.wanted)
@@ -170,14 +170,18 @@ def _bounded(
     bounded = [
         dataclasses.replace(layout, least_seconds=_least_seconds(found, layout, implementation)) for layout in layouts
     ]
-    best = traced.ranked[0].choice if traced.candidates else None
-
-    def order(layout: _Layout) -> tuple[bool, bool, float]:
-        choice = layout.choice
-        is_alike = best is not None and (choice.tp, choice.precision) == (best.tp, best.precision)
-        return not is_alike, bool(choice.schedule), layout.least_seconds
-
-    return sorted(bounded, key=order)
+    bounded.sort(key=lambda each: each.least_seconds)
+    if traced.candidates:
+        best = traced.ranked[0].choice
+        alike = Search(
+            states=found.states, pieces=found.pieces, bounds=found.bounds, wanted=found.wanted, enough=found.enough
+        )
+        for layout in bounded:
+            choice = layout.choice
+            if (choice.tp, choice.precision, choice.schedule) == (best.tp, best.precision, ""):
+                _try_layout(alike, config, layout, gpu, implementation, find_problems, RECOMPUTES[:1])
+        found.enough = alike.slowest_wanted
+    return bounded
 
 
 def _least_seconds(found: Search, layout: _Layout, implementation: Implementation) -> float:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import cast
 
 import numpy as np
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core.datasets.samples.gpt_dataset import GPTSample

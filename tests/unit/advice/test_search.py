@@ -214,14 +214,15 @@ def test_a_way_to_recompute_that_the_runs_own_checks_refuse_is_no_candidate() ->
         return {candidate.config.model.recompute_granularity for candidate in found.candidates}
 
     tried: list[tuple[int, int]] = []
-    free = search(config, H100, MEGATRON_TE, ["bf16"], lambda config: [], lambda done, total: tried.append((done, total)))
+    program = MEGATRON_TE
+    free = search(config, H100, program, ["bf16"], lambda config: [], lambda done, total: tried.append((done, total)))
     assert "full" in recomputes(free)
     assert tried == [(number, len(tried)) for number in range(1, len(tried) + 1)]
     assert len(tried) > 5
     bound = search(
         config,
         H100,
-        MEGATRON_TE,
+        program,
         ["bf16"],
         lambda config: ["full is refused"] if config.model.recompute_granularity == "full" else [],
     )
