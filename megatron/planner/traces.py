@@ -2,8 +2,8 @@
 
 A tracer builds a piece, and runs it forward and backward on tensors without values. One sample per micro-batch is
 traced itself, since tensors need no transposed copies then. Two and three samples are traced for all other sizes: every
-number is affine in the number of samples. Traces lie in a folder under a hash of the sources, of torch's version and of
-what was asked for.
+number is affine in the number of samples. If these two have other operations, each size is traced itself. Traces lie in
+a folder under a hash of the sources, of torch's version and of what was asked for.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TraceRequest:
     """Say which piece is traced, how: ``micro_batch_size`` samples of ``seq_length`` tokens on a GPU of a capability.
 
     ``splits_backward`` defers weight gradients, ``accumulates`` says that they are added to sums of ``grad_dtype`` by
-    the matmul itself.
+    the matmul itself. ``is_exact`` asks for a trace of this micro-batch size, and not of others from which it follows.
     """
 
     model: GPTConfig
@@ -112,11 +112,14 @@ class TraceRequest:
     splits_backward: bool = False
     fuses_accumulation: bool = True
     reduces_in_float32: bool = True
+    is_exact: bool = False
 
     @property
     def traced_sizes(self) -> tuple[int, ...]:
         """Return the micro-batch sizes from which the trace follows."""
-        return (1,) if self.micro_batch_size == 1 else FEWEST_SAMPLES
+        if self.is_exact or self.micro_batch_size == 1:
+            return (self.micro_batch_size,)
+        return FEWEST_SAMPLES
 
     @functools.cached_property
     def key(self) -> str:
@@ -147,7 +150,12 @@ class TraceStore:
         key = request.key, request.micro_batch_size
         if key not in self._scaled:
             self.prepare([request])
-            self._scaled[key] = _scaled(self._known[request.key], request.micro_batch_size)
+            record = self._known[request.key]
+            if _has_same_operations(record):
+                self._scaled[key] = _scaled(record, request.micro_batch_size)
+            else:
+                # Attention in blocks, for example, has more of them for larger micro-batches.
+                self._scaled[key] = self.trace(dataclasses.replace(request, is_exact=True))
         return self._scaled[key]
 
     def prepare(self, requests: Sequence[TraceRequest]) -> None:
@@ -231,15 +239,22 @@ def _structure(model: GPTConfig) -> tuple[Any, ...]:
     return tuple(getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in _OF_PIPELINE)
 
 
+def _has_same_operations(record: Mapping[str, Any]) -> bool:
+    """Return whether a piece runs the same operations and sends the same messages at each traced micro-batch size."""
+    shapes = {
+        tuple((phase, kind, itemsize) for phase, kind, itemsize, *_ in each["operations"]) for each in record.values()
+    }
+    return len(shapes) == 1 and len({len(each["sent"]) for each in record.values()}) == 1
+
+
 def _scaled(record: Mapping[str, Any], size: int) -> PieceTrace:
     """Return a trace at a micro-batch size."""
-    if size == 1:
-        small = large = record["1"]
+    if len(record) == 1:
+        (small,) = record.values()
+        large = small
     else:
         small, large = (record[str(each)] for each in FEWEST_SAMPLES)
     first, second = (_operations(each) for each in (small, large))
-    assert first.shape == second.shape, "a piece runs the same operations at every micro-batch size"
-    assert len(small["sent"]) == len(large["sent"]), "a piece sends the same messages at every micro-batch size"
     more = size - FEWEST_SAMPLES[0]
 
     def at(few: int, many: int) -> int:

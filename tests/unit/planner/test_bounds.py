@@ -20,6 +20,7 @@ MODEL = (
     *("--max-position-embeddings", "4096", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50256"),
     *("--position-embedding-type", "rope", "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
     *("--global-batch-size", "16", "--micro-batch-size", "1", "--lr", "1e-4", "--train-iters", "9", "--mock-data"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
 )
 EXPERTS = ("--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "2048", "--ffn-hidden-size", "4096")
 _WANTED = 5
