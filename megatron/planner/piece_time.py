@@ -70,7 +70,15 @@ def piece_time(plan: Plan, gpu: Gpu, implementation: Implementation, trace: Piec
     """Return the time of a traced piece on a rank of a GPU type."""
     # Messages of a piece are between the ranks of these axes, which lie together whatever the others are.
     sizes = plan.parallel_sizes
-    key = gpu.name, sizes.tp, sizes.cp, sizes.ep, sizes.expert_tp, implementation.name
+    key = (
+        gpu.name,
+        sizes.tp,
+        sizes.cp,
+        sizes.ep,
+        sizes.expert_tp,
+        implementation.times,
+        implementation.attention_on_hopper,
+    )
     found = trace.prices.get(key)
     if found is None:
         links = Links(gpu, plan.parallel_sizes)

@@ -12,25 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core.errors import ConfigurationError
 from megatron.core.kernels import attention_choice
 from megatron.planner.gpu import Gpu
 from megatron.planner.simulation.flex_attention import PretendedFlexAttention
 from megatron.planner.simulation.recorder import Recorder
 from megatron.planner.simulation.triton import recorded_programs
-
-
-def check_torch() -> None:
-    """Check that torch can run backward passes on tensors without values.
-
-    Raises:
-        ConfigurationError: torch is a CUDA build and there is no GPU.
-    """
-    if torch.version.cuda is not None and not torch.cuda.is_available():
-        raise ConfigurationError(
-            f"torch {torch.__version__} is a CUDA build and finds no GPU, without which its backward passes do not run "
-            "even on tensors without values; install torch's CPU build, or use a node with a GPU"
-        )
 
 
 @contextmanager
