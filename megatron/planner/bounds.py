@@ -54,7 +54,7 @@ class _Cost:
 
 @dataclass
 class Bounds:
-    """Bound the time and the memory of plans of one model on a GPU type, under an implementation that is traced."""
+    """Bound the time of plans of one model on a GPU type, and their memory if the implementation is traced."""
 
     gpu: Gpu
     implementation: Implementation
@@ -64,8 +64,10 @@ class Bounds:
     def seconds(self, plan: Plan, states: Sequence[StageState], enough: float = math.inf) -> float:
         """Return what a step of a plan takes at least; ``states`` are what its stages hold between steps.
 
-        A bound above ``enough`` may be looser than the best one.
+        A bound above ``enough`` may be looser than the best one. Passes over memory of another program are not bounded.
         """
+        if not self.implementation.is_traced:
+            return self._seconds(plan, states, is_loose=True)
         if (plan.micro_batch_size > 1 or plan.parallel_sizes.cp > 1) and enough < math.inf:
             # One sample per micro-batch is traced already: matmuls and attention are proportional to the samples.
             loose = self._seconds(plan, states, is_loose=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.action import Action, Pass
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.plan import Plan
@@ -128,14 +129,21 @@ def _groups(plan: Plan, pieces: ModelPieces, numbers: Sequence[int]) -> Sequence
     """Return the place of each group of layers in its chunk, and its memory: groups that keep their input alone and run
     forward again, and layers that keep all they save.
     """
-    model = plan.model
-    length, again, step = model.recompute_num_layers or 1, 0, 1
-    if model.recompute_granularity == "full" and model.recompute_method == "block":
-        again = min(length, len(numbers))
-    elif model.recompute_granularity == "full":
-        again, step = len(numbers), length
-    groups = [(start, _run_again(pieces, numbers[start : min(start + step, again)])) for start in range(0, again, step)]
+    several, again = recomputed_groups(plan.model, len(numbers))
+    groups = [(group[0], _run_again(pieces, [numbers[place] for place in group])) for group in several]
     return [*groups, *((place, pieces.layers[numbers[place]]) for place in range(again, len(numbers)))]
+
+
+def recomputed_groups(model: GPTConfig, num_layers: int) -> tuple[Sequence[range], int]:
+    """Return the places of a chunk's layers that full recompute runs again, by group, and the number of these layers.
+
+    They are the first ones of the chunk.
+    """
+    if model.recompute_granularity != "full":
+        return [], 0
+    length = model.recompute_num_layers or 1
+    again, step = (min(length, num_layers), 1) if model.recompute_method == "block" else (num_layers, length)
+    return [range(start, min(start + step, again)) for start in range(0, again, step)], again
 
 
 def _run_again(pieces: ModelPieces, numbers: Sequence[int]) -> PieceMemory:

@@ -92,7 +92,7 @@ def _phase(number: int, trace: PieceTrace, seconds: np.ndarray, links: Links) ->
     own = trace.column("phase") == number
     kind = trace.column("kind")[own]
     priced = seconds[own]
-    sent = [(each, _sent_seconds(each, links)) for each in trace.sent if each.phase == number]
+    sent = [(each, sent_seconds(each, links)) for each in trace.sent if each.phase == number]
     of_axis = {
         name: sum(seconds for each, seconds in sent if _axis(each) == name) for name in ("tensor", "context", "expert")
     }
@@ -165,7 +165,7 @@ def _axis(sent: Sent) -> str:
     return "tensor" if sent.axes == ("tp",) else "other"
 
 
-def _sent_seconds(sent: Sent, links: Links) -> float:
+def sent_seconds(sent: Sent, links: Links) -> float:
     """Return how long a message of the piece takes; an all-reduce is a reduce-scatter and a gather."""
     rounds, axis = (2 if sent.operation == "all_reduce" else 1), _axis(sent)
     if axis == "tensor" and sent.operation == "send":

@@ -10,18 +10,20 @@ from typing import Any
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planner.expert_time import expert_layer
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation, SavedBytes
 from megatron.planner.layer_kinds import layer_kinds
-from megatron.planner.layer_work import score_elements
+from megatron.planner.memory_passes import expert_layer
 from megatron.planner.piece_memory import NOTHING, ModelPieces
 from megatron.planner.plan import Plan
-from megatron.planner.traces import PieceMemory, PieceTrace, TraceRequest, default_store
+from megatron.planner.saved_by_megatron import score_elements
+from megatron.planner.trace_store import default_store
+from megatron.planner.traces import PieceMemory, PieceTrace, TraceRequest
 
 _SCORES_AT_WORK = 3
 """Tensors of scores in the backward pass of one layer's attention."""
-_HOPPER = (9, 0)
+HOPPER = (9, 0)
+"""The compute capability for which a model is traced if no GPU type is given."""
 
 
 def model_pieces(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> ModelPieces:
@@ -33,20 +35,20 @@ def model_pieces(plan: Plan, implementation: Implementation, gpu: Gpu | None) ->
     model, element = plan.model, ELEMENT_BYTES[plan.model.params_dtype]
     hidden = plan.num_rows * model.hidden_size * element
     kept_input = hidden // plan.parallel_sizes.tp if model.distribute_saved_activations else hidden
-    numbers = _representatives(plan)
+    numbers = _representatives(model, plan.seq_length)
     own, again = numbers[: model.num_layers], dict[int, PieceMemory]()
     if implementation.saved is None:
-        capability = _HOPPER if gpu is None else gpu.capability
+        capability = HOPPER if gpu is None else gpu.capability
         of_number = {number: layer_trace(plan, capability, number).memory for number in set(own)}
         if model.recompute_granularity == "full":
-            again = {number: _traced(plan, capability, number, is_again=True).memory for number in set(own)}
+            again = {number: layer_trace(plan, capability, number, is_again=True).memory for number in set(own)}
         embedding = end_trace(plan, capability, has_loss=False).memory
     else:
         of_number = {number: _described_layer(plan, implementation, number) for number in set(numbers)}
         embedding = NOTHING
     deferred = 0
     if implementation.is_traced:
-        loss = end_trace(plan, _HOPPER if gpu is None else gpu.capability, has_loss=True).memory
+        loss = end_trace(plan, HOPPER if gpu is None else gpu.capability, has_loss=True).memory
         if model.defer_embedding_wgrad_compute:
             deferred = plan.num_predictions * model.hidden_size * element + loss.logits
     else:
@@ -62,13 +64,13 @@ def model_pieces(plan: Plan, implementation: Implementation, gpu: Gpu | None) ->
     )
 
 
-def layer_trace(plan: Plan, capability: tuple[int, int], number: int) -> PieceTrace:
-    """Return the trace of a layer, with selective recompute if the plan has it, and without full recompute."""
-    return _traced(plan, capability, number, is_again=False)
+def layer_trace(plan: Plan, capability: tuple[int, int], number: int, *, is_again: bool = False) -> PieceTrace:
+    """Return the trace of a layer, or of the first one that is like it, with selective recompute if the plan has it.
 
-
-def _traced(plan: Plan, capability: tuple[int, int], number: int, *, is_again: bool) -> PieceTrace:
-    return default_store().trace(_request(plan, capability, StageContents((number,)), is_again=is_again))
+    ``is_again`` is set for a layer that full recompute runs again alone.
+    """
+    contents = StageContents((_representatives(plan.model, plan.seq_length)[number],))
+    return default_store().trace(_request(plan, capability, contents, is_again=is_again))
 
 
 def end_trace(plan: Plan, capability: tuple[int, int], *, has_loss: bool) -> PieceTrace:
@@ -136,12 +138,14 @@ def _for_trace(model: GPTConfig, *, is_again: bool, is_end: bool) -> GPTConfig:
     return dataclasses.replace(model, **fields) if fields else model
 
 
-def _representatives(plan: Plan) -> Sequence[int]:
+# A search asks for the same models thousands of times.
+@functools.lru_cache(maxsize=1024)
+def _representatives(model: GPTConfig, seq_length: int) -> Sequence[int]:
     """Return for each layer, those of the MTP modules included, the first one that is like it."""
     first: dict[object, int] = {}
-    kinds = layer_kinds(plan.model, plan.seq_length)
-    # Behind a frozen embedding a layer keeps less.
-    keys = [(kind, number == 0 and bool(plan.model.lora_rank)) for number, kind in enumerate(kinds)]
+    kinds = layer_kinds(model, seq_length)
+    # After a frozen embedding a layer keeps less.
+    keys = [(kind, number == 0 and bool(model.lora_rank)) for number, kind in enumerate(kinds)]
     return [first.setdefault(key, number) for number, key in enumerate(keys)]
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
-from megatron.planner.layer_work import megatron_step_flops
 from megatron.planner.piece_memory import ModelPieces
 from megatron.planner.pieces import model_pieces
 from megatron.planner.plan import Plan
@@ -19,6 +18,7 @@ from megatron.planner.stage_memory import (
     stage_memory,
     stage_state,
 )
+from megatron.planner.step_flops import megatron_step_flops
 from megatron.planner.step_time import StepTime, step_time
 
 _MIB = 2**20

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planner.expert_layer import ExpertLayer
-from megatron.planner.layer_widths import key_value_width
-from megatron.planner.layer_work import score_elements
 
 _WIDE = 4
 
@@ -106,3 +105,14 @@ def _join(model: GPTConfig, layer_number: int, rows: int, element: int) -> dict[
     if model.recompute_granularity == "full":
         return {"embedded tokens": hidden}
     return {"norms of the join": 3 * hidden, "joined": 2 * hidden}
+
+
+def key_value_width(model: GPTConfig) -> int:
+    """Return the width of all keys on one tensor-parallel rank; ranks in excess of the groups hold copies."""
+    return key_value_heads_of_rank(model.num_query_groups, model.tensor_model_parallel_size) * model.head_width
+
+
+def score_elements(model: GPTConfig, seq_length: int, micro_batch_size: int) -> int:
+    """Return the attention scores of one layer and micro-batch on one rank."""
+    heads = model.num_attention_heads // model.tensor_model_parallel_size
+    return heads * seq_length * (seq_length // model.context_parallel_size) * micro_batch_size

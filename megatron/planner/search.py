@@ -17,7 +17,6 @@ from megatron.planner.bounds import Bounds
 from megatron.planner.choice import RECOMPUTES, ZERO_BUBBLE, Choice
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
-from megatron.planner.layer_work import step_flops
 from megatron.planner.links import GPUS_A_MACHINE
 from megatron.planner.piece_memory import ModelPieces
 from megatron.planner.pieces import model_pieces
@@ -25,7 +24,8 @@ from megatron.planner.plan import Plan
 from megatron.planner.prediction import HOPPER_MACHINES, Prediction, predict, usable_bytes
 from megatron.planner.refusals import plan_refusals
 from megatron.planner.stage_memory import StageState, stage_memory, stage_state
-from megatron.planner.traces import trace_in_this_process
+from megatron.planner.step_flops import step_flops
+from megatron.planner.trace_store import trace_in_this_process
 from megatron.training.config.run_config import RunConfig
 
 _MOST_CHUNKS, _MOST_CONTEXT, _MOST_EXPERT_RANKS, _LARGEST_MICRO_BATCH = 10, 16, 64, 16
@@ -124,10 +124,8 @@ def search(
     ``tried`` is told how many layouts have been, of how many. If ``wanted`` is given, choices whose bound of time is
     above that of so many others are dropped as slower, without a prediction.
     """
-    if implementation.is_traced:
-        trace_in_this_process()
-    is_bounded = wanted is not None and implementation.is_traced
-    found = Search(bounds=Bounds(gpu, implementation) if is_bounded else None, wanted=wanted or 1)
+    trace_in_this_process()
+    found = Search(bounds=None if wanted is None else Bounds(gpu, implementation), wanted=wanted or 1)
     choices = list(_layouts(config, precisions, has_zero_bubble=implementation.schedules_zero_bubble))
     layouts, done = list[_Layout](), 0
     for choice in choices:
@@ -419,7 +417,7 @@ def _try_choice(
     Of the configuration the size is left; ``problems`` are what the run's own checks find in it.
     """
     usable = usable_bytes(gpu)
-    if found.bounds is not None:
+    if found.bounds is not None and implementation.is_traced:
         least = found.bounds.first_stage_bytes(plan, states[0])
         whole = found.pieces.get(_pieces_key(dataclasses.replace(choice, recompute=RECOMPUTES[0])))
         if choice.recompute == "selective" and whole is not None:

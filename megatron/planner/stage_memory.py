@@ -12,11 +12,9 @@ from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.schedules import with_deferred_grads
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planner.expert_time import expert_layer
 from megatron.planner.implementations import Implementation
-from megatron.planner.layer_kinds import layer_numbers
-from megatron.planner.layer_work import join_product, layer_products
 from megatron.planner.piece_memory import ModelPieces, chunk_memory, fullest_moment
+from megatron.planner.pieces import HOPPER, end_trace, layer_trace
 from megatron.planner.plan import Plan
 from megatron.planner.weight_gathers import WholeWeights, whole_weights
 
@@ -88,10 +86,10 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
     weights = num_frozen * element + rest.weights + experts.weights
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(grid.num_replicas)
     if implementation.caches_float8_weights and model.fp8_format is not None and not shards_weights:
-        numbers = [number for chunk in chunks for number in layer_numbers(model, chunk)]
-        own = [number for number in numbers if model.is_in_float8(number, model.num_layers)]
-        copied = sum(_float8_weights(plan, has_experts=model.moe_layers[model.kind_of(number)]) for number in own)
-        copied += sum(number >= model.num_layers for number in own) * join_product(model).size
+        # Every GPU type with fp8 multiplies the same weights in it.
+        traces = [layer_trace(plan, HOPPER, number) for chunk in chunks for number in chunk.layer_numbers]
+        traces += [end_trace(plan, HOPPER, has_loss=True) for chunk in chunks if chunk.has_loss]
+        copied = sum(trace.float8_weights for trace in traces)
         weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
     return StageState(
         parameters=rest.parameters + experts.parameters + num_frozen,
@@ -185,13 +183,6 @@ def stage_memory(
         logits=moment.logits,
         buffers=moment.working,
     )
-
-
-def _float8_weights(plan: Plan, *, has_experts: bool) -> int:
-    """Return how many weights of a layer are multiplied in fp8 on a rank."""
-    model = plan.model
-    experts = expert_layer(plan).num_weights if has_experts else 0
-    return experts + sum(product.size for product in layer_products(model, has_experts=has_experts))
 
 
 def _pooled_elements(layout: ParamLayout, plan: Plan, parameters: Sequence[ChunkParameter], *, has_shared: bool) -> int:

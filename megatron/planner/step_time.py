@@ -13,15 +13,13 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.layer_kinds import LayerKind, layer_kinds, layer_numbers
-from megatron.planner.layer_time import LayerTime, layer_time, output_layer_time, traced_layer_time
+from megatron.planner.layer_time import LayerTime, end_times, layer_time
 from megatron.planner.links import Links
 from megatron.planner.piece_memory import ModelPieces
-from megatron.planner.piece_time import MEMORY_SHARE, piece_time
-from megatron.planner.pieces import end_trace, layer_trace
+from megatron.planner.piece_time import MEMORY_SHARE
 from megatron.planner.plan import Plan
 from megatron.planner.replica_time import EXCHANGE_SHARE, exposed_replica_seconds
 from megatron.planner.stage_memory import StageState
-from megatron.planner.traces import PieceMemory
 
 _UPDATE_BYTES = 30
 """Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
@@ -60,20 +58,16 @@ def step_time(
     ``stages`` are what every stage holds between steps, and ``pieces`` what `model_pieces` returned.
     """
     kinds = layer_kinds(plan.model, plan.seq_length)
-    # Traced MTP modules are among what follows the layers.
-    num_further = 0 if implementation.is_traced else plan.model.num_further_tokens
-    kept = [*pieces.layers, *[pieces.layers[-1]] * num_further]
+    # The last layer of a kind: after a frozen embedding the first one computes less.
     layers = {
-        kind: _layer(plan, gpu, implementation, layer, kind, kinds.index(kind))
-        for kind, layer in dict(zip(kinds, kept)).items()
+        kind: layer_time(plan, gpu, implementation, pieces.layers[number], kind, number)
+        for kind, number in dict(zip(kinds, range(plan.model.num_layers))).items()
     }
-    embedding, output = _ends(plan, gpu, implementation)
+    embedding, output = end_times(plan, gpu, implementation)
     chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
     seconds = [
         sum(
-            _chunk(plan, implementation, kinds, layers, chunk)
-            + output * chunk.has_loss
-            + embedding * chunk.has_embedding
+            _chunk(plan, kinds, layers, chunk) + output * chunk.has_loss + embedding * chunk.has_embedding
             for chunk in chunks
         )
         for chunks in chunks_of
@@ -111,28 +105,6 @@ def update_seconds(gpu: Gpu, stages: Sequence[StageState]) -> float:
     return max(stage.optimizer for stage in stages) / 12 * _UPDATE_BYTES / (gpu.memory_bandwidth * MEMORY_SHARE)
 
 
-def _layer(
-    plan: Plan, gpu: Gpu, implementation: Implementation, kept: PieceMemory, kind: LayerKind, number: int
-) -> LayerTime:
-    """Return the time of a layer of a kind; ``number`` is that of the first one."""
-    if not implementation.is_traced:
-        return layer_time(plan, gpu, implementation, kept, kind)
-    time = piece_time(plan, gpu, implementation, layer_trace(plan, gpu.capability, number))
-    return traced_layer_time(plan, gpu, kept, time, has_experts=kind.has_experts)
-
-
-def _ends(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[float, float]:
-    """Return the time of the embedding, and of all that follows the layers."""
-    if not implementation.is_traced:
-        return 0.0, output_layer_time(plan, gpu)
-    times = [
-        piece_time(plan, gpu, implementation, end_trace(plan, gpu.capability, has_loss=has_loss))
-        for has_loss in (False, True)
-    ]
-    first, last = (max(each.total, each.part("host")) for each in times)
-    return first, last
-
-
 def _simulated_bubble(
     plan: Plan,
     kinds: Sequence[LayerKind],
@@ -167,15 +139,11 @@ def _makespan(schedule: str, num_microbatches: int, durations: tuple[Durations, 
 
 def _chunk(
     plan: Plan,
-    implementation: Implementation,
     kinds: Sequence[LayerKind],
     layers: Mapping[LayerKind, LayerTime],
     chunk: StageContents,
 ) -> float:
-    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only.
-
-    Layers that predict further tokens are behind them, computed again whichever are, and never offloaded.
-    """
+    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only."""
     model, numbers = plan.model, chunk.layer_numbers
     again = offloaded = len(numbers)
     if model.recompute_granularity == "full" and model.recompute_method == "block":
@@ -188,7 +156,4 @@ def _chunk(
         seconds += len(places) * layer.total
         seconds -= sum(place >= again for place in places) * layer.again
         seconds -= sum(place >= offloaded for place in places) * layer.offload
-    further = () if implementation.is_traced else layer_numbers(model, chunk)[len(numbers) :]
-    for number in further:
-        seconds += layers[kinds[number]].total - layers[kinds[number]].offload
     return seconds

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.planner.closed_forms import step_traffic
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import OURS
 from megatron.planner.pieces import model_pieces
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import MEMORY_PARTS, StageMemory, stage_memory
+from megatron.planner.step_traffic import step_traffic
 from megatron.training.config.run_config import RunConfig
 from megatron.verification.traffic import Traffic, Volume
 
@@ -110,7 +110,7 @@ def verify_stage(
     rank = stage * (sizes.world_size // sizes.pp)
     shorter = _with_fewer_microbatches(config)
     record = dry_run(shorter, rank, gpu, model_provider, forward_step, num_steps=_num_steps(config))
-    planned, seen = step_traffic(shorter, rank), _traffic(record.record)
+    planned, seen = step_traffic(shorter, rank, gpu.capability), _traffic(record.record)
     unlike = [
         (f"{key[0]} over {'-'.join(key[1])}", planned.get(key, Volume(0, 0)), seen.get(key, Volume(0, 0)))
         for key in sorted({*planned, *seen})

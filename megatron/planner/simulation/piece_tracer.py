@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.layer_output import AuxiliaryLoss
-from megatron.core.main_grad import WeightGradQueue
+from megatron.core.main_grad import WeightGradQueue, main_grad_of
 from megatron.core.models.data_parallel import wrap_model
 from megatron.core.models.float8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -128,7 +128,9 @@ class _Tracer:
         chunk, queue = self._build()
         base = memory.num_bytes
         hidden, ids = self._inputs(batch)
-        entrance = None if hidden is None else ChunkEntrance()
+        # The input of the first layer needs no gradient if the embedding is frozen.
+        is_after_frozen = bool(model.lora_rank) and contents.layer_numbers[:1] == (0,)
+        entrance = None if hidden is None or is_after_frozen else ChunkEntrance()
         at_entry: list[int] = []
         chunk.decoder.register_forward_pre_hook(lambda *_: at_entry.append(memory.num_bytes))
         # Forward.
@@ -211,12 +213,19 @@ class _Tracer:
             cp=self.state.cp,
             experts=ExpertGroups.of(self.state),
         )
-        compute_in_float8((chunk,), model, self.device.torch_device)
+        float8 = compute_in_float8((chunk,), model, self.device.torch_device)
+        if float8 is not None:
+            # Every step but the first one has the scales of earlier steps.
+            float8.has_history = True
         ddp = DistributedDataParallelConfig(
             gradient_accumulation_fusion=request.fuses_accumulation,
             grad_reduce_in_bf16=not request.reduces_in_float32,
         )
         wrap_model(chunk, ddp, self.state, calculate_per_token_loss=True)
+        for parameter in chunk.parameters():
+            if (main_grad := main_grad_of(parameter)) is not None:
+                # Every micro-batch of a step but the first one adds to the gradients of the others.
+                main_grad.is_empty = False
         return chunk, WeightGradQueue(chunk.parameters()) if request.splits_backward else None
 
     def _inputs(self, batch: int) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -57,8 +57,13 @@ def test_no_choice_is_faster_than_its_bound_and_the_fastest_are_found(
         assert bounds.first_stage_bytes(plan, states[0]) <= each.prediction.stages[0].total, each.choice
 
 
-def test_programs_that_are_not_traced_have_no_bounds() -> None:
+def test_no_layout_of_another_program_is_faster_than_its_bound() -> None:
     config = config_of(world_size=2)
-    found = search(config, H100, MEGATRON_TE, ("bf16",), lambda config: (), wanted=1)
-    assert found.bounds is None
-    assert found.num_predicted > 1
+    every = search(config, H100, MEGATRON_TE, ("bf16",), lambda config: ())
+    bounded = search(config, H100, MEGATRON_TE, ("bf16",), lambda config: (), wanted=_WANTED)
+    assert fastest(bounded) == fastest(every)
+    bounds = Bounds(H100, MEGATRON_TE)
+    for each in every.candidates:
+        plan = Plan.of(each.config)
+        states = [stage_state(plan, stage, MEGATRON_TE) for stage in range(plan.parallel_sizes.pp)]
+        assert bounds.seconds(plan, states) <= each.seconds * (1 + 1e-9), each.choice

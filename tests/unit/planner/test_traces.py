@@ -32,13 +32,13 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.commands.arguments.planned_run import read_planned_run
-from megatron.planner import pieces, traces
+from megatron.planner import pieces, trace_store
 from megatron.planner.plan import Plan
 from tests.closed_forms.saved_activations import saved_bytes
 
 folder, words, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 results = {}
-store = traces.TraceStore(folder / "plain")
+store = trace_store.TraceStore(folder / "plain")
 pieces.default_store = lambda: store
 
 def explained():
@@ -76,7 +76,7 @@ def forward_with_gate(self, x):
 
 MLP.__init__, MLP.forward = build_with_gate, forward_with_gate
 chunk_parameters._pieces.clear()
-store = traces.TraceStore(folder / "gated")
+store = trace_store.TraceStore(folder / "gated")
 results["gated"], results["gated plan"] = explained(), planned()
 print(json.dumps(results))
 """
