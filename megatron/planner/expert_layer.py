@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,6 @@ from megatron.core.parallel_sizes import ParallelSizes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-Add = Callable[[str, tuple[str, ...], int, int], None]
-"""Add so many communications: operation, axes, bytes, count."""
 
 _INDEX = 8
 _ROUTER_BYTES = {None: 0, "fp32": 4, "fp64": 8}
@@ -119,16 +116,6 @@ class ExpertLayer:
         """Return the bytes of the weight of an expert's output."""
         return self.element if self.model.moe_router_dtype is None else self.wide
 
-    def keeps_input(self, *, shared_keeps: bool = True) -> bool:
-        """Return whether the layer's input is kept as it came: by the router, or by the shared expert.
-
-        ``shared_keeps`` says that the shared expert's first product would keep it.
-        """
-        model = self.model
-        of_shared = shared_keeps or model.moe_shared_expert_gate or "shared_experts" in model.recomputed_modules
-        of_router = self.router_element == self.element and not model.lora_rank
-        return of_router or (self.shared_width > 0 and of_shared)
-
     @property
     def at_work(self) -> int:
         """Return the numbers at work in the backward pass beside what the layer still keeps."""
@@ -216,73 +203,3 @@ class ExpertLayer:
     def moved_rows(self) -> tuple[int, int]:
         """Return how many times the choices are read or written between products and exchanges, forward and back."""
         return (9, 18) if self._is_sent and self.num_ranks > 1 else (5, 10)
-
-    def add_traffic(self, add: Add, forward: int, ended: int, backward: int) -> None:
-        """Add what so many forward and backward passes send, the shared expert's products left out.
-
-        Of the forward passes only ``ended`` go on to where every rank has all tokens again.
-        """
-        self._add_losses(add, forward)
-        model, sizes = self.model, self.sizes
-        hidden = self.rows * model.hidden_size * self.element
-        if sizes.tp > 1 and not model.sequence_parallel:
-            # What every rank routed is gathered; back go the gradients of what was cut.
-            add("all_gather", ("tp",), hidden * sizes.tp, ended + backward)
-        if model.moe_expert_capacity_factor is not None:
-            self._add_kept_choices(add, forward)
-        if self.num_ranks == 1:
-            return
-        if self._is_sent:
-            sent = self.choices * model.hidden_size * self.element
-            add("all_to_all", self.axes, self.num_ranks * self.num_local * _INDEX, forward)
-            add("all_to_all", self.axes, sent, 2 * (forward + backward))
-            return
-        gathered, k = hidden * self.num_ranks, model.moe_router_topk
-        weights = self._gathered * k * self.weight_element
-        add("all_gather", self.axes, gathered, forward + backward)
-        add("all_gather", self.axes, weights, forward)
-        add("all_gather", self.axes, self._gathered * k * _INDEX, forward)
-        # The reduce-scatter sums in the dtype of the combine weights.
-        add("reduce_scatter", self.axes, gathered // self.element * self.weight_element, forward)
-        add("reduce_scatter", self.axes, gathered, backward)
-        add("reduce_scatter", self.axes, weights, backward)
-
-    def add_traffic_of_input(self, add: Add, backward: int) -> None:
-        """Add what so many backward passes send for the gradient of the layer's input, the shared expert's left out."""
-        model, sizes = self.model, self.sizes
-        hidden = self.rows * model.hidden_size * self.element
-        if sizes.tp > 1 and not model.sequence_parallel:
-            add("all_gather", ("tp",), hidden * sizes.tp, backward)
-        if self.num_ranks == 1:
-            return
-        if self._is_sent:
-            add("all_to_all", self.axes, self.choices * model.hidden_size * self.element, backward)
-            return
-        gathered = self._gathered
-        add("reduce_scatter", self.axes, gathered * model.hidden_size * self.element, backward)
-        add("reduce_scatter", self.axes, gathered * model.moe_router_topk * self.weight_element, backward)
-
-    def _add_losses(self, add: Add, forward: int) -> None:
-        model = self.model
-        if model.moe_aux_losses:
-            counts = self.sequences * self.num_experts * self.wide
-            add("all_reduce", ("tp",), counts, 2 * forward)
-            add("all_reduce", ("cp",), counts, forward)
-            if "global_aux_loss" in model.moe_aux_losses:
-                add("all_reduce", ("dp",), self.num_experts * self.wide, forward)
-        if model.moe_z_loss_coeff:
-            add("all_reduce", ("tp",), self.wide, forward)
-
-    def _add_kept_choices(self, add: Add, forward: int) -> None:
-        rows, k = self.rows, self.model.moe_router_topk
-        for axes, size in ((("tp",), self.sizes.tp), (("cp",), self.sizes.cp)):
-            rows *= size
-            for num_bytes in (rows * k * _INDEX, rows * k * self.wide, rows * _INDEX):
-                add("all_gather", axes, num_bytes, forward)
-
-
-def auxiliary_losses(model: TransformerConfig) -> list[str]:
-    """Return the kinds of losses that layers of experts leave."""
-    if model.num_experts is None:
-        return []
-    return [*model.moe_aux_losses, *(["z_loss"] if model.moe_z_loss_coeff else [])]

@@ -12,12 +12,12 @@ from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.schedules import build_schedule, with_deferred_grads
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.timeline import Timeline
-from megatron.planner.closed_forms import step_traffic
 from megatron.planner.data_need import DataNeed, data_need
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import Prediction, predict, usable_bytes
+from megatron.planner.step_traffic import step_traffic
 from megatron.training.config.run_config import RunConfig
 from megatron.training.theoretical_memory import ModelSize, model_size
 
@@ -141,7 +141,7 @@ def explain(config: RunConfig, notes: Sequence[str], gpu: Gpu, implementation: I
         prediction=prediction,
         timeline=timeline,
         bubble=bubble,
-        traffic=tuple(_traffic(config, plan, stage) for stage in range(plan.parallel_sizes.pp)),
+        traffic=tuple(_traffic(config, gpu, stage) for stage in range(plan.parallel_sizes.pp)),
         flops=3.0 * plan.global_batch_size * plan.model.forward_flops_per_sequence(plan.seq_length),
         data=data_need(config),
     )
@@ -152,8 +152,8 @@ def first_rank(sizes: ParallelSizes, stage: int) -> int:
     return stage * (sizes.world_size // sizes.pp)
 
 
-def _traffic(config: RunConfig, plan: Plan, stage: int) -> tuple[GroupTraffic, ...]:
-    traffic = step_traffic(config, first_rank(plan.parallel_sizes, stage))
+def _traffic(config: RunConfig, gpu: Gpu, stage: int) -> tuple[GroupTraffic, ...]:
+    traffic = step_traffic(config, first_rank(config.parallel_sizes, stage), gpu.capability)
     return tuple(
         GroupTraffic(operation, axes, volume.num_calls, volume.num_bytes)
         for (operation, axes), volume in sorted(traffic.items(), key=lambda item: -item[1].num_bytes)

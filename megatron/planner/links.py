@@ -30,6 +30,14 @@ class Links:
         c = self.sizes.cp
         return self._seconds(num_bytes * (c - 1), c, self.sizes.tp) if c > 1 else 0.0
 
+    def context_seconds(self, operation: str, num_bytes: float) -> float:
+        """Return the time of one message between the context-parallel ranks: to a neighbour, or over all of them."""
+        c = self.sizes.cp
+        if c == 1:
+            return 0.0
+        share = 1.0 if operation == "send" else (c - 1) / c
+        return self._seconds(num_bytes * share, c, self.sizes.tp)
+
     def replica_seconds(self, num_bytes: float, copies: int = 1) -> float:
         """Return the time of gathering or scattering so many bytes over the ranks with the same weights.
 

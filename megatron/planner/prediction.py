@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.planner.activation_memory import LayerBytes, layer_bytes
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
-from megatron.planner.layer_work import megatron_step_flops
+from megatron.planner.piece_memory import ModelPieces
+from megatron.planner.pieces import model_pieces
 from megatron.planner.plan import Plan
 from megatron.planner.refusals import plan_refusals
 from megatron.planner.stage_memory import (
@@ -18,6 +18,7 @@ from megatron.planner.stage_memory import (
     stage_memory,
     stage_state,
 )
+from megatron.planner.step_flops import megatron_step_flops
 from megatron.planner.step_time import StepTime, step_time
 
 _MIB = 2**20
@@ -76,28 +77,28 @@ def predict(
     platform: Platform = HOPPER_MACHINES,
     states: Sequence[StageState] | None = None,
     looked_at: Sequence[int] | None = None,
-    layers: Sequence[LayerBytes] | None = None,
+    pieces: ModelPieces | None = None,
 ) -> Prediction:
     """Return what becomes of a plan; without a GPU type there is no time, without ``usable`` memory no limit.
 
     ``states`` are what the stages of a plan of the same layout hold between steps, where that is known already.
-    ``looked_at`` are the stages that can be the fullest, where not all of them are wanted. ``layers`` is what
-    `layer_bytes` returned for this plan, where it was asked already.
+    ``looked_at`` are the stages that can be the fullest, where not all of them are wanted. ``pieces`` is what
+    `model_pieces` returned for this plan, where it was asked already.
     """
     if usable is None and gpu is not None:
         usable = usable_bytes(gpu)
     refusals = plan_refusals(plan, implementation, gpu)
     if refusals:
         return Prediction("error", "; ".join(refusals))
-    layers, pp = layers or layer_bytes(plan, implementation.saved), plan.parallel_sizes.pp
+    pieces, pp = pieces or model_pieces(plan, implementation, gpu), plan.parallel_sizes.pp
     states = states or [stage_state(plan, stage, implementation) for stage in range(pp)]
     numbers = looked_at or range(pp)
-    stages = tuple(stage_memory(plan, stage, implementation, states[stage], layers) for stage in numbers)
+    stages = tuple(stage_memory(plan, stage, implementation, pieces, states[stage]) for stage in numbers)
     needed = max(stage.total for stage in stages) + platform.held_bytes
     used = needed + (platform.fragment_bytes if plan.stage_layout.num_chunks > 1 else 0)
     if usable is not None and needed > usable:
         return Prediction("oom", _too_much(stages, numbers, needed, usable), stages, used)
-    time = step_time(plan, gpu, implementation, states, layers) if gpu is not None else None
+    time = step_time(plan, gpu, implementation, states, pieces) if gpu is not None else None
     tflops = None
     if time is not None:
         tflops = megatron_step_flops(plan) / time.total / plan.parallel_sizes.world_size / 1e12

@@ -25,8 +25,8 @@ def describe_ranking(found: Search, shown: Sequence[Candidate], train_tokens: in
         yield f"{number:4}  {_row(each, train_tokens)}"
     yield ""
     yield (
-        f"{found.num_choices} choices: {len(found.candidates)} fit, {found.num_predicted} predicted; "
-        "times and memory are predictions"
+        f"{found.num_choices} choices, of which {found.num_predicted} were predicted, and {len(found.candidates)} of "
+        "these fit; times and memory are predictions"
     )
     yield from _dropped(found)
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planner.expert_layer import ExpertLayer
-from megatron.planner.kept.further_memory import kept_by_join
-from megatron.planner.layer_widths import key_value_width
-from megatron.planner.layer_work import score_elements
 
 _WIDE = 4
 
@@ -28,7 +26,7 @@ def saved_by_transformer_engine(
     expert's two products: then these too keep 8 bits beside fp8, and what experts give is not kept.
     """
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
-    join = kept_by_join(model, layer_number, rows, element)
+    join = _join(model, layer_number, rows, element)
     if model.recompute_granularity == "full":
         return {**_stream(model, rows, element), **join}
     t, h = model.tensor_model_parallel_size, model.hidden_size
@@ -68,7 +66,7 @@ def saved_by_local_layers(
 ) -> Mapping[str, int]:
     """Return by part what a layer of Megatron's own modules keeps of one micro-batch, scores of attention included."""
     tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
-    join = kept_by_join(model, layer_number, rows, element)
+    join = _join(model, layer_number, rows, element)
     if model.recompute_granularity == "full":
         return {**_stream(model, rows, element), **join}
     t, h = model.tensor_model_parallel_size, model.hidden_size
@@ -97,3 +95,24 @@ def _tokens(model: GPTConfig, seq_length: int, micro_batch_size: int) -> tuple[i
 
 def _stream(model: GPTConfig, rows: int, element: int) -> dict[str, int]:
     return {"stream": rows * model.hidden_size * element}
+
+
+def _join(model: GPTConfig, layer_number: int, rows: int, element: int) -> dict[str, int]:
+    """Return what is kept around the layer of an MTP module: inputs of its three norms and of its linear layer."""
+    if layer_number < model.num_layers:
+        return {}
+    hidden = rows * model.hidden_size * element
+    if model.recompute_granularity == "full":
+        return {"embedded tokens": hidden}
+    return {"norms of the join": 3 * hidden, "joined": 2 * hidden}
+
+
+def key_value_width(model: GPTConfig) -> int:
+    """Return the width of all keys on one tensor-parallel rank; ranks in excess of the groups hold copies."""
+    return key_value_heads_of_rank(model.num_query_groups, model.tensor_model_parallel_size) * model.head_width
+
+
+def score_elements(model: GPTConfig, seq_length: int, micro_batch_size: int) -> int:
+    """Return the attention scores of one layer and micro-batch on one rank."""
+    heads = model.num_attention_heads // model.tensor_model_parallel_size
+    return heads * seq_length * (seq_length // model.context_parallel_size) * micro_batch_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,17 +12,20 @@ from dataclasses import dataclass, field
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planner.activation_memory import LayerBytes, layer_bytes
 from megatron.planner.balanced_split import balanced_splits
+from megatron.planner.bounds import Bounds
 from megatron.planner.choice import RECOMPUTES, ZERO_BUBBLE, Choice
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
-from megatron.planner.layer_work import step_flops
 from megatron.planner.links import GPUS_A_MACHINE
+from megatron.planner.piece_memory import ModelPieces
+from megatron.planner.pieces import model_pieces
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import HOPPER_MACHINES, Prediction, predict, usable_bytes
 from megatron.planner.refusals import plan_refusals
 from megatron.planner.stage_memory import StageState, stage_memory, stage_state
+from megatron.planner.step_flops import step_flops
+from megatron.planner.trace_store import trace_in_this_process
 from megatron.training.config.run_config import RunConfig
 
 _MOST_CHUNKS, _MOST_CONTEXT, _MOST_EXPERT_RANKS, _LARGEST_MICRO_BATCH = 10, 16, 64, 16
@@ -58,15 +62,26 @@ class Dropped:
 class Search:
     """Collect what becomes of each choice; ``num_predicted`` counts those whose memory and time were computed.
 
-    ``states`` are what the stages of a layout hold between steps, and ``layers`` what its layers keep, which many
-    choices share.
+    ``states`` are what the stages of a layout hold between steps, and ``pieces`` the memory of the model's pieces,
+    which many choices share. ``bounds`` are of time and memory, and of the ``wanted`` fastest choices none is missed;
+    without bounds all are predicted. ``enough`` are the seconds of the last of the wanted choices, as far as those tell
+    that the bounds have traced.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
     num_predicted: int = 0
     states: dict[tuple[object, ...], Sequence[StageState]] = field(default_factory=dict)
-    layers: dict[tuple[object, ...], Sequence[LayerBytes]] = field(default_factory=dict)
+    pieces: dict[tuple[object, ...], ModelPieces] = field(default_factory=dict)
+    bounds: Bounds | None = None
+    wanted: int = 1
+    enough: float = math.inf
+
+    @property
+    def slowest_wanted(self) -> float:
+        """Return the seconds of the last of the wanted candidates; infinity while too few are known."""
+        fastest = heapq.nsmallest(self.wanted, (each.seconds for each in self.candidates))
+        return min(self.enough, fastest[-1] if len(fastest) == self.wanted else math.inf)
 
     @property
     def ranked(self) -> Sequence[Candidate]:
@@ -79,6 +94,22 @@ class Search:
         return len(self.candidates) + len(self.dropped)
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Hold a layout that may run, with the smallest micro-batch: its configuration, and shardings and sizes to try.
+
+    ``least_seconds`` bounds the time of all of them, and ``problems`` are what the run's own checks find.
+    """
+
+    choice: Choice
+    config: RunConfig
+    plan: Plan
+    shardings: tuple[str, ...]
+    sizes: tuple[int, ...]
+    problems: Callable[[], Sequence[str]]
+    least_seconds: float = 0.0
+
+
 def search(
     config: RunConfig,
     gpu: Gpu,
@@ -86,17 +117,78 @@ def search(
     precisions: Sequence[str],
     find_problems: FindProblems,
     tried: Callable[[int, int], None] = lambda done, total: None,
+    wanted: int | None = None,
 ) -> Search:
     """Return what becomes of every layout of a configuration's model and global batch on its number of ranks.
 
-    ``tried`` is told how many layouts have been, of how many.
+    ``tried`` is told how many layouts have been, of how many. If ``wanted`` is given, choices whose bound of time is
+    above that of so many others are dropped as slower, without a prediction.
     """
-    found = Search()
-    layouts = list(_layouts(config, precisions, has_zero_bubble=implementation.schedules_zero_bubble))
-    for number, layout in enumerate(layouts, start=1):
+    trace_in_this_process()
+    found = Search(bounds=None if wanted is None else Bounds(gpu, implementation), wanted=wanted or 1)
+    choices = list(_layouts(config, precisions, has_zero_bubble=implementation.schedules_zero_bubble))
+    layouts, done = list[_Layout](), 0
+    for choice in choices:
+        layout = _layout(found, config, choice, gpu, implementation, find_problems)
+        if layout is not None:
+            layouts.append(layout)
+            continue
+        done += 1
+        tried(done, len(choices))
+    if found.bounds is not None:
+        layouts = _bounded(found, config, layouts, gpu, implementation, find_problems)
+    for layout in layouts:
         _try_layout(found, config, layout, gpu, implementation, find_problems)
-        tried(number, len(layouts))
+        done += 1
+        tried(done, len(choices))
     return found
+
+
+def _bounded(
+    found: Search,
+    config: RunConfig,
+    layouts: Sequence[_Layout],
+    gpu: Gpu,
+    implementation: Implementation,
+    find_problems: FindProblems,
+) -> list[_Layout]:
+    """Return layouts with the least seconds that each takes, in the order in which they are tried.
+
+    Before, those choices are predicted of which the bounds have all traces: one sample per micro-batch, without context
+    parallelism, a schedule of their own, and recompute. Then those that shard tensors as the fastest of them. All
+    others are dropped if they are slower than enough of these.
+    """
+    assert found.bounds is not None
+    traced = Search(states=found.states, pieces=found.pieces, bounds=found.bounds, wanted=found.wanted)
+    for layout in layouts:
+        if layout.choice.cp == 1 and not layout.choice.schedule:
+            one = dataclasses.replace(layout, sizes=tuple(size for size in layout.sizes if size == 1))
+            _try_layout(traced, config, one, gpu, implementation, find_problems, RECOMPUTES[:1])
+    found.enough = traced.slowest_wanted
+    bounded = [
+        dataclasses.replace(layout, least_seconds=_least_seconds(found, layout, implementation)) for layout in layouts
+    ]
+    bounded.sort(key=lambda each: each.least_seconds)
+    if traced.candidates:
+        best = traced.ranked[0].choice
+        alike = Search(
+            states=found.states, pieces=found.pieces, bounds=found.bounds, wanted=found.wanted, enough=found.enough
+        )
+        for layout in bounded:
+            choice = layout.choice
+            if (choice.tp, choice.precision, choice.schedule) == (best.tp, best.precision, ""):
+                _try_layout(alike, config, layout, gpu, implementation, find_problems, RECOMPUTES[:1])
+        found.enough = alike.slowest_wanted
+    return bounded
+
+
+def _least_seconds(found: Search, layout: _Layout, implementation: Implementation) -> float:
+    """Return the least seconds of a layout's choices; if they are above what is wanted, a lower bound of them."""
+    assert found.bounds is not None
+    choice = dataclasses.replace(layout.choice, sharding=layout.shardings[0])
+    states = _states(found, lambda: layout.plan, choice, implementation)
+    sized = (dataclasses.replace(layout.plan, micro_batch_size=size) for size in layout.sizes)
+    return min((found.bounds.seconds(each, states, found.enough) for each in sized), default=0.0)
 
 
 def _layouts(config: RunConfig, precisions: Sequence[str], *, has_zero_bubble: bool) -> Iterator[Choice]:
@@ -141,38 +233,57 @@ def _expert_sizes(model: GPTConfig, ranks_of_stage: int) -> Sequence[int | None]
     return _divisors(math.gcd(model.num_experts, ranks_of_stage), _MOST_EXPERT_RANKS)
 
 
-def _try_layout(
+def _layout(
     found: Search,
     config: RunConfig,
     layout: Choice,
     gpu: Gpu,
     implementation: Implementation,
     find_problems: FindProblems,
-) -> None:
-    """Try a layout with every micro-batch size; gradients are sharded where the optimizer's shards are not enough."""
+) -> _Layout | None:
+    """Return a layout that may run and of which at least the state fits, or note why there is none."""
     first = layout.apply(config)
     try:
         plan = Plan.of(first)
     except ConfigurationError as error:
         found.dropped.append(Dropped(layout, "refused", "; ".join(error.problems)))
-        return
-    problems = plan_refusals(plan, implementation, gpu)
+        return None
+    refusals = plan_refusals(plan, implementation, gpu)
+    if refusals:
+        found.dropped.append(Dropped(layout, "refused", "; ".join(refusals)))
+        return None
     shardings: tuple[str, ...] = ("optim", "optim_grads") if layout.sharding == "optim" else (layout.sharding,)
-    if not problems:
-        shardings = tuple(each for each in shardings if _has_room(found, config, layout, each, gpu, implementation))
-        # The run's own checks take longer than these.
-        problems = find_problems(first) if shardings else ()
-    if problems:
-        found.dropped.append(Dropped(layout, "refused", "; ".join(problems)))
+    shardings = tuple(each for each in shardings if _has_room(found, config, layout, each, gpu, implementation))
+    if not shardings:
+        return None
+    sizes = tuple(size for size in _powers(_LARGEST_MICRO_BATCH) if _divides(config, plan, size))
+    return _Layout(layout, first, plan, shardings, sizes, _asked_once(find_problems, first))
+
+
+def _try_layout(
+    found: Search,
+    config: RunConfig,
+    layout: _Layout,
+    gpu: Gpu,
+    implementation: Implementation,
+    find_problems: FindProblems,
+    recomputes: Sequence[str] = RECOMPUTES,
+) -> None:
+    """Try a layout with every micro-batch size; gradients are sharded where the optimizer's shards are not enough."""
+    if layout.least_seconds > found.slowest_wanted:
+        found.dropped.append(Dropped(layout.choice, "slower", _at_least(layout.least_seconds)))
         return
-    sizes = [size for size in _powers(_LARGEST_MICRO_BATCH) if _divides(config, plan, size)]
+    # The run's own checks take longer than the bounds.
+    if layout.problems():
+        found.dropped.append(Dropped(layout.choice, "refused", "; ".join(layout.problems())))
+        return
     roomy: set[int] = set()
-    for sharding in shardings:
-        wanted = [size for size in sizes if size not in roomy]
+    for sharding in layout.shardings:
+        wanted = [size for size in layout.sizes if size not in roomy]
         if wanted:
-            choice = dataclasses.replace(layout, sharding=sharding)
-            known = (first, plan) if choice == layout else None
-            roomy |= _try_batches(found, config, choice, wanted, gpu, implementation, find_problems, known)
+            choice = dataclasses.replace(layout.choice, sharding=sharding)
+            known = (layout.config, layout.plan) if choice == layout.choice else None
+            roomy |= _try_batches(found, config, choice, wanted, gpu, implementation, find_problems, known, recomputes)
 
 
 def _has_room(
@@ -203,12 +314,19 @@ def _states(
     return found.states[key]
 
 
-def _layers(found: Search, plan: Plan, choice: Choice, implementation: Implementation) -> Sequence[LayerBytes]:
-    """Return what each layer keeps of a micro-batch, whichever stage it is on and whatever is sharded."""
-    key = choice.tp, choice.cp, choice.ep, choice.precision, choice.recompute, choice.micro_batch_size
-    if key not in found.layers:
-        found.layers[key] = layer_bytes(plan, implementation.saved)
-    return found.layers[key]
+def _pieces(found: Search, plan: Plan, choice: Choice, gpu: Gpu, implementation: Implementation) -> ModelPieces:
+    """Return the memory of a model's pieces for a micro-batch, whichever stage has them and whatever is sharded."""
+    key = _pieces_key(choice)
+    if key not in found.pieces:
+        found.pieces[key] = model_pieces(plan, implementation, gpu)
+    return found.pieces[key]
+
+
+def _pieces_key(choice: Choice) -> tuple[object, ...]:
+    return (
+        *(choice.tp, choice.cp, choice.ep, choice.precision, choice.recompute, choice.micro_batch_size),
+        choice.schedule == ZERO_BUBBLE,
+    )
 
 
 def _try_batches(
@@ -220,11 +338,12 @@ def _try_batches(
     implementation: Implementation,
     find_problems: FindProblems,
     known: tuple[RunConfig, Plan] | None,
+    recomputes: Sequence[str],
 ) -> set[int]:
     """Try a layout and a sharding with micro-batch sizes, each with the least recompute that fits and may be.
 
     ``known`` are the choice's own configuration and plan, where they were made and found without problems already.
-    Returns the sizes that need no recompute.
+    Returns the sizes that need no recompute, and those that are slower than others whatever they need.
     """
     first = known[0] if known else layout.apply(config)
     plan, roomy = known[1] if known else Plan.of(first), set[int]()
@@ -232,12 +351,16 @@ def _try_batches(
     states = _states(found, lambda: plan, layout, implementation)
     # Configurations are many fields: one is made for each way to recompute, and not for each size.
     of_recompute = {RECOMPUTES[0]: (first, plan, problems_of_first)}
+    too_large: set[str] = set()
     for size in sizes:
-        fits = None
-        for recompute in RECOMPUTES:
+        fits, slower = None, None
+        for recompute in recomputes:
             choice = dataclasses.replace(layout, micro_batch_size=size, recompute=recompute)
             if fits is not None:
                 found.dropped.append(Dropped(choice, "slower", f"recompute {fits} fits already"))
+                continue
+            if recompute in too_large:
+                found.dropped.append(Dropped(choice, "oom", "a smaller micro-batch needs too much memory"))
                 continue
             if recompute not in of_recompute:
                 applied = choice.apply(config)
@@ -245,13 +368,28 @@ def _try_batches(
                 of_recompute[recompute] = applied, Plan.of(applied, plan.stage_layout), once
             applied, of_size, problems = of_recompute[recompute]
             of_size = dataclasses.replace(of_size, micro_batch_size=size)
-            if _try_choice(found, applied, of_size, choice, gpu, implementation, states, problems):
+            most = found.slowest_wanted
+            least = 0.0 if found.bounds is None else found.bounds.seconds(of_size, states, most)
+            if least > most:
+                # So are all that compute more again.
+                found.dropped.append(Dropped(choice, "slower", _at_least(least)))
+                slower = recompute
+                break
+            failed = _try_choice(found, applied, of_size, choice, gpu, implementation, states, problems)
+            if failed is None:
                 fits = recompute
-        if fits is None:
+            elif failed == "oom":
+                too_large.add(recompute)
+        if fits is None and slower is None:
             break
-        if fits == RECOMPUTES[0]:
+        # Other shardings may leave room for less recompute, if that is not too slow.
+        if RECOMPUTES[0] in (fits, slower):
             roomy.add(size)
     return roomy
+
+
+def _at_least(seconds: float) -> str:
+    return f"a step takes at least {1e3 * seconds:.0f} ms"
 
 
 def _no_problems() -> Sequence[str]:
@@ -272,34 +410,38 @@ def _try_choice(
     implementation: Implementation,
     states: Sequence[StageState],
     problems: Callable[[], Sequence[str]],
-) -> bool:
-    """Predict one choice, whose plan this is, and return whether it fits and may be run.
+) -> str | None:
+    """Predict one choice, whose plan this is, and return None if it fits and may be run, or else why not, as `Dropped`
+    has it.
 
     Of the configuration the size is left; ``problems`` are what the run's own checks find in it.
     """
+    usable = usable_bytes(gpu)
+    if found.bounds is not None and implementation.is_traced:
+        least = found.bounds.first_stage_bytes(plan, states[0])
+        whole = found.pieces.get(_pieces_key(dataclasses.replace(choice, recompute=RECOMPUTES[0])))
+        if choice.recompute == "selective" and whole is not None:
+            least = max(least, found.bounds.selective_bytes(plan, states[0], whole))
+        least += HOPPER_MACHINES.held_bytes
+        if least > usable:
+            return _drop(found, choice, "oom", f"stage 0 needs at least {least // _MIB} of {usable // _MIB} MiB")
     found.num_predicted += 1
     # The first stage has the most in flight: most choices that do not fit are seen there.
-    layers = _layers(found, plan, choice, implementation)
-    first = stage_memory(plan, 0, implementation, states[0], layers).total + HOPPER_MACHINES.held_bytes
-    usable = usable_bytes(gpu)
+    pieces = _pieces(found, plan, choice, gpu, implementation)
+    first = stage_memory(plan, 0, implementation, pieces, states[0]).total + HOPPER_MACHINES.held_bytes
     if first > usable:
-        reason = f"stage 0 needs {first // _MIB} of {usable // _MIB} MiB"
-        found.dropped.append(Dropped(choice, "oom", reason))
-        return False
+        return _drop(found, choice, "oom", f"stage 0 needs {first // _MIB} of {usable // _MIB} MiB")
     # Between the second stage and the last, layers are as many and less is in flight.
     looked_at = sorted({0, min(1, choice.pp - 1), choice.pp - 1, *_uneven_stages(plan, choice)})
-    prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at, layers=layers)
+    prediction = predict(plan, implementation, gpu, states=states, looked_at=looked_at, pieces=pieces)
     if prediction.time is None or prediction.used_bytes is None:
         kind = "oom" if prediction.outcome == "oom" else "refused"
-        found.dropped.append(Dropped(choice, kind, prediction.reason or prediction.outcome))
-        return False
+        return _drop(found, choice, kind, prediction.reason or prediction.outcome)
     if prediction.reason is not None:
-        found.dropped.append(Dropped(choice, "at the limit", prediction.reason))
-        return False
+        return _drop(found, choice, "at the limit", prediction.reason)
     # What does not fit need not be checked, which takes longer.
     if problems():
-        found.dropped.append(Dropped(choice, "refused", "; ".join(problems())))
-        return False
+        return _drop(found, choice, "refused", "; ".join(problems()))
     seconds, flops = prediction.time.total, step_flops(plan)
     peak = gpu.float8_flops if choice.precision == "fp8" else gpu.half_flops
     found.candidates.append(
@@ -313,7 +455,13 @@ def _try_choice(
             margin_bytes=usable - prediction.used_bytes,
         )
     )
-    return True
+    return None
+
+
+def _drop(found: Search, choice: Choice, kind: str, reason: str) -> str:
+    """Note why a choice is dropped, and return the kind of reason."""
+    found.dropped.append(Dropped(choice, kind, reason))
+    return kind
 
 
 def _uneven_stages(plan: Plan, choice: Choice) -> Iterator[int]:

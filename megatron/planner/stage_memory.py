@@ -9,19 +9,12 @@ from megatron.core.distributed.param_layout import ParamLayout, plan_buckets
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters, gathered_units
 from megatron.core.optimizer.state_memory import state_bytes
+from megatron.core.pipeline_parallel.action import StagePlace
+from megatron.core.pipeline_parallel.schedules import with_deferred_grads
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planner.activation_memory import (
-    LayerBytes,
-    activation_parts,
-    in_backward_passes,
-    kept_of_chunks,
-    layer_bytes,
-)
-from megatron.planner.deferred_products import deferred_products
-from megatron.planner.expert_time import expert_layer
 from megatron.planner.implementations import Implementation
-from megatron.planner.layer_kinds import layer_numbers
-from megatron.planner.layer_work import join_product, layer_products, score_elements
+from megatron.planner.piece_memory import ModelPieces, chunk_memory, fullest_moment
+from megatron.planner.pieces import HOPPER, end_trace, layer_trace
 from megatron.planner.plan import Plan
 from megatron.planner.weight_gathers import WholeWeights, whole_weights
 
@@ -30,15 +23,14 @@ MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "b
 _FLOAT8_COPIES = 2
 """A weight's fp8 copy and its transpose."""
 _NONE_WHOLE = WholeWeights()
-_SCORES_AT_WORK = 3
-"""Tensors of scores in the backward pass of one layer's attention."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
     """Hold the bytes of a rank of one stage at the fullest moment of a step, and how many parameters it has.
 
-    ``buffers`` are there for a moment: what is computed again, gradients on their way, scores at work.
+    ``activations`` wait for backward passes. ``buffers`` are there for a moment: what a pass makes, what is computed
+    again, gradients on their way, whole weights of layers that run.
     """
 
     parameters: int
@@ -94,10 +86,10 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
     weights = num_frozen * element + rest.weights + experts.weights
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(grid.num_replicas)
     if implementation.caches_float8_weights and model.fp8_format is not None and not shards_weights:
-        numbers = [number for chunk in chunks for number in layer_numbers(model, chunk)]
-        own = [number for number in numbers if model.is_in_float8(number, model.num_layers)]
-        copied = sum(_float8_weights(plan, has_experts=model.moe_layers[model.kind_of(number)]) for number in own)
-        copied += sum(number >= model.num_layers for number in own) * join_product(model).size
+        # Every GPU type with fp8 multiplies the same weights in it.
+        traces = [layer_trace(plan, HOPPER, number) for chunk in chunks for number in chunk.layer_numbers]
+        traces += [end_trace(plan, HOPPER, has_loss=True) for chunk in chunks if chunk.has_loss]
+        copied = sum(trace.float8_weights for trace in traces)
         weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
     return StageState(
         parameters=rest.parameters + experts.parameters + num_frozen,
@@ -163,63 +155,34 @@ def _trained_state(
 
 
 def stage_memory(
-    plan: Plan,
-    stage: int,
-    implementation: Implementation,
-    state: StageState | None = None,
-    layers: Sequence[LayerBytes] | None = None,
+    plan: Plan, stage: int, implementation: Implementation, pieces: ModelPieces, state: StageState | None = None
 ) -> StageMemory:
     """Return the memory of a stage's ranks.
 
-    ``state`` is what `stage_state` returned for a plan of the same layout, ``layers`` what `layer_bytes` did for this
-    one, where they are known already.
+    ``pieces`` is what `model_pieces` returned for this plan, ``state`` what `stage_state` did for one of the same
+    layout.
     """
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
     state = state or stage_state(plan, stage, implementation)
-    element = ELEMENT_BYTES[model.params_dtype]
-    layers = layers or layer_bytes(plan, implementation.saved)
-    kept, ends = activation_parts(plan, stage, layers)
-    deferred = deferred_products(plan, stage, layers)
-    logits = plan.num_logits * (element + implementation.wide_logit_bytes) if chunks[-1].has_loss else 0
-    # The operands of a layer that is computed again are among what it is computed to.
-    of_layers = (
-        max(0, more - deferred.of_layer) + element * _feed_forward_gradients(plan, has_experts=has_experts)
-        for has_experts, more in in_backward_passes(plan, stage, layers).items()
+    gathered = state.whole.layers, state.whole.first
+    memories = [chunk_memory(plan, pieces, chunk, gathered) for chunk in chunks]
+    actions = with_deferred_grads(
+        plan.warm_up_actions(stage),
+        StagePlace(plan.parallel_sizes.pp, stage, len(chunks)),
+        delays=model.delay_wgrad_compute,
+        defers=model.defer_embedding_wgrad_compute,
+        max_microbatches=model.wgrad_deferral_limit,
     )
-    again = max(of_layers, default=0)
-    if not implementation.has_flash_attention:
-        scores = score_elements(model, plan.seq_length, plan.micro_batch_size)
-        again += _SCORES_AT_WORK * element * scores
-    if chunks[-1].has_loss and model.sequence_parallel:
-        ends += element * plan.num_predictions * model.hidden_size  # the output layer's input, gathered
-    if chunks[-1].has_loss and not implementation.fuses_weight_gradients and not model.lora_rank:
-        ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
-    # The logits have gone when the first layer's backward pass begins, unless the output layer's weight waits.
-    logits *= max(1, deferred.num_outputs)
-    again -= 0 if deferred.num_outputs else logits
-    # Whole weights and what is at work: at the loss, in a layer's backward pass, and before a pass has kept anything.
-    whole = state.whole
-    at_begin = min(kept, kept_of_chunks(plan, stage, layers)[0]) + logits if whole.first else 0
-    moments = ((0, ends), (whole.layers, again), (max(0, whole.first - at_begin), 0))
-    gathered, at_work = max(moments, key=sum)
-    # What is there in place of logits that have gone is no more than these were.
-    gathered, at_work = gathered + min(0, at_work), max(0, at_work)
+    moment = fullest_moment(actions, memories, pieces.output_deferred)
     return StageMemory(
         parameters=state.parameters,
-        weights=state.weights + whole.rest + gathered,
+        weights=state.weights + state.whole.rest,
         gradients=state.gradients + state.gradient_pool,
         optimizer=state.optimizer,
-        activations=kept,
-        logits=logits,
-        buffers=at_work + deferred.num_bytes,
+        activations=moment.kept,
+        logits=moment.logits,
+        buffers=moment.working,
     )
-
-
-def _float8_weights(plan: Plan, *, has_experts: bool) -> int:
-    """Return how many weights of a layer are multiplied in fp8 on a rank."""
-    model = plan.model
-    experts = expert_layer(plan).num_weights if has_experts else 0
-    return experts + sum(product.size for product in layer_products(model, has_experts=has_experts))
 
 
 def _pooled_elements(layout: ParamLayout, plan: Plan, parameters: Sequence[ChunkParameter], *, has_shared: bool) -> int:
@@ -239,14 +202,6 @@ def _shares_ends(plan: Plan, chunk: StageContents) -> bool:
     # The embedding of further tokens has its gradient long before its turn.
     is_tied, has_further = not plan.model.untie_embeddings_and_output_weights, plan.model.num_further_tokens > 0
     return chunk.has_loss and (has_further or (chunk.has_embedding and is_tied))
-
-
-def _feed_forward_gradients(plan: Plan, *, has_experts: bool) -> int:
-    """Return the numbers at work in a feed-forward's backward pass: gradients of its output, its middle, its gates."""
-    model, at_work = plan.model, plan.num_rows * plan.model.hidden_size
-    if has_experts:
-        return at_work + expert_layer(plan).at_work
-    return at_work + plan.num_tokens * model.ffn_hidden_size // model.tensor_model_parallel_size * (2 + model.is_gated)
 
 
 def _gradient_bytes(plan: Plan, implementation: Implementation) -> int:

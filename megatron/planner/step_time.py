@@ -10,19 +10,20 @@ from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planner.activation_memory import LayerBytes
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.layer_kinds import LayerKind, layer_kinds, layer_numbers
-from megatron.planner.layer_time import MEMORY_SHARE, LayerTime, layer_time, output_layer_time
+from megatron.planner.layer_time import LayerTime, end_times, layer_time
 from megatron.planner.links import Links
+from megatron.planner.piece_memory import ModelPieces
+from megatron.planner.piece_time import MEMORY_SHARE
 from megatron.planner.plan import Plan
 from megatron.planner.replica_time import EXCHANGE_SHARE, exposed_replica_seconds
 from megatron.planner.stage_memory import StageState
 
 _UPDATE_BYTES = 30
 """Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""
-_SIMULATED_ROUNDS = 2
+SIMULATED_ROUNDS = 2
 """Rounds of micro-batches after which one more takes every stage as long as the slowest."""
 
 
@@ -50,20 +51,26 @@ class StepTime:
 
 
 def step_time(
-    plan: Plan, gpu: Gpu, implementation: Implementation, stages: Sequence[StageState], kept: Sequence[LayerBytes]
+    plan: Plan, gpu: Gpu, implementation: Implementation, stages: Sequence[StageState], pieces: ModelPieces
 ) -> StepTime:
     """Return the time of a training step.
 
-    ``stages`` are what every stage holds between steps, and ``kept`` what `layer_bytes` returned.
+    ``stages`` are what every stage holds between steps, and ``pieces`` what `model_pieces` returned.
     """
     kinds = layer_kinds(plan.model, plan.seq_length)
+    # The last layer of a kind: after a frozen embedding the first one computes less.
     layers = {
-        kind: layer_time(plan, gpu, implementation, layer, kind) for kind, layer in dict(zip(kinds, kept)).items()
+        kind: layer_time(plan, gpu, implementation, pieces.layers[number], kind, number)
+        for kind, number in dict(zip(kinds, range(plan.model.num_layers))).items()
     }
-    output = output_layer_time(plan, gpu)
+    embedding, output = end_times(plan, gpu, implementation)
     chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
     seconds = [
-        sum(_chunk(plan, kinds, layers, chunk) + output * chunk.has_loss for chunk in chunks) for chunks in chunks_of
+        sum(
+            _chunk(plan, kinds, layers, chunk) + output * chunk.has_loss + embedding * chunk.has_embedding
+            for chunk in chunks
+        )
+        for chunks in chunks_of
     ]
     slowest, pp = max(seconds), len(seconds)
     num_layers = {len(layer_numbers(plan.model, chunk)) for chunks in chunks_of for chunk in chunks}
@@ -71,10 +78,6 @@ def step_time(
         bubble = _simulated_bubble(plan, kinds, layers, seconds, output)
     else:
         bubble = (pp - 1) / plan.stage_layout.num_chunks * sum(seconds) / pp
-    message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
-    num_chunks = plan.stage_layout.num_chunks
-    is_exposed = implementation.waits_for_neighbours and num_chunks == 1
-    shown = 1.0 if is_exposed else num_chunks * EXCHANGE_SHARE
     links = Links(gpu, plan.parallel_sizes)
     return StepTime(
         layer=layers[max(kind for kind in layers if not kind.is_further)],
@@ -82,10 +85,24 @@ def step_time(
         slowest_stage=slowest,
         busy=plan.num_microbatches * slowest,
         bubble=bubble,
-        neighbours=plan.num_microbatches * links.pipeline_seconds(message) * shown,
+        neighbours=neighbours_seconds(plan, gpu, implementation),
         exposed_data_parallel=max(exposed_replica_seconds(plan, links, stage, slowest) for stage in stages),
-        update=max(stage.optimizer for stage in stages) / 12 * _UPDATE_BYTES / (gpu.memory_bandwidth * MEMORY_SHARE),
+        update=update_seconds(gpu, stages),
     )
+
+
+def neighbours_seconds(plan: Plan, gpu: Gpu, implementation: Implementation) -> float:
+    """Return the time of exchanges between stages in a step, as far as computation does not hide them."""
+    message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
+    num_chunks = plan.stage_layout.num_chunks
+    is_exposed = implementation.waits_for_neighbours and num_chunks == 1
+    shown = 1.0 if is_exposed else num_chunks * EXCHANGE_SHARE
+    return plan.num_microbatches * Links(gpu, plan.parallel_sizes).pipeline_seconds(message) * shown
+
+
+def update_seconds(gpu: Gpu, stages: Sequence[StageState]) -> float:
+    """Return the time of the optimizer's update on the stage with most of its state."""
+    return max(stage.optimizer for stage in stages) / 12 * _UPDATE_BYTES / (gpu.memory_bandwidth * MEMORY_SHARE)
 
 
 def _simulated_bubble(
@@ -102,7 +119,7 @@ def _simulated_bubble(
     durations = []
     for stage, total in enumerate(seconds):
         (chunk,) = plan.stage_layout.chunks(stage)
-        own = [layers[kinds[number]] for number in layer_numbers(plan.model, chunk)]
+        own = [layers[kinds[number]] for number in chunk.layer_numbers]
         at_end = output / 3 * chunk.has_loss
         forward = sum(layer.forward for layer in own) + at_end
         weight = sum(layer.weight_gradients for layer in own) + at_end * (not plan.model.lora_rank)
@@ -110,7 +127,7 @@ def _simulated_bubble(
         durations.append(
             Durations(forward=forward, backward=inputs + weight, backward_input=inputs, backward_weight=weight)
         )
-    some = min(plan.num_microbatches, _SIMULATED_ROUNDS * len(seconds))
+    some = min(plan.num_microbatches, SIMULATED_ROUNDS * len(seconds))
     return _makespan(plan.pipeline_schedule, some, tuple(durations)) - some * max(seconds)
 
 
@@ -121,12 +138,12 @@ def _makespan(schedule: str, num_microbatches: int, durations: tuple[Durations, 
 
 
 def _chunk(
-    plan: Plan, kinds: Sequence[LayerKind], layers: Mapping[LayerKind, LayerTime], chunk: StageContents
+    plan: Plan,
+    kinds: Sequence[LayerKind],
+    layers: Mapping[LayerKind, LayerTime],
+    chunk: StageContents,
 ) -> float:
-    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only.
-
-    Layers that predict further tokens are behind them, computed again whichever are, and never offloaded.
-    """
+    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only."""
     model, numbers = plan.model, chunk.layer_numbers
     again = offloaded = len(numbers)
     if model.recompute_granularity == "full" and model.recompute_method == "block":
@@ -139,6 +156,4 @@ def _chunk(
         seconds += len(places) * layer.total
         seconds -= sum(place >= again for place in places) * layer.again
         seconds -= sum(place >= offloaded for place in places) * layer.offload
-    for number in layer_numbers(model, chunk)[len(numbers) :]:
-        seconds += layers[kinds[number]].total - layers[kinds[number]].offload
     return seconds

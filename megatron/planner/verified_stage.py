@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.planner.closed_forms import step_traffic
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import OURS
+from megatron.planner.pieces import model_pieces
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import MEMORY_PARTS, StageMemory, stage_memory
+from megatron.planner.step_traffic import step_traffic
 from megatron.training.config.run_config import RunConfig
 from megatron.verification.traffic import Traffic, Volume
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.training.model_setup import ModelProvider
     from megatron.training.training_step import ForwardStep
 
-CLOSE = 0.03
+CLOSE = 0.02
 """A dry run's peak of memory may be so far from the closed forms', as a part of it."""
 _BLOCKS = 8 * 2**20
 """Blocks in which memory is given make up that much in the smallest models."""
@@ -91,7 +92,8 @@ class VerifiedStage:
 def stages_to_verify(config: RunConfig) -> list[int]:
     """Return the first stage, the last one, and the fullest."""
     plan, pp = Plan.of(config), config.parallel_sizes.pp
-    fullest = max(range(pp), key=lambda stage: stage_memory(plan, stage, OURS).total)
+    pieces = model_pieces(plan, OURS, None)
+    fullest = max(range(pp), key=lambda stage: stage_memory(plan, stage, OURS, pieces).total)
     return sorted({0, fullest, pp - 1})
 
 
@@ -104,11 +106,11 @@ def verify_stage(
     """
     from megatron.planner.simulation.dry_run import dry_run
 
-    sizes = config.parallel_sizes
+    sizes, plan = config.parallel_sizes, Plan.of(config)
     rank = stage * (sizes.world_size // sizes.pp)
     shorter = _with_fewer_microbatches(config)
     record = dry_run(shorter, rank, gpu, model_provider, forward_step, num_steps=_num_steps(config))
-    planned, seen = step_traffic(shorter, rank), _traffic(record.record)
+    planned, seen = step_traffic(shorter, rank, gpu.capability), _traffic(record.record)
     unlike = [
         (f"{key[0]} over {'-'.join(key[1])}", planned.get(key, Volume(0, 0)), seen.get(key, Volume(0, 0)))
         for key in sorted({*planned, *seen})
@@ -117,9 +119,9 @@ def verify_stage(
     return VerifiedStage(
         stage=stage,
         rank=rank,
-        num_microbatches=Plan.of(config).num_microbatches,
+        num_microbatches=plan.num_microbatches,
         num_run=record.num_microbatches,
-        planned=stage_memory(Plan.of(config), stage, OURS),
+        planned=stage_memory(plan, stage, OURS, model_pieces(plan, OURS, gpu)),
         parameters=record.num_parameters,
         peak_bytes=record.record.peak_bytes,
         holders=dict(record.record.peak_holders),

@@ -2,7 +2,7 @@
 
 What a layer saves is read from the matrices of the model that the code builds on the meta device
 (`saved_activations`), how many passes are in flight from the pipeline schedule's order. The estimate decides how much
-to offload. The planner has closed forms of its own (`megatron.planner.activation_memory`), which also price time.
+to offload. The planner measures saved activations in traces of the layers instead (`megatron.planner.traces`).
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
 from megatron.core.distributed.sharded_weights import ShardedWeightBuffer
 from megatron.core.kernels.matrix_product import has_library
 from megatron.core.timers import Timers
-from megatron.planner.activation_memory import activation_parts, layer_bytes
-from megatron.planner.implementations import OURS_ON_CPU
+from megatron.planner.implementations import OURS
 from megatron.planner.plan import Plan
-from megatron.planner.stage_memory import stage_memory, stage_state
+from megatron.planner.stage_memory import stage_state
 from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import build_training_parts
 from megatron.training.process.initialize import make_runtime
@@ -33,6 +32,8 @@ from megatron.training.training_step import TrainingStep
 from megatron.verification.cells import Cell
 from megatron.verification.collective_recorder import stand_in
 from megatron.verification.run_cell import make_source, resolve_cell
+from tests.closed_forms.saved_activations import activation_parts, layer_bytes
+from tests.closed_forms.saved_on_cpu import saved_on_cpu
 from tests.harness.balanced_experts import balanced_experts
 
 
@@ -149,14 +150,13 @@ def assert_memory_matches_the_plan(cell: Cell, *, saved_bytes_per_token: int, ch
             held = held_by_step(config, stage * per_stage, cell.data, counts_integers=has_experts)
         flops += held.flops * per_stage
         name = f"{cell.name}, stage {stage}"
-        predicted = stage_memory(plan, stage, OURS_ON_CPU)
+        state = stage_state(plan, stage, OURS)
         # A rank frees the gathered weights and keeps only its shards by the end of the step.
-        is_sharded = plan.ddp.shards_weights
-        weights = stage_state(plan, stage, OURS_ON_CPU).weights if is_sharded else predicted.weights
+        weights, gradients = state.weights, state.gradients + state.gradient_pool
         counted = (held.weights, held.gradients, held.optimizer)
-        assert counted == pytest.approx((weights, predicted.gradients, predicted.optimizer), rel=0.01), name
+        assert counted == pytest.approx((weights, gradients, state.optimizer), rel=0.01), name
         # The hooks do not see tensors that are recomputed inside the backward pass.
-        kept, ends = activation_parts(plan, stage, layer_bytes(plan, OURS_ON_CPU.saved))
+        kept, ends = activation_parts(plan, stage, layer_bytes(plan, saved_on_cpu))
         # With LoRA the weight of the last norm is frozen, so the norm saves only its input in float32.
         ends = (wide if model.lora_rank else ends + wide) * (ends > 0)
         numbers = saved_bytes_per_token * plan.num_predictions

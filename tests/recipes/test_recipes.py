@@ -42,7 +42,7 @@ torch.testing.assert_close(added[1], added[0] / 2)
 """,
     "layer_kind": """
 import pretrain_gpt
-from megatron.planner.closed_forms import step_traffic
+from megatron.planner.step_traffic import step_traffic
 from megatron.verification.cells import Layout, make_cell
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.run_cell import resolve_cell
@@ -55,7 +55,7 @@ with WorkerPool(2) as pool:
 assert report.outcome == "passed", report.describe()
 sharded = make_cell("gpt2", Layout(tp=2, dp=2, sharding="optim"), extra=["--parametric-relu"], num_layers=1)
 config = resolve_cell(sharded.flags, 4, "float32")
-assert record_step(config, 0, *parts) == step_traffic(config, 0)
+assert record_step(config, 0, *parts) == step_traffic(config, 0, (9, 0))
 """,
     "checkpoint_format": """
 from megatron.commands.checkpoint import convert, diff

@@ -22,7 +22,7 @@ from megatron.commands.arguments.planned_run import write_text
 from megatron.core.errors import ConfigurationError
 from megatron.planner.gpu import GPUS, AttentionRate, Gpu, find_gpu
 from megatron.planner.gpu_file import gpu_to_json
-from megatron.planner.layer_time import MEMORY_SHARE
+from megatron.planner.piece_time import MEMORY_SHARE
 
 if TYPE_CHECKING:
     from megatron.core.device import Device

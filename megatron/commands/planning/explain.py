@@ -36,6 +36,7 @@ from megatron.planner.explanation import explain
 from megatron.planner.implementations import find_implementation
 from megatron.planner.page import to_page
 from megatron.planner.text_report import describe_changes, to_text
+from megatron.planner.trace_store import trace_in_this_process
 
 
 def build_parser(world_size: int) -> Parser:
@@ -79,6 +80,7 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     where = arguments.world_size, read_planned_run, gpu, implementation
     if arguments.verify:
         prepare_to_verify(implementation)
+    trace_in_this_process()
     try:
         parsed = read_planned_run(words, arguments.world_size)
     except ConfigurationError as error:

@@ -7,6 +7,11 @@ recompute, sharding, precision and micro-batches is searched. Of the best layout
 
 python tools/plan.py --evaluate RUNS.json --output PREDICTIONS.json
 
+python tools/plan.py --compare A.toml B.toml --gpus 64 [--gpu TYPE] [TRAINING-FLAGS]
+
+A.toml and B.toml are files for --config of pretrain_gpt.py. Training flags apply to each. A table shows their layouts,
+memory and time side by side, and the change.
+
 RUNS.json holds one record a run, as benchmarks/planner/measured_runs.json does. Every record is predicted under the
 implementation and on the GPU type that it names, or those that are given here. The errors are printed by model.
 A record that is not of a training run is reported and left out; the exit status is then 1, or 2 if no record is left.
@@ -37,6 +42,7 @@ from megatron.commands.arguments.verified_plan import (
 from megatron.core.errors import ConfigurationError, DataError, MegatronError
 from megatron.planner.changes import find_changes
 from megatron.planner.choice import SEARCHED_FLAGS, Choice
+from megatron.planner.comparison import describe_comparison
 from megatron.planner.evaluation import describe_errors, evaluate
 from megatron.planner.explanation import explain
 from megatron.planner.gpu import GPUS
@@ -44,8 +50,10 @@ from megatron.planner.implementations import IMPLEMENTATIONS, find_implementatio
 from megatron.planner.measured_runs import read_runs
 from megatron.planner.page import to_page
 from megatron.planner.ranking import describe_ranking, launch_command, ranking_json
-from megatron.planner.search import Search, search
+from megatron.planner.search import Candidate, Search, search
+from megatron.planner.sensitivity import Variation, describe_sensitivities, variations
 from megatron.planner.text_report import describe_changes
+from megatron.planner.trace_store import trace_in_this_process
 from megatron.planner.training_words import has_flag
 from megatron.training.config.arguments import ParsedArguments, without_flags
 from megatron.training.config.checks.run_checks import find_problems
@@ -58,13 +66,17 @@ if TYPE_CHECKING:
 
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
 _DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10
-_OF_PLANS = ("model_preset", "gpus", "precision", "train_tokens", "top", "json", "html", "verify")
+_OF_PLANS = (
+    *("model_preset", "gpus", "precision", "train_tokens", "top", "json", "html", "verify", "compare", "sensitivity"),
+)
 """Arguments that --evaluate has no use for."""
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ITERATIONS = 1000
 """Length of a run of which none is said."""
 _MOST_ITERATIONS = 10**9
 """Iterations whose samples can be counted at any batch size."""
+_OF_SEARCHES = ("precision", "train_tokens", "top", "json", "html", "verify", "sensitivity")
+"""Arguments that --compare has no use for."""
 _PARSED_RANKS = 5
 """How many of the best choices are tried as command lines until one is taken."""
 
@@ -84,7 +96,8 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="plan.py",
         usage="%(prog)s [--model-preset NAME] [TRAINING-FLAGS] --gpus N [--gpu TYPE] [--precision bf16|fp8|both] "
-        "[--train-tokens N] [--verify]\n   or: %(prog)s --evaluate RUNS.json [--output PREDICTIONS.json] [--gpu TYPE]",
+        "[--train-tokens N] [--sensitivity] [--verify]\n   or: %(prog)s --compare A.toml B.toml --gpus N [--gpu TYPE] "
+        "[TRAINING-FLAGS]\n   or: %(prog)s --evaluate RUNS.json [--output PREDICTIONS.json] [--gpu TYPE]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -97,6 +110,15 @@ def build_parser() -> Parser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every choice and its fate to this file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page on the best layout to this file")
     parser.add_argument("--verify", action="store_true", default=None, help=HELP)
+    parser.add_argument(
+        "--sensitivity",
+        action="store_true",
+        default=None,
+        help="search again with other GPU memory, sequence lengths, batch sizes and numbers of GPUs (a minute or more)",
+    )
+    parser.add_argument(
+        "--compare", nargs="+", type=Path, metavar="FILE", help="compare configurations, each a file for --config"
+    )
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="predict the runs of this file")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the predictions of --evaluate to this file")
     parser.add_argument(
@@ -117,8 +139,13 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.evaluate is None:
         if arguments.output is not None:
             parser.error("--output goes with --evaluate; give --json or --html for what is planned")
+        if arguments.compare is not None:
+            given = _flags_of(arguments, _OF_SEARCHES)
+            if given:
+                parser.error(f"--compare does not go with {', '.join(given)}; leave out one or the other")
+            return exit_status_of(functools.partial(compare_files, arguments, training_flags))
         return exit_status_of(functools.partial(plan_run, arguments, training_flags))
-    of_plans = [f"--{name.replace('_', '-')}" for name in _OF_PLANS if getattr(arguments, name) is not None]
+    of_plans = _flags_of(arguments, _OF_PLANS)
     if of_plans:
         parser.error(f"--evaluate does not go with {', '.join(of_plans)}; leave out one or the other")
     if training_flags:
@@ -157,9 +184,8 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     precision = arguments.precision or _DEFAULT_PRECISION
     precisions = both if precision == "both" else (precision,)
     with waiting("searching layouts") as tried:
-        found = search(
-            config, gpu, implementation, precisions, functools.partial(find_problems, needs_files=False), tried
-        )
+        problems = functools.partial(find_problems, needs_files=False)
+        found = search(config, gpu, implementation, precisions, problems, tried, max(top, _PARSED_RANKS))
 
     def write_json(**further: Any) -> None:
         if arguments.json is not None:
@@ -183,6 +209,18 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     print(f"\nthe best, {best.choice.describe()}:\n{best.command}")
     for note in best.parsed.notes:
         print(note)
+    if arguments.sensitivity:
+
+        def best_of(variation: Variation) -> Candidate | None:
+            varied = read_planned_run((*_without_layout(words), *variation.words), 1).config
+            varied = dataclasses.replace(varied, world_size=variation.world_size)
+            ranked = search(varied, variation.gpu, implementation, precisions, problems, wanted=1).ranked
+            return ranked[0] if ranked else None
+
+        with waiting("searching layouts of other runs"):
+            sensitivities = "\n".join(describe_sensitivities(list(variations(config, gpu)), best_of))
+        print(f"\n{sensitivities}")
+        table += f"\n\n{sensitivities}"
     if arguments.verify:
         write_json(verified=[each.to_json() for each in best.verified])
         comparison = "\n".join(describe_verified(best.verified))
@@ -192,6 +230,38 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         explanation = explain(best.parsed.config, best.parsed.notes, gpu, implementation)
         write_text("--html", arguments.html, to_page(explanation, (), table))
     check_agreement(best.verified)
+
+
+def compare_files(arguments: argparse.Namespace, training_flags: Sequence[str]) -> None:
+    """Print a table of the layouts, memory and times of several configurations.
+
+    Raises:
+        ConfigurationError: there are fewer than two files, or the flags or a file are wrong.
+    """
+    files = arguments.compare
+    if len(files) < 2:
+        raise ConfigurationError(f"--compare {files[0]} is one file; give two or more")
+    if arguments.gpus is None:
+        raise ConfigurationError("--gpus is missing; give the number of GPUs of the runs")
+    check_world_size("--gpus", arguments.gpus)
+    gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
+    implementation = find_implementation(arguments.implementation or _DEFAULT_IMPLEMENTATION)
+    trace_in_this_process()
+    preset = preset_words(arguments.model_preset) if arguments.model_preset else ()
+    explanations = []
+    for file in files:
+        try:
+            parsed = read_planned_run((*preset, *training_flags, "--config", str(file)), arguments.gpus)
+        except ConfigurationError as error:
+            raise ConfigurationError([f"--compare {file}: {problem}" for problem in error.problems]) from error
+        explanations.append(explain(parsed.config, parsed.notes, gpu, implementation))
+    names = [file.stem for file in files]
+    if len(set(names)) < len(names):
+        names = list(map(str, files))
+    print("\n".join(describe_comparison(names, explanations)))
+    for name, explanation in zip(names, explanations):
+        if explanation.prediction.reason:
+            print(f"{name}: {explanation.prediction.reason}")
 
 
 def evaluate_file(arguments: argparse.Namespace) -> None:
@@ -220,6 +290,11 @@ def evaluate_file(arguments: argparse.Namespace) -> None:
             f"{len(left_out)} of {len(evaluated) + len(left_out)} records of {arguments.evaluate} were left out; "
             "complete or remove them"
         )
+
+
+def _flags_of(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return the flags among some that the command line has."""
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
 
 
 def _complete(words: Sequence[str], tokens: int | None) -> tuple[str, ...]:

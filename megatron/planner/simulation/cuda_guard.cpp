@@ -1,7 +1,8 @@
-// Lets a CPU build of torch run autograd over fake tensors whose device is CUDA.
+// Lets torch run autograd over fake tensors whose device is CUDA, on a node without a GPU.
 //
 // Autograd asks for a guard of the device, for hooks, and sometimes for a generator. None of these do anything here: no
-// tensor has memory. Loaded before torch is imported, since torch asks for the hooks once.
+// tensor has memory. Loaded before torch is imported, since torch asks for the hooks once. In a CUDA build of torch the
+// guard and the hooks replace those of CUDA, which are registered before.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -46,6 +47,6 @@ struct IdleHooks : public CUDAHooksInterface {
   bool isPinnedPtr(const void*) const override { return false; }
   Generator getNewGenerator(DeviceIndex) const override { return make_generator<IdleGenerator>(); }
 };
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", IdleHooks)
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, IdleHooks)
 
 }  // namespace at

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core.kernels import attention_choice
+from megatron.core.kernels import attention_choice, dot_product_attention
 from megatron.planner.gpu import Gpu
 from megatron.planner.simulation.flex_attention import PretendedFlexAttention
+from megatron.planner.simulation.operators import LowerRightMask
 from megatron.planner.simulation.recorder import Recorder
 from megatron.planner.simulation.triton import recorded_programs
 
@@ -56,6 +57,8 @@ def without_driver(gpu: Gpu) -> Iterator[None]:
         patch.object(torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
         patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
         patch.object(dist, "all_gather_object", _gather_own_object),
+        # Fake tensors cannot become torch's mask.
+        patch.object(dot_product_attention, "lower_right_mask", LowerRightMask),
     ):
         yield
 

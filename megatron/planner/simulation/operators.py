@@ -68,13 +68,15 @@ class CudaOperators(TorchFunctionMode):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | LowerRightMask | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         has_groups = query.shape[1] != key.shape[1]
+        if isinstance(attn_mask, LowerRightMask):
+            return self._lower_right_attention(query, key, value, dropout_p)
         kernel = self._kernel_of(query, key, attn_mask, dropout_p, is_causal)
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         context: torch.Tensor
@@ -92,6 +94,19 @@ class CudaOperators(TorchFunctionMode):
             repeats = query.shape[1] // key.shape[1]
             key, value = (tensor.repeat_interleave(repeats, 1) if has_groups else tensor for tensor in (key, value))
             context = _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal)[0]
+        return context
+
+    def _lower_right_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float
+    ) -> torch.Tensor:
+        """Return the context of `torch.nn.attention.bias.CausalBias`, which takes cuDNN's kernel never."""
+        context: torch.Tensor
+        if query.element_size() == 2 and self._capability >= (8, 0):
+            context = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, True)[0]
+        else:
+            context = _aten._scaled_dot_product_efficient_attention(
+                query, key, value, None, query.requires_grad, dropout_p, True
+            )[0]
         return context
 
     def _choose_attention(
@@ -128,6 +143,18 @@ class CudaOperators(TorchFunctionMode):
             is_deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return choose_attention_kernel(call, self._capability)
+
+
+class LowerRightMask:
+    """Stand for a causal mask whose last query sees all keys, as torch's CausalBias does."""
+
+    def __init__(self, num_queries: int, num_keys: int) -> None:
+        self.num_queries, self.num_keys = num_queries, num_keys
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let torch's argument parser accept the mask. `CudaOperators` handles the call before."""
+        return NotImplemented
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

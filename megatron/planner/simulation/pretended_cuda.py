@@ -1,6 +1,7 @@
-"""Let a CPU build of torch take tensors without memory on CUDA: a small library, built once and loaded before torch.
+"""Let torch run backward passes of CUDA tensors without memory on a node without a GPU.
 
-A CUDA build needs none of it. This module imports no torch.
+A small library stands in for the CUDA driver. It is compiled once, and loaded before torch is imported. A CUDA build of
+torch on a node with a GPU does not need it. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ def load_pretended_cuda(cache: Path | None = None) -> None:
         ConfigurationError: torch is imported already, there is no C++ compiler, or the source does not compile.
     """
     if "torch" in sys.modules:
-        raise ConfigurationError("the dry run was started in a process that has torch already; start one of its own")
+        raise ConfigurationError("torch is imported already: this process cannot simulate a GPU; start another one")
     torch_folder = _torch_folder()
-    if not _is_cuda_build(torch_folder):
-        ctypes.CDLL(str(_built_library(torch_folder, cache or _default_cache())), mode=ctypes.RTLD_GLOBAL)
+    cuda = torch_folder / "lib" / "libtorch_cuda.so"
+    if cuda.exists() and has_gpu():
+        return
+    library = _built_library(torch_folder, cache or _default_cache())
+    if cuda.exists():
+        # The library replaces what a CUDA build registers, so a CUDA build has to be loaded first.
+        for path in (cuda.with_name("libtorch_global_deps.so"), cuda):
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def find_compiler() -> str | None:
@@ -48,8 +56,14 @@ def _torch_folder() -> Path:
     return Path(found.origin).parent
 
 
-def _is_cuda_build(torch_folder: Path) -> bool:
-    return any((torch_folder / "lib").glob("*torch_cuda*"))
+def has_gpu() -> bool:
+    """Return whether the CUDA driver finds a GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def _default_cache() -> Path:
@@ -71,8 +85,8 @@ def _built_library(torch_folder: Path, cache: Path) -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise ConfigurationError(
-            "the dry run needs a C++ compiler with this CPU build of torch, and none was found; install g++, or use a "
-            "CUDA build of torch"
+            "a simulated GPU needs a C++ compiler, and none was found; install g++, or use a CUDA build of torch on a "
+            "node with a GPU"
         )
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         built = Path(folder) / library.name

@@ -15,7 +15,6 @@ import pytest
 from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.planning.explain import main
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.planner.closed_forms import step_traffic
 from megatron.planner.explanation import Explanation, explain, first_rank
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import OURS
@@ -23,6 +22,7 @@ from megatron.planner.page import to_page
 from megatron.planner.stage_memory import MEMORY_PARTS
 from megatron.planner.text_report import to_text
 from megatron.training.theoretical_memory import model_size
+from tests.closed_forms.step_traffic import step_traffic
 from tests.unit.advice.planned_words import LARGE, SMALL
 
 ROOT = Path(__file__).parents[3]

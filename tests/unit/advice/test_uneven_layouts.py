@@ -71,8 +71,9 @@ def test_the_last_stage_has_fewer_layers_where_its_output_layer_is_large() -> No
 def test_uneven_and_zero_bubble_layouts_are_ranked_with_their_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = (*MODEL, "--gpus", "4", "--precision", "bf16", "--json", str(tmp_path / "all.json"), "--top", "500")
-    assert main([*words]) == 0
+    words = (*MODEL, "--gpus", "4", "--precision", "bf16", "--json", str(tmp_path / "all.json"), "--top", "100")
+    # With dropout, attention around a ring runs in blocks, of which each micro-batch size has a trace of its own.
+    assert main([*words, "--attention-dropout", "0", "--hidden-dropout", "0"]) == 0
     head, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert "schedule" in head
     assert head.endswith("layers")

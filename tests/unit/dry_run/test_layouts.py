@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, GPT2_345M, LLAMA_8B
-from megatron.planner.activation_memory import saved_bytes
 from megatron.planner.simulation.pretended_cuda import find_compiler
 from megatron.training.config.arguments import resolve_arguments
+from tests.closed_forms.saved_activations import saved_bytes
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
 from tests.unit.dry_run.layouts import EXPERTS, LION, SINKS, layouts
 

@@ -1,4 +1,4 @@
-"""The library that stands in for CUDA: built once, whole, and before torch."""
+"""Tests of the library that stands in for the CUDA driver."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_source_that_does_not_compile_is_reported(tmp_path: Path, monkeypatch:
 
 def test_a_machine_without_a_compiler_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretended_cuda, "find_compiler", lambda: None)
-    with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler .* install g\+\+"):
+    with pytest.raises(ConfigurationError, match=r"needs a C\+\+ compiler, .* install g\+\+"):
         pretended_cuda._built_library(pretended_cuda._torch_folder(), tmp_path)
 
 
@@ -55,20 +55,61 @@ def test_a_folder_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: py
 def test_a_process_that_has_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretended_cuda.load_pretended_cuda.cache_clear()
     monkeypatch.setitem(sys.modules, "torch", sys)
-    with pytest.raises(ConfigurationError, match="has torch already"):
+    with pytest.raises(ConfigurationError, match="torch is imported already"):
         pretended_cuda.load_pretended_cuda()
 
 
-def test_what_failed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that was not built is not taken for one that is loaded."""
+@pytest.fixture
+def cuda_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a CUDA build of torch that nothing has imported."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     pretended_cuda.load_pretended_cuda.cache_clear()
-    monkeypatch.setattr(pretended_cuda, "_is_cuda_build", lambda folder: False)
+    folder = tmp_path / "torch"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "lib" / "libtorch_cuda.so").touch()
+    (folder / "version.py").write_text("cuda = '13.0'")
+    monkeypatch.setattr(pretended_cuda, "_torch_folder", lambda: folder)
+    return folder
+
+
+def test_a_cuda_build_on_a_node_with_a_gpu_needs_no_library(
+    cuda_build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretended_cuda, "has_gpu", lambda: True)
+    monkeypatch.setattr(pretended_cuda, "find_compiler", lambda: None)
+    pretended_cuda.load_pretended_cuda(tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_cuda_build_without_a_gpu_loads_the_library_after_the_libraries_of_torch(
+    cuda_build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, loaded = tmp_path / "cuda_guard.so", list[str]()
+    monkeypatch.setattr(pretended_cuda, "has_gpu", lambda: False)
+    monkeypatch.setattr(pretended_cuda, "_built_library", lambda *_: library)
+    monkeypatch.setattr("ctypes.CDLL", lambda path, mode: loaded.append(path))
+    pretended_cuda.load_pretended_cuda(tmp_path)
+    folder = cuda_build / "lib"
+    assert loaded == [str(folder / "libtorch_global_deps.so"), str(folder / "libtorch_cuda.so"), str(library)]
+
+
+def test_a_node_without_a_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", fail)
+    assert not pretended_cuda.has_gpu()
+
+
+def test_a_library_that_was_not_built_is_not_taken_for_a_loaded_one(
+    cuda_build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretended_cuda, "has_gpu", lambda: False)
     monkeypatch.setattr(pretended_cuda, "find_compiler", lambda: None)
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="install g"):
             pretended_cuda.load_pretended_cuda(tmp_path)
-    monkeypatch.setattr(pretended_cuda, "_is_cuda_build", lambda folder: True)
+    monkeypatch.setattr(pretended_cuda, "has_gpu", lambda: True)
     pretended_cuda.load_pretended_cuda(tmp_path)
     assert pretended_cuda.load_pretended_cuda.cache_info().currsize == 1
     pretended_cuda.load_pretended_cuda.cache_clear()

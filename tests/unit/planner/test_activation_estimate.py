@@ -1,4 +1,4 @@
-"""The estimate of activations, with which training decides what to offload, is close to the planner's closed forms."""
+"""The estimate of activations, with which training decides what to offload, is close to the closed forms."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from megatron.planner import activation_memory
 from megatron.training.activation_estimate import activation_bytes, kept_layer_bytes, offloaded_bytes, tokens_of_rank
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
+from tests.closed_forms import saved_activations
 
 MODEL = """
     --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024
@@ -73,7 +73,7 @@ def configure(flags: str, world_size: int) -> RunConfig:
 )
 def test_a_layer_keeps_what_the_closed_form_says(flags: str, world_size: int) -> None:
     config = configure(flags, world_size)
-    parts = activation_memory.saved_bytes(config.model, config.data.seq_length, config.training.micro_batch_size, 1)
+    parts = saved_activations.saved_bytes(config.model, config.data.seq_length, config.training.micro_batch_size, 1)
     # Small numbers per token are left out.
     assert kept_layer_bytes(config.model, tokens_of_rank(config), 1, 0) == pytest.approx(sum(parts.values()), rel=0.06)
 
@@ -112,7 +112,7 @@ def test_a_rank_holds_what_the_closed_forms_say(flags: str, world_size: int) -> 
         has_loss = config.stage_layout.chunks(rank)[-1].has_loss
         # States before and after the last norm; logits in bf16, and in float32 twice.
         loss = (1 + model.num_further_tokens) * 1024 * (2 * 2 * 1024 + 10 * 128) * has_loss
-        seen, planned = activation_bytes(config, rank), activation_memory.activation_bytes(config, rank)
+        seen, planned = activation_bytes(config, rank), saved_activations.activation_bytes(config, rank)
         # In addition to saved activations the estimate counts a whole layer's backward pass, or the loss if it is more.
         assert 0.98 * planned - min(working, loss) <= seen <= 1.02 * planned + working
 

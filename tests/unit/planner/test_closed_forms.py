@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import pretrain_gpt
-from megatron.planner.closed_forms import step_traffic
 from megatron.training.config.run_config import RunConfig
 from megatron.verification.attention_cells import make_attention_cell
 from megatron.verification.cells import (
@@ -18,15 +16,12 @@ from megatron.verification.cells import (
     make_cell,
     matrix,
 )
-from megatron.verification.collective_recorder import record_step
 from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
 from megatron.verification.run_cell import resolve_cell
 from megatron.verification.sharding_cells import fully_sharded, hybrid
 from megatron.verification.traffic import Traffic, Volume
-
-
-def record(config: RunConfig, rank: int, data: str = "plain") -> Traffic:
-    return record_step(config, rank, pretrain_gpt.provide_model, pretrain_gpt.forward_step, data)
+from tests.closed_forms.step_traffic import step_traffic
+from tests.harness.step_traffic import assert_same_traffic
 
 
 def ranks_of_all_stages(config: RunConfig) -> list[int]:
@@ -39,7 +34,7 @@ def ranks_of_all_stages(config: RunConfig) -> list[int]:
 def assert_equal(cell: Cell, dtype: str) -> None:
     config = resolve_cell(cell.flags, cell.world_size, dtype)
     for rank in ranks_of_all_stages(config):
-        assert record(config, rank, cell.data) == step_traffic(config, rank), f"{cell.name}, {dtype}, rank {rank}"
+        assert_same_traffic(config, rank, cell.data)
 
 
 FULL = ("full", "uniform", "1")

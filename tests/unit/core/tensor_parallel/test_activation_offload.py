@@ -11,7 +11,7 @@ import torch
 from megatron.core.host_memory.host_copies import Copied, HostCopies
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.activation_offload import ActivationOffload
-from megatron.planner.activation_memory import saved_bytes
+from tests.closed_forms.saved_activations import saved_bytes
 from tests.harness.toy_model import load_global_weights, make_batch, make_model, tensor_parallel_group
 
 LENGTH, BATCH = 12, 3

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.models.float8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.planner.activation_memory import saved_bytes
+from tests.closed_forms.saved_activations import saved_bytes
 from tests.harness.toy_model import load_global_weights, make_batch, make_model, tensor_parallel_group
 
 LENGTH, BATCH = 12, 3

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from benchmarks.planner.beside_dry_run import SHARDED, TWO_CHUNKS, ZERO_BUBBLE, LayoutCase, layout_cases
+from megatron.planner.gpu import H100
 from megatron.planner.implementations import OURS
+from megatron.planner.pieces import model_pieces
 from megatron.planner.plan import Plan
 from megatron.planner.simulation.pretended_cuda import find_compiler
 from megatron.planner.stage_memory import stage_memory
@@ -38,7 +40,7 @@ def test_experts_tokens_are_counted_where_they_are_sorted_and_sent() -> None:
 
 
 @pytest.mark.long
-def test_peaks_of_all_layouts_are_within_three_hundredths() -> None:
+def test_peaks_of_all_layouts_are_within_two_hundredths() -> None:
     several = list(layout_cases())
     assert len({case.name for case in several}) >= 30
     assert_close(several)
@@ -57,7 +59,7 @@ def assert_close(several: Iterable[LayoutCase]) -> None:
 
 
 def far(ratios: Mapping[str, float]) -> dict[str, float]:
-    return {name: ratio for name, ratio in ratios.items() if not math.isclose(ratio, 1.0, rel_tol=0.03)}
+    return {name: ratio for name, ratio in ratios.items() if not math.isclose(ratio, 1.0, rel_tol=0.02)}
 
 
 def pipeline_size(case: LayoutCase) -> int:
@@ -65,4 +67,5 @@ def pipeline_size(case: LayoutCase) -> int:
 
 
 def planned(case: LayoutCase, stage: int) -> int:
-    return stage_memory(Plan.of(case.config()), stage, OURS).total
+    plan = Plan.of(case.config())
+    return stage_memory(plan, stage, OURS, model_pieces(plan, OURS, H100)).total

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.planner.layer_work import megatron_step_flops
 from megatron.planner.plan import Plan
+from megatron.planner.step_flops import megatron_step_flops
 from megatron.verification.attention_cells import make_attention_cell
 from megatron.verification.cells import MODULES, Cell, Layout, make_cell
 from megatron.verification.expert_cells import ExpertLayout, make_expert_cell

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import pretrain_gpt
-from megatron.planner.closed_forms import step_traffic
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.training.config.arguments import resolve_arguments
 from megatron.verification.cells import Layout, make_cell
-from megatron.verification.collective_recorder import record_step
+from tests.harness.step_traffic import assert_same_traffic
 
 ADAPTERS = "--lora-rank 3 --load somewhere --finetune --bf16"
 TENSOR = "--tensor-model-parallel-size 2"
@@ -42,5 +40,4 @@ def test_recorded_bytes_equal_the_closed_form(flags: str, targets: str, world_si
     words = [*make_cell("gpt2", Layout()).reference_flags, *ADAPTERS.split(), *flags.split(), *named]
     config = with_known_vocabulary(resolve_arguments(words, world_size, needs_files=False).config)
     for rank in {0, world_size - 1}:
-        recorded = record_step(config, rank, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
-        assert recorded == step_traffic(config, rank), rank
+        assert_same_traffic(config, rank)

@@ -6,13 +6,11 @@ from unittest.mock import patch
 
 import pytest
 
-import pretrain_gpt
 from megatron.core.fp8.float8_state import Float8State
-from megatron.planner.closed_forms import step_traffic
 from megatron.verification.cells import Layout, make_cell
-from megatron.verification.collective_recorder import record_step
 from megatron.verification.run_cell import resolve_cell
 from megatron.verification.traffic import Traffic
+from tests.harness.step_traffic import assert_same_traffic
 
 SHAPE = """--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 96 --seq-length 64 --max-position-embeddings 64
     --bf16 --fp8-format hybrid"""
@@ -26,12 +24,12 @@ FULL = "--recompute-granularity full --recompute-method"
 FURTHER = "--mtp-num-layers 2 --position-embedding-type rope --no-check-for-nan-in-loss-and-grad"
 
 
-def both(flags: str, world_size: int = 2) -> tuple[Traffic, Traffic]:
-    """Return what is recorded of a step that has a history, and the closed form."""
+def assert_sent(flags: str, world_size: int = 2) -> Traffic:
+    """Assert that all accounts of a step with a history agree, and return what is sent."""
     words = (*make_cell("gpt2", Layout()).reference_flags, *SHAPE.split(), *flags.split())
     config = resolve_cell(words, world_size, "bfloat16")
     with patch.object(Float8State, "has_history", property(lambda self: True, lambda self, value: None), create=True):
-        return record_step(config, 0, pretrain_gpt.provide_model, pretrain_gpt.forward_step), step_traffic(config, 0)
+        return assert_same_traffic(config, 0)
 
 
 ALWAYS = [
@@ -66,8 +64,7 @@ MORE = [
 @pytest.mark.default(1)
 @pytest.mark.parametrize("flags", [*ALWAYS, *(pytest.param(flags, marks=pytest.mark.long) for flags in MORE)])
 def test_recorded_bytes_equal_the_closed_form(flags: str) -> None:
-    recorded, expected = both(flags)
-    assert recorded == expected
+    assert_sent(flags)
 
 
 @pytest.mark.default(1)
@@ -81,8 +78,7 @@ def test_recorded_bytes_equal_the_closed_form(flags: str) -> None:
 )
 def test_gathered_weights_are_as_the_closed_form_says(more: str) -> None:
     sharded = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000"
-    recorded, expected = both(f"{sharded} --fp8-param-gather {more}")
-    assert recorded == expected
+    assert_sent(f"{sharded} --fp8-param-gather {more}")
 
 
 @pytest.mark.long
@@ -100,15 +96,14 @@ def test_gathered_weights_are_as_the_closed_form_says(more: str) -> None:
 )
 def test_gathered_weights_of_experts_are_as_the_closed_form_says(more: str, world_size: int) -> None:
     sharded = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000"
-    recorded, expected = both(f"{sharded} --fp8-param-gather --fp8-recipe delayed {EXPERTS} {more}", world_size)
-    assert recorded == expected
+    assert_sent(f"{sharded} --fp8-param-gather --fp8-recipe delayed {EXPERTS} {more}", world_size)
 
 
 @pytest.mark.full
 def test_gathers_are_of_half_the_bytes() -> None:
     """All six of a layer and micro-batch are: two forward, two of gradients, and two of inputs once more."""
     one = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 3 --num-layers-at-end-in-bf16 0"
-    in_all, in_one = (both(f"{SEQUENCE} --fp8-recipe delayed {flags}")[0] for flags in ("", one))
+    in_all, in_one = (assert_sent(f"{SEQUENCE} --fp8-recipe delayed {flags}") for flags in ("", one))
     few, many = (traffic["all_gather", ("tp",)] for traffic in (in_all, in_one))
     scattered = in_all["reduce_scatter", ("tp",)]
     hidden_bytes, num_microbatches = scattered.num_bytes // scattered.num_calls, 8

@@ -1,4 +1,4 @@
-"""The widths of a transformer layer's linear layers on one tensor-parallel rank."""
+"""Widths of a transformer layer's linear layers on one tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def layer_widths(model: TransformerConfig, *, has_experts: bool = False) -> dict
     Of a feed-forward of experts only the shared one is there, if it is.
     """
     t, h = model.tensor_model_parallel_size, model.hidden_size
-    queries, keys = model.query_projection_size // t, key_value_width(model)
+    queries = model.query_projection_size // t
+    keys = key_value_heads_of_rank(model.num_query_groups, t) * model.head_width
     whole = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
     ffn = whole // t
     widths = {"linear_qkv": (h, queries + 2 * keys), "linear_proj": (queries, h)}
@@ -39,8 +40,3 @@ def _latent_widths(model: TransformerConfig) -> dict[str, tuple[int, int]]:
         "linear_kv_up_proj": (model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim)),
         "linear_proj": (heads * model.v_head_dim, h),
     }
-
-
-def key_value_width(model: TransformerConfig) -> int:
-    """Return the width of all keys on one tensor-parallel rank; ranks beyond the groups hold copies."""
-    return key_value_heads_of_rank(model.num_query_groups, model.tensor_model_parallel_size) * model.head_width

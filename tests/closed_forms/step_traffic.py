@@ -1,116 +1,60 @@
-"""What a training step sends, as formulas of the configuration: docs/parallelism.md in code, without torch.
+"""What a training step sends, as formulas of the configuration: docs/parallelism.md in code.
 
-A rank's communications are counted as `process_group.CollectiveCall` counts them: by operation and axes, with the
-bytes of the whole tensor that the operation is about. Names are those of the document: t, c and p are the tensor-,
-context- and pipeline-parallel sizes, d the number of gradient replicas (dp × cp), m the micro-batches of a rank, A the
-bytes of the hidden states of a rank's tokens before sequence parallelism shards them.
+The planner records the messages of a micro-batch, and these formulas are an independent account of them. The messages
+between stages and at the end of the step are the planner's. A rank's communications are counted as
+`process_group.CollectiveCall` counts them: by operation and axes, with the bytes of the whole tensor that the operation
+is about. Names are those of the document: t, c and p are the tensor-, context- and pipeline-parallel sizes, d the
+number of gradient replicas (dp × cp), m the micro-batches of a rank, A the bytes of the hidden states of a rank's
+tokens before sequence parallelism shards them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
-from megatron.core.model_parallel_config import ELEMENT_BYTES
-from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.overlap.linear_overlap import ROW_PARALLEL, linear_overlap
-from megatron.planner.expert_layer import ExpertLayer, auxiliary_losses
 from megatron.planner.layer_kinds import layer_numbers
-from megatron.planner.traffic.adapter_traffic import IN_ORDER, add_adapters, idle_in_first_layer
-from megatron.planner.traffic.exchange_traffic import ExchangeTraffic
-from megatron.planner.traffic.float8_traffic import Float8LayerEnds
-from megatron.planner.traffic.further_traffic import add_further
-from megatron.planner.traffic.latent_traffic import add_latent
-from megatron.planner.traffic.recomputed_layers import recomputed_layers
-from megatron.planner.traffic.sample_traffic import sample_bytes
-from megatron.planner.weight_gathers import num_gathers, parameters_of_buffers
+from megatron.planner.step_traffic import CP, TP, StepRank, add_gradients, add_scalars, add_sends
 from megatron.verification.traffic import Traffic, TrafficSum
+from tests.closed_forms.adapter_traffic import IN_ORDER, add_adapters, idle_in_first_layer
+from tests.closed_forms.exchange_traffic import ExchangeTraffic
+from tests.closed_forms.expert_traffic import SendingExpertLayer
+from tests.closed_forms.float8_traffic import Float8LayerEnds
+from tests.closed_forms.further_traffic import add_further
+from tests.closed_forms.latent_traffic import add_latent
+from tests.closed_forms.recomputed_layers import recomputed_layers
+from tests.closed_forms.sample_traffic import sample_bytes
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
 
-TP, CP, DP, PP, EMBEDDING = ("tp",), ("cp",), ("dp",), ("pp",), ("embedding",)
-CP_INNER, CP_OUTER = ("cp_inner",), ("cp_outer",)
-DP_CP_INNER, DP_CP_OUTER = ("dp_cp_inner",), ("dp_cp_outer",)
-EXPERT_MODEL, EXPERT_DP = ("ep", "etp"), ("edp",)
-EXPERT_DP_INNER, EXPERT_DP_OUTER = ("edp_inner",), ("edp_outer",)
-DP_CP, MODEL_PARALLEL, WORLD = ("dp", "cp"), ("pp", "tp"), GRID_AXES
 
-
-@dataclass(frozen=True)
-class _Rank:
-    """Hold a rank's place in the grid and the lengths that the formulas share."""
-
-    config: RunConfig
-    sizes: ParallelSizes
-    place: Place
-
-    @property
-    def num_microbatches(self) -> int:
-        training = self.config.training
-        return training.global_batch_size // (training.micro_batch_size * self.sizes.dp)
-
-    @property
-    def tokens(self) -> int:
-        """Return s/c · b: the tokens of a micro-batch that a rank holds."""
-        return self.config.data.seq_length // self.sizes.cp * self.config.training.micro_batch_size
-
-    @property
-    def element(self) -> int:
-        return ELEMENT_BYTES[self.config.model.params_dtype]
-
-    def replicas(self, *, of_experts: bool) -> tuple[tuple[str, ...], int, int]:
-        """Return over which axes ranks hold the same parameters, this rank's place among them, and their number."""
-        sizes, place = self.sizes, self.place
-        if of_experts and sizes.has_expert_grid:
-            of_stage = (place["dp"] * sizes.cp + place["cp"]) * sizes.tp + place["tp"]
-            return EXPERT_DP, of_stage // (sizes.ep * sizes.expert_tp), sizes.num_expert_replicas
-        return DP_CP, place["dp"] * sizes.cp + place["cp"], sizes.num_replicas
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Return A = s/c · b · h · e."""
-        return self.tokens * self.config.model.hidden_size * self.element
+class _Rank(StepRank):
+    """A rank, with the bytes of one head of its tokens."""
 
     @property
     def head_bytes(self) -> int:
         """Return s/c · b · k · e."""
         return self.tokens * self.config.model.head_width * self.element
 
-    def group_sizes(self) -> dict[tuple[str, ...], int]:
-        """Return the number of ranks of every group that communicates."""
-        at_an_end = self.place["pp"] in (0, self.sizes.pp - 1)
-        slices = {axes: self.sizes.size_of(axes) for axes in (TP, CP, DP, PP, DP_CP, MODEL_PARALLEL, WORLD)}
-        slices |= {EXPERT_MODEL: self.sizes.ep * self.sizes.expert_tp, EXPERT_DP: self.sizes.num_expert_replicas}
-        inner = self.config.model.cp_inner_size or 1
-        levels = {CP_INNER: inner, CP_OUTER: self.sizes.cp // inner}
-        copies = self.config.ddp.num_distributed_optimizer_instances
-        levels |= {DP_CP_INNER: self.config.ddp.num_shards(self.sizes.num_replicas), DP_CP_OUTER: copies}
-        experts = self.config.ddp.num_shards(self.sizes.num_expert_replicas)
-        levels |= {EXPERT_DP_INNER: experts, EXPERT_DP_OUTER: copies}
-        return slices | levels | {EMBEDDING: min(self.sizes.pp, 2) if at_an_end else 1}
-
 
 def step_traffic(config: RunConfig, rank: int) -> Traffic:
     """Return what a rank sends in one training step."""
-    sizes = config.parallel_sizes
-    here = _Rank(config, sizes, sizes.place(rank))
+    here = _Rank(config, rank)
     total = TrafficSum(here.group_sizes())
-    chunks = config.stage_layout.chunks(here.place["pp"])
-    num_bytes = sample_bytes(config, here.tokens, chunks)
+    num_bytes = sample_bytes(config, here.tokens, here.chunks)
     total.add("broadcast", TP, num_bytes, here.num_microbatches * (num_bytes > 0))
-    for index, chunk in enumerate(chunks):
+    for chunk in here.chunks:
         _add_microbatch(total, here, chunk)
-        _add_sends(total, here, index, len(chunks))
         if chunk.has_loss and config.model.z_loss_coeff:
             # How many tokens count.
             total.add("all_reduce", CP, 8 if here.element == 8 else 4, here.num_microbatches)
-    _add_gradients(total, here, chunks)
-    _add_scalars(total, here)
+    add_sends(total, here)
+    add_gradients(total, here)
+    add_scalars(total, here)
     return {key: volume for key, volume in total.traffic.items() if volume.num_calls}
 
 
@@ -217,8 +161,8 @@ def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, again: s
             _add_beside_product(total, here, "reduce_scatter" if is_column else "all_gather", is_chunked, -m)
 
 
-def _expert_layer(here: _Rank) -> ExpertLayer:
-    return ExpertLayer(here.config.model, here.tokens, here.config.training.micro_batch_size, here.element)
+def _expert_layer(here: _Rank) -> SendingExpertLayer:
+    return SendingExpertLayer(here.config.model, here.tokens, here.config.training.micro_batch_size, here.element)
 
 
 def _float8_ends(here: _Rank) -> Float8LayerEnds:
@@ -304,84 +248,3 @@ def _add_beside_product(
         total.add("send", TP, times * here.hidden_bytes // t, count * (t - 1))
     else:
         total.add(operation, TP, times * here.hidden_bytes, count)
-
-
-def _add_sends(total: TrafficSum, here: _Rank, index: int, num_chunks: int) -> None:
-    """Add a chunk's activations for the next stage and gradients for the previous one."""
-    message = here.hidden_bytes // (here.sizes.tp if here.config.model.sequence_parallel else 1)
-    is_first = index == 0 and here.place["pp"] == 0
-    is_last = index == num_chunks - 1 and here.place["pp"] == here.sizes.pp - 1
-    total.add("send", PP, message, here.num_microbatches * ((not is_first) + (not is_last)))
-
-
-def _add_gradients(total: TrafficSum, here: _Rank, chunks: tuple[StageContents, ...]) -> None:
-    """Add the reductions of gradients over replicas, copies and the ends of the pipeline, and the new parameters."""
-    model, ddp, sizes = here.config.model, here.config.ddp, here.sizes
-    grad_element = ELEMENT_BYTES[ddp.grad_dtype(model.params_dtype)]
-    partial_bytes = 0
-    for parameters, units in parameters_of_buffers(model, chunks, ddp.shards_over(sizes.num_replicas)):
-        axes, replica, replicas = here.replicas(of_experts=parameters[0].is_expert)
-        is_sharded, num_shards = ddp.shards_over(replicas), ddp.num_shards(replicas)
-        has_copies = is_sharded and ddp.num_distributed_optimizer_instances > 1
-        outer = EXPERT_DP_OUTER if axes == EXPERT_DP else DP_CP_OUTER
-        if has_copies:
-            axes = EXPERT_DP_INNER if axes == EXPERT_DP else DP_CP_INNER
-        in_float8 = is_sharded and parameters[0].is_sent_in_float8
-        element = 1 if in_float8 else here.element
-        tied = [index for index, parameter in enumerate(parameters) if parameter.is_tied]
-        buckets = plan_buckets([p.size for p in parameters], tied, ddp, replicas, units).buckets
-        if in_float8:
-            # The amax of every parameter, or of each expert's part of it, before what they scale is sent.
-            is_of_bucket = ddp.overlap_param_gather and ddp.overlap_param_gather_with_optimizer_step
-            scales = sum(parameter.num_scales for parameter in parameters)
-            total.add("all_reduce", axes, 4 * scales, len(buckets) if is_of_bucket else 1)
-        for bucket in buckets:
-            grad_bytes = bucket.num_elements * grad_element
-            if is_sharded:
-                rounds = here.num_microbatches if ddp.shards_gradients else 1
-                total.add("reduce_scatter", axes, grad_bytes, rounds)
-                gathers = 1
-                if ddp.shards_weights:
-                    gathers = here.num_microbatches * num_gathers(units[bucket.slots[0].index])
-                total.add("all_gather", axes, bucket.num_elements * element, gathers)
-            else:
-                total.add("all_reduce", axes, grad_bytes)
-            start, end = bucket.start, bucket.end
-            if is_sharded:
-                start, end = bucket.shard(replica % num_shards, num_shards)
-                total.add("all_reduce", outer, (end - start) * grad_element, int(has_copies))
-            for part in parts_of_range(bucket.slots, start, end):
-                parameter, part_bytes = parameters[part.index], (part.end - part.start) * grad_element
-                if parameter.copies_to_sum:
-                    partial_bytes += sizes.tp // parameter.copies_to_sum * part_bytes
-                if parameter.is_tied:
-                    total.add("all_reduce", EMBEDDING, part_bytes)
-    if partial_bytes:
-        total.add("all_reduce", TP, partial_bytes)
-
-
-def _add_scalars(total: TrafficSum, here: _Rank) -> None:
-    """Add the token count, the gradient norm, and what all ranks agree on: a few float64 numbers each."""
-    config = here.config
-    if config.training.calculate_per_token_loss:
-        total.add("broadcast", PP, 8)
-        total.add("all_reduce", DP_CP, 8)
-    sizes, num_further = here.sizes, config.model.num_further_tokens
-    layers = sum(config.model.moe_layers) + num_further * config.model.moe_layers[-1]
-    replicas = {sizes.num_replicas} | ({sizes.num_expert_replicas} if layers else set())
-    is_of_world = sizes.has_expert_grid or any(config.ddp.shards_over(number) for number in replicas)
-    norms = 16 if config.optimizer.log_num_zeros_in_grad else 8
-    norms += 3 * 8 if config.optimizer.clips_by_kind else 0
-    total.add("all_reduce", WORLD if is_of_world else MODEL_PARALLEL, norms)
-    if layers:
-        # How many tokens each expert was given, and how many choices were dropped.
-        total.add("all_reduce", WORLD, 8 * layers * ((config.model.num_experts or 0) + 1))
-    num_losses = len(auxiliary_losses(config.model)) + bool(config.model.z_loss_coeff) + num_further
-    total.add("all_reduce", WORLD, 32 + 16 * num_losses)
-    if config.faults.watches:
-        # Whether every rank accepts the step.
-        total.add("all_reduce", WORLD, 8)
-    if config.model.fp8_recipe == "delayed" and config.model.fp8_format is not None:
-        # The amax of each operand of each linear layer, and of each expert's two.
-        places = config.model.float8_places
-        total.add("all_reduce", WORLD, places.num_layers * places.num_places * 3 * 4)

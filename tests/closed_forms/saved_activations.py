@@ -19,14 +19,14 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.in_flight import most_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.planner.expert_layer import ExpertLayer
-from megatron.planner.kept.further_memory import kept_by_join
-from megatron.planner.kept.kept_inputs import KeptInput, is_in_float8, kept_input
-from megatron.planner.kept.latent_memory import kept_by_latent_attention
-from megatron.planner.kept.norm_memory import kept_behind, kept_by_head_norms, norm_numbers, reads_frozen
 from megatron.planner.layer_kinds import LayerKind, layer_kinds
-from megatron.planner.layer_widths import layer_widths
 from megatron.planner.plan import Plan
+from tests.closed_forms.expert_traffic import SendingExpertLayer
+from tests.closed_forms.further_memory import kept_by_join
+from tests.closed_forms.kept_inputs import KeptInput, is_in_float8, kept_input
+from tests.closed_forms.latent_memory import kept_by_latent_attention
+from tests.closed_forms.layer_widths import layer_widths
+from tests.closed_forms.norm_memory import kept_behind, kept_by_head_norms, norm_numbers, reads_frozen
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import RunConfig
@@ -96,7 +96,7 @@ def saved_bytes(
     fc1 = kept("linear_fc1", rows, whole_width * (2 if config.is_gated else 1), config.hidden_size)
     fc2 = kept("linear_fc2", tokens, config.hidden_size, whole_width)
     if has_experts:
-        layer = ExpertLayer(config, tokens, micro_batch_size, element)
+        layer = SendingExpertLayer(config, tokens, micro_batch_size, element)
         experts = {} if "moe" in modules else layer.kept(shared_keeps=fc2.is_whole)
         is_alone = "moe" in modules or "shared_experts" in modules or not whole_width
         keeps = "moe" in modules or layer.keeps_input(shared_keeps=fc1.is_whole)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.planner.kept.kept_inputs import is_in_float8, kept_input
-from megatron.planner.kept.norm_memory import norm_numbers
+from tests.closed_forms.kept_inputs import is_in_float8, kept_input
+from tests.closed_forms.norm_memory import norm_numbers
 
 
 def kept_by_join(

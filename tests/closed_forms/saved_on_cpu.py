@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planner.activation_memory import saved_bytes
-from megatron.planner.expert_layer import ExpertLayer
-from megatron.planner.kept.further_memory import kept_by_join
-from megatron.planner.kept.kept_inputs import is_in_float8
-from megatron.planner.kept.latent_memory import kept_by_latent_attention
-from megatron.planner.kept.norm_memory import before_weight, kept_behind, kept_by_head_norms, reads_frozen
-from megatron.planner.layer_widths import key_value_width
+from megatron.planner.saved_by_megatron import key_value_width
+from tests.closed_forms.expert_traffic import SendingExpertLayer
+from tests.closed_forms.further_memory import kept_by_join
+from tests.closed_forms.kept_inputs import is_in_float8
+from tests.closed_forms.latent_memory import kept_by_latent_attention
+from tests.closed_forms.norm_memory import before_weight, kept_behind, kept_by_head_norms, reads_frozen
+from tests.closed_forms.saved_activations import saved_bytes
 
 _WIDE = 4
 
@@ -45,7 +45,7 @@ def saved_on_cpu(
         parts["norms in float32"] = (2 - reads_frozen(model, layer_number)) * hidden * of_each
         if "layernorm" not in modules:
             parts["stream"] = 2 * hidden * kept_of_weight
-        elif has_experts and not ExpertLayer(model, tokens, micro_batch_size, element).keeps_input():
+        elif has_experts and not SendingExpertLayer(model, tokens, micro_batch_size, element).keeps_input():
             # What nothing keeps is not computed again either.
             parts["stream"] -= hidden * element
     parts["norms behind"] = kept_behind(model, rows, element, is_plain=is_plain)
@@ -63,7 +63,7 @@ def saved_on_cpu(
     if is_one:
         parts["gate"] = 0
     elif model.is_gated and has_experts:
-        experts = ExpertLayer(model, tokens, micro_batch_size, element)
+        experts = SendingExpertLayer(model, tokens, micro_batch_size, element)
         gates = experts.given * experts.width + tokens * experts.shared_width * ("shared_experts" not in modules)
         parts["gate"] = gates * element * ("moe" not in modules)
     elif model.is_gated and "mlp" not in modules:

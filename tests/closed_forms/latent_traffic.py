@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.planner.traffic.float8_traffic import Add
+from tests.closed_forms.float8_traffic import Add
 
 
 def add_latent(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.model_parallel_config import ELEMENT_BYTES
-from megatron.planner.layer_widths import is_whole_on_ranks
-from megatron.planner.traffic.float8_traffic import fills_blocks, scale_length
+from tests.closed_forms.float8_traffic import fills_blocks, scale_length
+from tests.closed_forms.layer_widths import is_whole_on_ranks
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

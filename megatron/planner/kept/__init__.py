@@ -1,1 +1,0 @@
-"""What the parts of a layer keep for its backward pass."""

@@ -1,0 +1,71 @@
+"""How the fastest layout and its speed change with the GPU memory, the sequence length, the batch and the GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.core.errors import ConfigurationError
+from megatron.planner.gpu import Gpu
+from megatron.planner.search import Candidate
+from megatron.training.config.run_config import RunConfig
+
+_MIB = 2**20
+_MEMORY_FACTORS = (0.5, 0.75, 1.5)
+_FACTORS = (0.5, 2.0)
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Hold a change of one quantity: the flags that follow those of the run, the number of GPUs, and their type."""
+
+    name: str
+    words: tuple[str, ...]
+    world_size: int
+    gpu: Gpu
+
+
+BestOf = Callable[[Variation], Candidate | None]
+"""Return the fastest layout of a variation, or None if no layout fits."""
+
+
+def variations(config: RunConfig, gpu: Gpu) -> Iterator[Variation]:
+    """Yield the run as it is, and changes of one quantity at a time."""
+    world, length, batch = config.world_size, config.data.seq_length, config.training.global_batch_size
+    yield Variation("as configured", (), world, gpu)
+    for factor in _MEMORY_FACTORS:
+        changed = dataclasses.replace(gpu, memory_bytes=int(factor * gpu.memory_bytes))
+        yield Variation(f"GPU memory {changed.memory_bytes // _MIB} MiB", (), world, changed)
+    for factor in _FACTORS:
+        tokens = round(factor * length)
+        positions = max(tokens, config.model.max_position_embeddings or 0)
+        words = ("--seq-length", str(tokens), "--max-position-embeddings", str(positions))
+        yield Variation(f"sequence length {tokens}", words, world, gpu)
+    for factor in _FACTORS:
+        samples = round(factor * batch)
+        yield Variation(f"global batch size {samples}", ("--global-batch-size", str(samples)), world, gpu)
+    for factor in _FACTORS:
+        yield Variation(f"GPUs {round(factor * world)}", (), round(factor * world), gpu)
+
+
+def describe_sensitivities(several: Sequence[Variation], best_of: BestOf) -> Iterator[str]:
+    """Yield the lines of a table: the fastest layout of each variation, and its speed."""
+    width = max(len(each.name) for each in several)
+    yield f"{'changed':{width}}    ms/step   tokens/s  tokens/s/GPU  MiB left  fastest layout"
+    for each in several:
+        yield f"{each.name:{width}} {_result(each, best_of)}"
+
+
+def _result(variation: Variation, best_of: BestOf) -> str:
+    try:
+        best = best_of(variation)
+    except ConfigurationError as error:
+        return f" not possible: {error.problems[0]}"
+    if best is None:
+        return " no layout fits"
+    speed = best.tokens_per_second
+    return (
+        f"{1e3 * best.seconds:10.1f} {speed:10.0f} {speed / variation.world_size:13.1f} {best.margin_bytes // _MIB:9}  "
+        f"{best.choice.describe()}"
+    )

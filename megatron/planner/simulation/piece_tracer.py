@@ -1,0 +1,261 @@
+"""Take traces: build a piece of a model, and run it forward and backward on tensors without values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+
+from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.layer_output import AuxiliaryLoss
+from megatron.core.main_grad import WeightGradQueue, main_grad_of
+from megatron.core.models.data_parallel import wrap_model
+from megatron.core.models.float8_layers import compute_in_float8
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.parallel_state import ParallelState, create_parallel_state
+from megatron.core.pipeline_parallel.chunk_entrance import ChunkEntrance
+from megatron.core.precision import dtype_from_name
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.planner.gpu import GPUS, Gpu
+from megatron.planner.simulation.balanced_experts import BalancedExperts
+from megatron.planner.simulation.device import PretendedDevice
+from megatron.planner.simulation.fake_world import (
+    followed_storages,
+    simulated_world,
+    with_triton,
+    without_driver,
+)
+from megatron.planner.simulation.host_copies import RecordedCopies
+from megatron.planner.simulation.links import observed_links
+from megatron.planner.simulation.operators import CudaOperators
+from megatron.planner.simulation.recorder import Recorder
+from megatron.planner.simulation.roofline import is_attention
+from megatron.planner.simulation.step_record import Operation, StepRecord
+from megatron.planner.traces import ATTENTION, GEMM, MEMORY, PHASES, TraceRequest
+
+_FORWARD, _BACKWARD, _WEIGHTS = range(len(PHASES))
+
+
+def take_traces(requests: Mapping[str, TraceRequest]) -> dict[str, dict[str, Any]]:
+    """Return the trace of each request at each of its micro-batch sizes, as JSON-ready values."""
+    taken: dict[str, dict[str, Any]] = {}
+    for key, request in requests.items():
+        _warm_up(request)
+        taken[key] = {}
+        for size in request.traced_sizes:
+            # Each size has a recorder of its own: what an earlier piece leaves to the garbage collector is not seen.
+            with _simulated(request) as tracer:
+                taken[key][str(size)] = tracer.trace(size)
+    return taken
+
+
+_warmed: set[tuple[Any, ...]] = set()
+
+
+def _warm_up(request: TraceRequest) -> None:
+    """Let what a process does once, such as to try which fp8 matmuls there are, be done before a trace is taken."""
+    model = request.model
+    kind = request.capability, model.fp8_format, model.fp8_recipe, model.num_experts is None, request.contents.has_loss
+    if kind not in _warmed:
+        _warmed.add(kind)
+        with _simulated(request) as tracer:
+            tracer.trace(1)
+
+
+class _simulated:
+    """Enter a world of the smallest size in which a request's piece has its groups."""
+
+    def __init__(self, request: TraceRequest) -> None:
+        self._request = request
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Tracer:
+        request, recorder = self._request, Recorder()
+        model, gpu = request.model, _gpu_of(request.capability)
+        device = PretendedDevice(
+            "cuda",
+            gpu=gpu,
+            on_wait=recorder.wait,
+            copies=RecordedCopies(recorder),
+            count_live_bytes=lambda: recorder.memory.num_bytes,
+        )
+        sizes = model.parallel_sizes
+        copy, experts = sizes.tp * sizes.cp, sizes.ep * sizes.expert_tp
+        alone = ParallelSizes(tp=sizes.tp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
+        experts_mode = BalancedExperts(model, recorder.wait).taking_calls() if model.num_experts else nullcontext()
+        for context in (
+            simulated_world(0, math.lcm(copy, experts)),
+            without_driver(gpu),
+            followed_storages(recorder),
+            observed_links(recorder),
+            with_triton(recorder, request.seq_length // 2),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            recorder,
+            CudaOperators(recorder, gpu.capability),
+            experts_mode,
+        ):
+            self._stack.enter_context(context)
+        state = create_parallel_state(alone, observer=recorder.communicate, cp_inner_size=model.cp_inner_size)
+        return _Tracer(request, recorder, device, state)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+@dataclass
+class _Tracer:
+    """Run a piece in a simulated world."""
+
+    request: TraceRequest
+    recorder: Recorder
+    device: PretendedDevice
+    state: ParallelState
+
+    def trace(self, batch: int) -> dict[str, Any]:
+        """Return operations, communications and memory of a micro-batch of so many samples."""
+        request, recorder, memory = self.request, self.recorder, self.recorder.memory
+        model, contents = request.model, request.contents
+        width = model.padded_vocab_size // model.tensor_model_parallel_size
+        memory.logits_widths = range(width - (model.padded_vocab_size - model.vocab_size), width + 1)
+        chunk, queue = self._build()
+        base = memory.num_bytes
+        hidden, ids = self._inputs(batch)
+        # The input of the first layer needs no gradient if the embedding is frozen.
+        is_after_frozen = bool(model.lora_rank) and contents.layer_numbers[:1] == (0,)
+        entrance = None if hidden is None or is_after_frozen else ChunkEntrance()
+        at_entry: list[int] = []
+        chunk.decoder.register_forward_pre_hook(lambda *_: at_entry.append(memory.num_bytes))
+        # Forward.
+        recorder.phase = "forward"
+        recorder.start()
+        shared = memory.num_bytes
+        losses: list[AuxiliaryLoss] = []
+        given = hidden if entrance is None or hidden is None else entrance.enter(hidden)
+        hidden = None
+        output = chunk(
+            ids,
+            ids,
+            hidden=given,
+            labels=ids if contents.has_loss else None,
+            loss_mask=torch.ones(ids.shape, device="cuda") if contents.has_loss else None,
+            losses=losses,
+        )
+        given = None
+        if contents.has_loss:
+            output = output.sum()
+        roots = [output, *(each.loss_sum for each in losses if each.loss_sum.requires_grad)]
+        edges = [get_gradient_edge(root) for root in roots if root.requires_grad]
+        incoming = None if contents.has_loss else output.shape
+        forward, forward_peak, forward_logits = recorder.record, recorder.record.peak_bytes, self._logits_at_peak()
+        del output, roots, losses
+        # Shared by all layers of a chunk: angles and keys of dropout, which are made before the first of them.
+        made_before = at_entry[0] - shared if contents.layer_numbers and at_entry else 0
+        kept = memory.num_bytes - base - made_before - ids.nbytes
+        # Backward.
+        recorder.phase = "backward"
+        recorder.start()
+        gradient = None
+        if incoming is not None:
+            gradient = torch.empty(incoming, dtype=dtype_from_name(model.params_dtype), device="cuda")
+        runs_backward = bool(edges)
+        if runs_backward:
+            with queue.collecting(0) if queue is not None else nullcontext():
+                torch.autograd.backward(edges, [gradient, *[None] * (len(edges) - 1)])
+        backward, backward_peak, backward_logits = recorder.record, recorder.record.peak_bytes, self._logits_at_peak()
+        edges, gradient = [], None
+        outgoing = 0 if entrance is None or entrance.grad is None else entrance.grad.nbytes
+        deferred = memory.num_bytes - base - ids.nbytes - outgoing
+        recorder.start()
+        if queue is not None and runs_backward:
+            recorder.phase = "weights"
+            queue.run(0)
+        weights = recorder.record
+        return {
+            "operations": [
+                row
+                for phase, record in ((_FORWARD, forward), (_BACKWARD, backward), (_WEIGHTS, weights))
+                for row in _rows(phase, record)
+            ],
+            "sent": [
+                [phase, each.call.operation, list(each.call.axes), each.call.group_size, each.call.num_bytes]
+                for phase, record in ((_FORWARD, forward), (_BACKWARD, backward), (_WEIGHTS, weights))
+                for each in record.communications
+                if each.call.operation != "receive"
+            ],
+            "memory": [
+                max(kept, 0),
+                forward_peak - base - made_before - ids.nbytes,
+                backward_peak - base - made_before - ids.nbytes,
+                max(deferred, 0) if queue is not None else 0,
+                max(forward_logits, backward_logits),
+            ],
+        }
+
+    def _build(self) -> tuple[GPTModel, WeightGradQueue | None]:
+        request, model = self.request, self.request.model
+        chunk = GPTModel(
+            model,
+            self.state.tp,
+            RngStreams(self.device, 0, self.state.place),
+            seed=None,
+            device="cuda",
+            layer_numbers=request.contents.layer_numbers,
+            pre_process=request.contents.has_embedding,
+            post_process=request.contents.has_loss,
+            cp=self.state.cp,
+            experts=ExpertGroups.of(self.state),
+        )
+        float8 = compute_in_float8((chunk,), model, self.device.torch_device)
+        if float8 is not None:
+            # Every step but the first one has the scales of earlier steps.
+            float8.has_history = True
+        ddp = DistributedDataParallelConfig(
+            gradient_accumulation_fusion=request.fuses_accumulation,
+            grad_reduce_in_bf16=not request.reduces_in_float32,
+        )
+        wrap_model(chunk, ddp, self.state, calculate_per_token_loss=True)
+        for parameter in chunk.parameters():
+            if (main_grad := main_grad_of(parameter)) is not None:
+                # Every micro-batch of a step but the first one adds to the gradients of the others.
+                main_grad.is_empty = False
+        return chunk, WeightGradQueue(chunk.parameters()) if request.splits_backward else None
+
+    def _inputs(self, batch: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return hidden states, but for the first piece of a model, and numbers that serve as tokens and positions."""
+        model, length = self.request.model, self.request.seq_length
+        ids = torch.zeros(batch, length // model.context_parallel_size, dtype=torch.int64, device="cuda")
+        if self.request.contents.has_embedding:
+            return None, ids
+        shape = model.hidden_shape(length, batch)
+        return torch.empty(shape, dtype=dtype_from_name(model.params_dtype), device="cuda"), ids
+
+    def _logits_at_peak(self) -> int:
+        return self.recorder.record.peak_holders.get("logits", 0)
+
+
+def _rows(phase: int, record: StepRecord) -> Iterator[list[float]]:
+    """Yield an operation's fields in the order of `OPERATION_FIELDS`."""
+    for each in record.operations:
+        kind, gemm = _kind(each), each.gemm
+        sizes = (gemm.batch, gemm.rows, gemm.inner, gemm.columns) if kind == GEMM and gemm is not None else (0, 0, 0, 0)
+        yield [phase, kind, each.itemsize, *sizes, each.num_bytes, each.flops, int(each.is_recomputed)]
+
+
+def _kind(operation: Operation) -> int:
+    if is_attention(operation) and operation.flops:
+        return ATTENTION
+    return GEMM if operation.gemm is not None else MEMORY
+
+
+def _gpu_of(capability: tuple[int, int]) -> Gpu:
+    """Return a GPU type of a capability: kernels are chosen by it alone."""
+    known = next((gpu for gpu in GPUS.values() if gpu.capability == capability), None)
+    return known or replace(next(iter(GPUS.values())), capability=capability)

@@ -1,0 +1,201 @@
+"""Where traces of pieces come from: this process, a folder of earlier traces, or a tracer.
+
+Traces lie in a folder under a hash of the sources, of torch's version and of what the trace depends on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.errors import ConfigurationError
+from megatron.planner.traces import (
+    FEWEST_SAMPLES,
+    OPERATION_FIELDS,
+    PieceMemory,
+    PieceTrace,
+    Sent,
+    TraceRequest,
+    request_to_json,
+)
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SOURCES = ("core", "planner/simulation")
+
+
+class TraceStore:
+    """Return traces: those of this process, of earlier ones, or taken anew.
+
+    ``folder`` is by default one for temporary files.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = (folder or _default_folder()) / _sources_key()
+        self._known: dict[str, Mapping[str, Any]] = {}
+        self._scaled: dict[tuple[str, int], PieceTrace] = {}
+
+    def trace(self, request: TraceRequest) -> PieceTrace:
+        """Return the trace of one piece.
+
+        Raises:
+            ConfigurationError: this node cannot simulate CUDA, or the folder of the traces cannot be written.
+        """
+        key = request.key, request.micro_batch_size
+        if key not in self._scaled:
+            self.prepare([request])
+            record = self._known[request.key]
+            if _has_same_operations(record):
+                self._scaled[key] = _scaled(record, request.micro_batch_size)
+            else:
+                # Attention in blocks, for example, has more of them for larger micro-batches.
+                self._scaled[key] = self.trace(dataclasses.replace(request, is_exact=True))
+        return self._scaled[key]
+
+    def prepare(self, requests: Sequence[TraceRequest]) -> None:
+        """Take the traces that are not known yet, all in one go."""
+        missing = {request.key: request for request in requests if request.key not in self._known}
+        for key in list(missing):
+            path = self._folder / f"{key}.json"
+            if path.exists():
+                self._known[key] = json.loads(path.read_text(encoding="utf-8"))
+                del missing[key]
+        if missing:
+            self._known |= self._take(missing)
+
+    def _take(self, missing: Mapping[str, TraceRequest]) -> Mapping[str, Mapping[str, Any]]:
+        given = [{"key": key, "request": request_to_json(request)} for key, request in missing.items()]
+        if _may_trace_here():
+            from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+
+            load_pretended_cuda()
+            from megatron.planner.simulation.piece_tracer import take_traces
+
+            taken: Mapping[str, Mapping[str, Any]] = take_traces(missing)
+        else:
+            taken = _take_elsewhere(given)
+        try:
+            self._write(taken)
+        except OSError as error:
+            raise ConfigurationError(
+                f"traces of the model cannot be written to {self._folder}: {error.strerror}; set TMPDIR to a folder "
+                "that can be written"
+            ) from error
+        return taken
+
+    def _write(self, taken: Mapping[str, Mapping[str, Any]]) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for key, record in taken.items():
+            with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False, encoding="utf-8") as file:
+                json.dump(record, file)
+            os.replace(file.name, self._folder / f"{key}.json")
+
+
+def trace_in_this_process() -> None:
+    """Let this process take traces itself, unless it has imported torch already, so that torch is imported once.
+
+    If this node cannot simulate CUDA, the first trace that is missing says so.
+    """
+    from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+
+    if "torch" not in sys.modules:
+        with suppress(ConfigurationError):
+            load_pretended_cuda()
+
+
+@functools.cache
+def default_store() -> TraceStore:
+    """Return the store that this process shares."""
+    return TraceStore()
+
+
+def _has_same_operations(record: Mapping[str, Any]) -> bool:
+    """Return whether a piece runs the same operations and sends the same messages at each traced micro-batch size."""
+    shapes = {
+        tuple((phase, kind, itemsize) for phase, kind, itemsize, *_ in each["operations"]) for each in record.values()
+    }
+    return len(shapes) == 1 and len({len(each["sent"]) for each in record.values()}) == 1
+
+
+def _scaled(record: Mapping[str, Any], size: int) -> PieceTrace:
+    """Return a trace at a micro-batch size."""
+    if len(record) == 1:
+        (small,) = record.values()
+        large = small
+    else:
+        small, large = (record[str(each)] for each in FEWEST_SAMPLES)
+    first, second = (_operations(each) for each in (small, large))
+    more = size - FEWEST_SAMPLES[0]
+
+    def at(few: int, many: int) -> int:
+        return few + more * (many - few)
+
+    sent = tuple(
+        Sent(phase, operation, tuple(axes), group_size, at(num_bytes, other[-1]))
+        for (phase, operation, axes, group_size, num_bytes), other in zip(small["sent"], large["sent"])
+    )
+    memory = PieceMemory(*(at(few, many) for few, many in zip(small["memory"], large["memory"])))
+    return PieceTrace(first + more * (second - first), sent, memory)
+
+
+def _operations(record: Mapping[str, Any]) -> np.ndarray:
+    return np.array(record["operations"], dtype=float).reshape(-1, len(OPERATION_FIELDS))
+
+
+def _take_elsewhere(given: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """Take traces in a process of their own, which imports torch after the library that stands in for CUDA.
+
+    Raises:
+        ConfigurationError: the process ends, or a trace raises; why.
+    """
+    worker = _worker()
+    assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018 both are pipes
+    worker.stdin.write(json.dumps(given) + "\n")
+    worker.stdin.flush()
+    answer: dict[str, Any] = json.loads(worker.stdout.readline() or '{"error": "the process that traces has ended"}')
+    if "error" in answer:
+        raise ConfigurationError(f"the layers of this model cannot be traced: {answer['error']}")
+    traces: Mapping[str, Mapping[str, Any]] = answer["traces"]
+    return traces
+
+
+@functools.cache
+def _worker() -> subprocess.Popen[str]:
+    """Return a process that takes traces until its standard input ends, which is at the end of this one."""
+    found = [str(_PACKAGE.parent), *sys.path]
+    program = f"import sys; sys.path[:0] = {found!r}; from megatron.planner.trace_worker import main; main()"
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+
+def _default_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"megatron-traces-{os.getuid()}"
+
+
+@functools.cache
+def _sources_key() -> str:
+    """Return a hash of the sources that a trace depends on, and of torch's version."""
+    digest = hashlib.sha256(importlib.metadata.version("torch").encode())
+    for name in _SOURCES:
+        for path in sorted((_PACKAGE / name).rglob("*.py")):
+            digest.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _may_trace_here() -> bool:
+    """Return whether CUDA can be simulated in this process: torch is not imported yet, or with the library."""
+    from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+
+    return "torch" not in sys.modules or load_pretended_cuda.cache_info().currsize > 0

@@ -1,1 +1,0 @@
-"""What a training step sends, by what sends it."""

@@ -1,0 +1,1 @@
+"""What layers save in closed form: an oracle for the planner, which measures it."""

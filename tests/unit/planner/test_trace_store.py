@@ -1,0 +1,47 @@
+"""A store scales traces to a micro-batch size, unless other sizes have other operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.planner.plan import Plan
+from megatron.planner.trace_store import TraceStore
+from megatron.planner.traces import TraceRequest
+from megatron.training.config.arguments import resolve_arguments
+from tests.unit.training.config.command_lines import MINIMAL
+
+
+def record_of(sizes: tuple[int, ...], *, in_blocks: bool) -> Mapping[str, Any]:
+    """Return what a tracer says of an operation of 10 bytes, and 100 bytes per sample, in blocks of two samples."""
+
+    def at(size: int) -> dict[str, Any]:
+        count = -(-size // 2) if in_blocks else 1
+        operations = [[0, 2, 2, 0, 0, 0, 0, 10 + 100 * size / count, 0, 0]] * count
+        return {"operations": operations, "sent": [], "memory": [7 * size, 8 * size, 9 * size, 0, 0]}
+
+    return {str(size): at(size) for size in sizes}
+
+
+@pytest.mark.parametrize(("in_blocks", "taken"), [(False, [(2, 3)]), (True, [(2, 3), (5,)])])
+def test_sizes_with_other_operations_are_traced_themselves(
+    in_blocks: bool, taken: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def take(store: TraceStore, missing: Mapping[str, TraceRequest]) -> Mapping[str, Mapping[str, Any]]:
+        seen.extend(request.traced_sizes for request in missing.values())
+        return {key: record_of(request.traced_sizes, in_blocks=in_blocks) for key, request in missing.items()}
+
+    monkeypatch.setattr(TraceStore, "_take", take)
+    model = Plan.of(resolve_arguments([*MINIMAL], 1).config).model
+    request = TraceRequest(model, StageContents((0,)), seq_length=8, micro_batch_size=5, capability=(9, 0))
+    trace = TraceStore(tmp_path).trace(request)
+    assert seen == taken
+    count = 3 if in_blocks else 1
+    assert trace.column("num_bytes").tolist() == pytest.approx([10 + 500 / count] * count)
+    assert trace.memory.kept == 35
