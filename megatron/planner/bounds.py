@@ -35,21 +35,19 @@ _KEPT_SHARE = 0.9
 class _Cost:
     """Hold the seconds of a piece and a micro-batch: those that context parallelism divides, and the others.
 
-    ``ring`` is what attention takes longer when its keys travel around context-parallel ranks. ``forward`` and
-    ``attention_forward`` are what recompute adds, and ``forward_of_tokens`` is the least of a forward pass.
+    ``forward`` and ``attention_forward`` are the time that recompute adds, ``forward_of_tokens`` is the least time of a
+    forward pass.
     """
 
     of_tokens: float
     of_piece: float
     forward: float
     attention_forward: float
-    ring: float
     forward_of_tokens: float
 
     def seconds(self, context_ranks: int) -> float:
         """Return the least time on one of so many context-parallel ranks."""
-        of_tokens = self.of_tokens + (self.ring if context_ranks > 1 else 0.0)
-        return of_tokens / context_ranks + self.of_piece
+        return self.of_tokens / context_ranks + self.of_piece
 
 
 @dataclass
@@ -182,7 +180,6 @@ class Bounds:
                 of_piece=0.0,
                 forward=0.0,
                 attention_forward=0.0,
-                ring=0.0,
                 forward_of_tokens=0.0,
             )
         elif key not in self._costs:
@@ -194,13 +191,11 @@ class Bounds:
                 of_tokens = max(0.0, of_tokens - constant)
             share = of_tokens / time.total if time.total else 0.0
             rest = time.total - of_tokens
-            ring = time.part("attention") * (1.0 / self.implementation.times.ring_share - 1.0)
             self._costs[key] = _Cost(
                 of_tokens=of_tokens,
                 of_piece=rest,
                 forward=time.forward.total * share,
                 attention_forward=time.forward.attention,
-                ring=ring,
                 forward_of_tokens=max(0.0, time.forward.total - rest),
             )
         return self._costs[key]

@@ -9,7 +9,13 @@ from megatron.planner.explanation import Explanation
 from megatron.planner.stage_memory import MEMORY_PARTS
 
 _MIB = 2**20
-_TIME_PARTS = ("busy", "bubble", "neighbours", "exposed_data_parallel", "update")
+_TIME_PARTS = {
+    "busy": "busy",
+    "bubble": "bubble",
+    "neighbours": "pipeline communication",
+    "exposed_data_parallel": "exposed data-parallel communication",
+    "update": "update",
+}
 
 
 @dataclass(frozen=True)
@@ -75,21 +81,20 @@ def _rows(explanations: Sequence[Explanation]) -> Iterator[_Row]:
     ]
     for part in MEMORY_PARTS:
         yield row(f"{part}, MiB", *(None if stage is None else getattr(stage, part) / _MIB for stage in fullest))
-    yield row("fullest stage together, MiB", *(None if stage is None else stage.total / _MIB for stage in fullest))
+    yield row("fullest stage, total, MiB", *(None if stage is None else stage.total / _MIB for stage in fullest))
     left = [
         None if each.prediction.used_bytes is None else (each.usable - each.prediction.used_bytes) / _MIB
         for each in explanations
     ]
-    yield row("left on the GPU, MiB", *left)
+    yield row("free GPU memory, MiB", *left)
     times = [each.prediction.time for each in explanations]
-    for part in _TIME_PARTS:
-        label = f"{part.replace('_', ' ')}, ms"
-        yield row(label, *(None if time is None else 1e3 * getattr(time, part) for time in times), digits=1)
+    for part, label in _TIME_PARTS.items():
+        yield row(f"{label}, ms", *(None if time is None else 1e3 * getattr(time, part) for time in times), digits=1)
     yield row("step, ms", *(None if time is None else 1e3 * time.total for time in times), digits=1)
     yield row("tokens per second", *(each.tokens_per_second for each in explanations))
     per_gpu = [
         None if each.tokens_per_second is None else each.tokens_per_second / each.sizes.world_size
         for each in explanations
     ]
-    yield row("tokens per second and GPU", *per_gpu)
+    yield row("tokens per second per GPU", *per_gpu)
     yield row("TFLOP/s per GPU", *(each.prediction.tflops for each in explanations), digits=1)

@@ -97,11 +97,6 @@ class ExpertLayer:
         return 2 if self.model.is_gated else 1
 
     @property
-    def num_weights(self) -> int:
-        """Return the weights of this rank's experts."""
-        return self.num_local * self.model.hidden_size * self.width * (self.gates + 1)
-
-    @property
     def wide(self) -> int:
         """Return the bytes of a score."""
         return max(self.router_element, 4)

@@ -17,6 +17,7 @@ from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import Prediction, predict, usable_bytes
+from megatron.planner.step_flops import step_flops
 from megatron.planner.step_traffic import step_traffic
 from megatron.training.config.run_config import RunConfig
 from megatron.training.theoretical_memory import ModelSize, model_size
@@ -142,7 +143,7 @@ def explain(config: RunConfig, notes: Sequence[str], gpu: Gpu, implementation: I
         timeline=timeline,
         bubble=bubble,
         traffic=tuple(_traffic(config, gpu, stage) for stage in range(plan.parallel_sizes.pp)),
-        flops=3.0 * plan.global_batch_size * plan.model.forward_flops_per_sequence(plan.seq_length),
+        flops=step_flops(plan),
         data=data_need(config),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -46,6 +47,13 @@ class Gpu:
     flash: Mapping[int, AttentionRate]
     cudnn: Mapping[int, AttentionRate]
     sources: tuple[str, ...]
+
+    @functools.cached_property
+    def speeds(self) -> tuple[object, ...]:
+        """Return all figures that the time of a layer depends on, as a key."""
+        peaks = (self.half_flops, self.single_flops, self.float8_flops, self.product_share)
+        bandwidths = (self.memory_bandwidth, self.link_bandwidth, self.network_bandwidth)
+        return (self.capability, *peaks, *bandwidths, tuple(self.flash.items()), tuple(self.cudnn.items()))
 
 
 _PRODUCTS = (

@@ -26,7 +26,8 @@ class LayerTime:
 
     ``expert_parallel`` is the tokens' way to their experts and back. ``forward`` and ``weight_gradients`` are the
     forward pass and the deferred weight gradients, within the parts. ``host`` is the time of the host to launch the
-    layer. ``host_forward`` is its part for the forward pass, if the host waits for the device in that pass.
+    layer once, and ``host_again`` to launch what is computed again. ``host_forward`` is its part for the forward pass,
+    if the host waits for the device in that pass.
     """
 
     products: float
@@ -41,15 +42,21 @@ class LayerTime:
     expert_parallel: float = 0.0
     weight_gradients: float = 0.0
     host_forward: float = 0.0
+    host_again: float = 0.0
 
     @property
     def total(self) -> float:
         """Return all parts together, or the time of the host if that is longer."""
         busy = self.products + self.attention + self.passes + self.again
         sent = self.tensor_parallel + self.context_parallel + self.expert_parallel
-        whole = busy + sent + self.offload
-        rest = max(self.host - self.host_forward, whole - self.forward)
-        return max(self.host_forward, self.forward) + rest if self.host_forward else max(self.host, whole)
+        whole, host = busy + sent + self.offload, self.host + self.host_again
+        rest = max(host - self.host_forward, whole - self.forward)
+        return max(self.host_forward, self.forward) + rest if self.host_forward else max(host, whole)
+
+    @property
+    def once(self) -> LayerTime:
+        """Return the time without full recompute."""
+        return dataclasses.replace(self, again=0.0, host_again=0.0)
 
 
 def layer_time(
@@ -77,6 +84,7 @@ def layer_time(
         again=forward if plan.model.recompute_granularity == "full" else 0.0,
         offload=_offload(plan, gpu, kept, forward),
         host=time.part("host"),
+        host_again=time.forward.host if plan.model.recompute_granularity == "full" else 0.0,
         forward=forward,
         weight_gradients=time.weights.total,
         host_forward=time.forward.host if kind.has_experts else 0.0,
@@ -132,7 +140,7 @@ def _tensor_parallel(plan: Plan, gpu: Gpu, trace: PieceTrace, phase: int) -> flo
 
 
 def _offload(plan: Plan, gpu: Gpu, kept: PieceMemory, forward: float) -> float:
-    """Return what a layer waits for its activations' way to the machine's memory and back."""
+    """Return the exposed time of offloading a layer's activations to host memory and back."""
     if not (plan.model.cpu_offloading and plan.model.cpu_offloading_activations):
         return 0.0
     copy = kept.kept / (gpu.host_bandwidth * MEMORY_SHARE)

@@ -25,11 +25,6 @@ class Links:
         t = self.sizes.tp
         return self._seconds(num_bytes * (t - 1) / t, t, 1) if t > 1 else 0.0
 
-    def context_parallel_seconds(self, num_bytes: float) -> float:
-        """Return the time of so many bytes on their way to all other context-parallel ranks, one after another."""
-        c = self.sizes.cp
-        return self._seconds(num_bytes * (c - 1), c, self.sizes.tp) if c > 1 else 0.0
-
     def context_seconds(self, operation: str, num_bytes: float) -> float:
         """Return the time of one message between the context-parallel ranks: to a neighbour, or over all of them."""
         c = self.sizes.cp

@@ -71,7 +71,7 @@ def piece_time(plan: Plan, gpu: Gpu, implementation: Implementation, trace: Piec
     # Messages of a piece are between the ranks of these axes, which lie together whatever the others are.
     sizes = plan.parallel_sizes
     key = (
-        gpu.name,
+        gpu.speeds,
         sizes.tp,
         sizes.cp,
         sizes.ep,

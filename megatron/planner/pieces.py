@@ -44,7 +44,7 @@ def model_pieces(plan: Plan, implementation: Implementation, gpu: Gpu | None) ->
             again = {number: layer_trace(plan, capability, number, is_again=True).memory for number in set(own)}
         embedding = end_trace(plan, capability, has_loss=False).memory
     else:
-        of_number = {number: _described_layer(plan, implementation, number) for number in set(numbers)}
+        of_number = {number: _described_layer(plan, implementation, number) for number in set(own)}
         embedding = NOTHING
     deferred = 0
     if implementation.is_traced:

@@ -37,16 +37,19 @@ def variations(config: RunConfig, gpu: Gpu) -> Iterator[Variation]:
     for factor in _MEMORY_FACTORS:
         changed = dataclasses.replace(gpu, memory_bytes=int(factor * gpu.memory_bytes))
         yield Variation(f"GPU memory {changed.memory_bytes // _MIB} MiB", (), world, changed)
-    for factor in _FACTORS:
-        tokens = round(factor * length)
+    for tokens in _scaled(length):
         positions = max(tokens, config.model.max_position_embeddings or 0)
         words = ("--seq-length", str(tokens), "--max-position-embeddings", str(positions))
         yield Variation(f"sequence length {tokens}", words, world, gpu)
-    for factor in _FACTORS:
-        samples = round(factor * batch)
+    for samples in _scaled(batch):
         yield Variation(f"global batch size {samples}", ("--global-batch-size", str(samples)), world, gpu)
-    for factor in _FACTORS:
-        yield Variation(f"GPUs {round(factor * world)}", (), round(factor * world), gpu)
+    for ranks in _scaled(world):
+        yield Variation(f"GPUs {ranks}", (), ranks, gpu)
+
+
+def _scaled(number: int) -> list[int]:
+    """Return half and twice a number, if they are whole."""
+    return [int(factor * number) for factor in _FACTORS if (factor * number).is_integer()]
 
 
 def describe_sensitivities(several: Sequence[Variation], best_of: BestOf) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +17,7 @@ from megatron.planner.implementations import Implementation
 from megatron.planner.layer_kinds import LayerKind, layer_kinds, layer_numbers
 from megatron.planner.layer_time import LayerTime, end_times, layer_time
 from megatron.planner.links import Links
-from megatron.planner.piece_memory import ModelPieces
+from megatron.planner.piece_memory import ModelPieces, recomputed_groups
 from megatron.planner.piece_time import MEMORY_SHARE
 from megatron.planner.plan import Plan
 from megatron.planner.replica_time import EXCHANGE_SHARE, exposed_replica_seconds
@@ -145,15 +147,12 @@ def _chunk(
 ) -> float:
     """Return the time of a chunk's layers, of which block recompute and offload take the first ones only."""
     model, numbers = plan.model, chunk.layer_numbers
-    again = offloaded = len(numbers)
-    if model.recompute_granularity == "full" and model.recompute_method == "block":
-        again = min(again, model.recompute_num_layers or 1)
-    if model.cpu_offloading:
-        offloaded = min(offloaded, model.num_offloaded_layers)
+    _, again = recomputed_groups(model, len(numbers))
+    offloaded = min(len(numbers), model.num_offloaded_layers) if model.cpu_offloading else 0
     seconds = 0.0
     for kind, layer in layers.items():
         places = [place for place, number in enumerate(numbers) if kinds[number] == kind]
-        seconds += len(places) * layer.total
-        seconds -= sum(place >= again for place in places) * layer.again
-        seconds -= sum(place >= offloaded for place in places) * layer.offload
+        for (is_again, is_offloaded), count in Counter((place < again, place < offloaded) for place in places).items():
+            own = layer if is_again else layer.once
+            seconds += count * (own if is_offloaded else dataclasses.replace(own, offload=0.0)).total
     return seconds

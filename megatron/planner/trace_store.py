@@ -33,7 +33,8 @@ from megatron.planner.traces import (
 )
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_SOURCES = ("core", "planner/simulation")
+_SOURCES = ("core", "planner")
+"""Folders of sources that a trace may depend on."""
 
 
 class TraceStore:
@@ -97,6 +98,8 @@ class TraceStore:
 
     def _write(self, taken: Mapping[str, Mapping[str, Any]]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._folder.stat().st_uid != os.getuid():
+            raise ConfigurationError(f"{self._folder} belongs to another user; set TMPDIR to another folder")
         for key, record in taken.items():
             with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False, encoding="utf-8") as file:
                 json.dump(record, file)
@@ -124,9 +127,13 @@ def default_store() -> TraceStore:
 def _has_same_operations(record: Mapping[str, Any]) -> bool:
     """Return whether a piece runs the same operations and sends the same messages at each traced micro-batch size."""
     shapes = {
-        tuple((phase, kind, itemsize) for phase, kind, itemsize, *_ in each["operations"]) for each in record.values()
+        (
+            tuple((phase, kind, itemsize) for phase, kind, itemsize, *_ in each["operations"]),
+            tuple((phase, operation, *axes, size) for phase, operation, axes, size, _ in each["sent"]),
+        )
+        for each in record.values()
     }
-    return len(shapes) == 1 and len({len(each["sent"]) for each in record.values()}) == 1
+    return len(shapes) == 1
 
 
 def _scaled(record: Mapping[str, Any], size: int) -> PieceTrace:
@@ -162,9 +169,16 @@ def _take_elsewhere(given: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[
     """
     worker = _worker()
     assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018 both are pipes
-    worker.stdin.write(json.dumps(given) + "\n")
-    worker.stdin.flush()
-    answer: dict[str, Any] = json.loads(worker.stdout.readline() or '{"error": "the process that traces has ended"}')
+    try:
+        worker.stdin.write(json.dumps(given) + "\n")
+        worker.stdin.flush()
+        line = worker.stdout.readline()
+    except OSError:
+        line = ""
+    if not line:
+        _worker.cache_clear()
+        raise ConfigurationError("the layers of this model cannot be traced: the process that traces has ended")
+    answer: dict[str, Any] = json.loads(line)
     if "error" in answer:
         raise ConfigurationError(f"the layers of this model cannot be traced: {answer['error']}")
     traces: Mapping[str, Mapping[str, Any]] = answer["traces"]

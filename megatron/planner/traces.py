@@ -26,7 +26,6 @@ GEMM, ATTENTION, MEMORY = range(3)
 OPERATION_FIELDS = (
     *("phase", "kind", "itemsize", "batch", "rows", "inner", "columns", "num_bytes", "flops", "is_recomputed"),
 )
-MEMORY_FIELDS = ("kept", "forward_peak", "backward_peak", "deferred", "logits")
 _OF_PIPELINE = (
     *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
     *("pipeline_model_parallel_layout", "pipeline_schedule", "account_for_embedding_in_pipeline_split"),
@@ -68,10 +67,7 @@ class PieceMemory:
 
 @dataclass(frozen=True, eq=False)
 class PieceTrace:
-    """Hold what a piece does for a micro-batch: operations as columns of an array, communications, and memory.
-
-    ``prices`` are what was made of them already.
-    """
+    """Hold the operations, communications and memory of a piece for a micro-batch. ``prices`` caches its times."""
 
     operations: np.ndarray
     sent: tuple[Sent, ...]
@@ -94,10 +90,10 @@ class PieceTrace:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """Say which piece is traced, how: ``micro_batch_size`` samples of ``seq_length`` tokens on a GPU of a capability.
+    """Name the piece to trace, and how: ``micro_batch_size`` samples of ``seq_length`` tokens on a GPU of a capability.
 
-    ``splits_backward`` defers weight gradients, ``accumulates`` says that they are added to sums of ``grad_dtype`` by
-    the matmul itself. ``is_exact`` asks for a trace of this micro-batch size, and not of others from which it follows.
+    ``splits_backward`` defers weight gradients. ``fuses_accumulation`` adds them in the matmul to gradients in float32
+    (``reduces_in_float32``) or in the model's dtype. ``is_exact`` traces this micro-batch size alone.
     """
 
     model: GPTConfig

@@ -1,4 +1,4 @@
-"""What the closed forms say of a stage beside a dry run of its first rank: parameters, memory, and what is sent."""
+"""Compare the plan of a stage with a dry run of its first rank: parameters, memory and messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.training.training_step import ForwardStep
 
 CLOSE = 0.02
-"""A dry run's peak of memory may be so far from the closed forms', as a part of it."""
+"""Relative difference that is allowed between the dry run's peak of memory and the plan."""
 _BLOCKS = 8 * 2**20
 """Blocks in which memory is given make up that much in the smallest models."""
 _ROUNDS = 2
@@ -89,10 +89,10 @@ class VerifiedStage:
         return dataclasses.asdict(self) | {"agrees": self.agrees, "memory_error": self.memory_error}
 
 
-def stages_to_verify(config: RunConfig) -> list[int]:
+def stages_to_verify(config: RunConfig, gpu: Gpu) -> list[int]:
     """Return the first stage, the last one, and the fullest."""
     plan, pp = Plan.of(config), config.parallel_sizes.pp
-    pieces = model_pieces(plan, OURS, None)
+    pieces = model_pieces(plan, OURS, gpu)
     fullest = max(range(pp), key=lambda stage: stage_memory(plan, stage, OURS, pieces).total)
     return sorted({0, fullest, pp - 1})
 

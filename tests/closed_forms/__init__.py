@@ -1,1 +1,1 @@
-"""What layers save in closed form: an oracle for the planner, which measures it."""
+"""Formulas of saved activations and messages, with which tests compare the planner's traces."""

@@ -46,7 +46,7 @@ def verify_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
     from megatron.planner.verified_stage import stages_to_verify, verify_stage
 
     made_of = pretrain_gpt.provide_model, pretrain_gpt.forward_step
-    stages, verified = stages_to_verify(config), []
+    stages, verified = stages_to_verify(config, gpu), []
     with waiting("trying the plan's stages") as tried:
         for stage in stages:
             verified.append(verify_stage(config, stage, gpu, *made_of))

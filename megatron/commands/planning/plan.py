@@ -3,7 +3,8 @@
 python tools/plan.py --model-preset llama3.1-70b --gpus 64 --gpu h100-80gb --seq-length 8192 --global-batch-size 1024
 
 In place of a preset, or after it, any flags of pretrain_gpt.py describe the run; what they say of the layout, of
-recompute, sharding, precision and micro-batches is searched. Of the best layout the launch command is printed.
+recompute, sharding, precision and micro-batches is searched. Of the best layout the launch command is printed. With
+--sensitivity the search is repeated with other GPU memory, sequence lengths, batch sizes and numbers of GPUs.
 
 python tools/plan.py --evaluate RUNS.json --output PREDICTIONS.json
 
@@ -272,6 +273,7 @@ def evaluate_file(arguments: argparse.Namespace) -> None:
         ConfigurationError: a name is not known, or the predictions cannot be written.
         MegatronError: predictions were written, and some records were left out.
     """
+    trace_in_this_process()
     implementation = None if arguments.implementation is None else find_implementation(arguments.implementation)
     gpu = None if arguments.gpu is None else find_platform(arguments.gpu)
     left_out: list[DataError] = []

@@ -1,4 +1,4 @@
-"""Tokens without values, whose experts cannot be known: they are taken to spread evenly, as in the closed forms."""
+"""Route tokens without values: the load of the experts is balanced."""
 
 from __future__ import annotations
 

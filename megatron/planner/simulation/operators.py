@@ -99,7 +99,7 @@ class CudaOperators(TorchFunctionMode):
     def _lower_right_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float
     ) -> torch.Tensor:
-        """Return the context of `torch.nn.attention.bias.CausalBias`, which takes cuDNN's kernel never."""
+        """Return the context of `torch.nn.attention.bias.CausalBias`, which never uses cuDNN's kernel."""
         context: torch.Tensor
         if query.element_size() == 2 and self._capability >= (8, 0):
             context = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, True)[0]
@@ -149,7 +149,7 @@ class LowerRightMask:
     """Stand for a causal mask whose last query sees all keys, as torch's CausalBias does."""
 
     def __init__(self, num_queries: int, num_keys: int) -> None:
-        self.num_queries, self.num_keys = num_queries, num_keys
+        """Accept what `lower_right_mask` is called with."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

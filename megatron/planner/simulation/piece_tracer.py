@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,49 +65,38 @@ def _warm_up(request: TraceRequest) -> None:
     model = request.model
     kind = request.capability, model.fp8_format, model.fp8_recipe, model.num_experts is None, request.contents.has_loss
     if kind not in _warmed:
-        _warmed.add(kind)
         with _simulated(request) as tracer:
             tracer.trace(1)
+        _warmed.add(kind)
 
 
-class _simulated:
-    """Enter a world of the smallest size in which a request's piece has its groups."""
-
-    def __init__(self, request: TraceRequest) -> None:
-        self._request = request
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _Tracer:
-        request, recorder = self._request, Recorder()
-        model, gpu = request.model, _gpu_of(request.capability)
-        device = PretendedDevice(
-            "cuda",
-            gpu=gpu,
-            on_wait=recorder.wait,
-            copies=RecordedCopies(recorder),
-            count_live_bytes=lambda: recorder.memory.num_bytes,
-        )
-        sizes = model.parallel_sizes
-        copy, experts = sizes.tp * sizes.cp, sizes.ep * sizes.expert_tp
-        alone = ParallelSizes(tp=sizes.tp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
-        experts_mode = BalancedExperts(model, recorder.wait).taking_calls() if model.num_experts else nullcontext()
-        for context in (
-            simulated_world(0, math.lcm(copy, experts)),
-            without_driver(gpu),
-            followed_storages(recorder),
-            observed_links(recorder),
-            with_triton(recorder, request.seq_length // 2),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            recorder,
-            CudaOperators(recorder, gpu.capability),
-            experts_mode,
-        ):
-            self._stack.enter_context(context)
+@contextmanager
+def _simulated(request: TraceRequest) -> Iterator[_Tracer]:
+    """Yield a tracer in a world of the smallest size in which a request's piece has its groups."""
+    model, gpu, recorder = request.model, _gpu_of(request.capability), Recorder()
+    device = PretendedDevice(
+        "cuda",
+        gpu=gpu,
+        on_wait=recorder.wait,
+        copies=RecordedCopies(recorder),
+        count_live_bytes=lambda: recorder.memory.num_bytes,
+    )
+    sizes = model.parallel_sizes
+    copy, experts = sizes.tp * sizes.cp, sizes.ep * sizes.expert_tp
+    alone = ParallelSizes(tp=sizes.tp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
+    with (
+        simulated_world(0, math.lcm(copy, experts)),
+        without_driver(gpu),
+        followed_storages(recorder),
+        observed_links(recorder),
+        with_triton(recorder, request.seq_length // 2),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+        CudaOperators(recorder, gpu.capability),
+        BalancedExperts(model, recorder.wait).taking_calls() if model.num_experts else nullcontext(),
+    ):
         state = create_parallel_state(alone, observer=recorder.communicate, cp_inner_size=model.cp_inner_size)
-        return _Tracer(request, recorder, device, state)
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        yield _Tracer(request, recorder, device, state)
 
 
 @dataclass

@@ -31,7 +31,7 @@ def load_pretended_cuda(cache: Path | None = None) -> None:
         ConfigurationError: torch is imported already, there is no C++ compiler, or the source does not compile.
     """
     if "torch" in sys.modules:
-        raise ConfigurationError("torch is imported already: this process cannot simulate a GPU; start another one")
+        raise ConfigurationError("torch is imported already: this process cannot simulate a GPU; start a new process")
     torch_folder = _torch_folder()
     cuda = torch_folder / "lib" / "libtorch_cuda.so"
     if cuda.exists() and has_gpu():

@@ -12,11 +12,11 @@ from megatron.planner.simulation.pretended_cuda import find_compiler
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a simulated GPU needs a C++ compiler here")
 
 CONFIG = """
-num_layers = 2
-hidden_size = 256
-num_attention_heads = 4
-seq_length = 256
-max_position_embeddings = 256
+num_layers = 4
+hidden_size = 1024
+num_attention_heads = 8
+seq_length = 1024
+max_position_embeddings = 1024
 micro_batch_size = 1
 global_batch_size = 8
 bf16 = true
@@ -53,20 +53,25 @@ def test_two_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[st
     rows = table_of(output)
     assert rows["tp size"] == ["2", "1"]
     assert rows["pp size"] == ["1", "2"]
-    assert rows["tokens per step"] == ["2048", "2048"]
+    assert rows["tokens per step"] == ["8192", "8192"]
     first, last, change = rows["step, ms"]
-    assert float(change.removesuffix(" %")) == pytest.approx(100 * (float(last) / float(first) - 1), abs=10.0)
+    assert float(change.removesuffix(" %")) == pytest.approx(100 * (float(last) / float(first) - 1), abs=1.5)
     memory = [
         float(rows[f"{part}, MiB"][0])
         for part in ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
     ]
-    assert sum(memory) == pytest.approx(float(rows["fullest stage together, MiB"][0]), abs=4)
+    assert sum(memory) == pytest.approx(float(rows["fullest stage, total, MiB"][0]), abs=4)
 
 
 def test_flags_of_the_command_line_are_those_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [written(tmp_path, "a.toml", ""), written(tmp_path, "b.toml", "tensor_model_parallel_size = 2\n")]
-    assert main(["--compare", *files, "--gpus", "2", "--num-layers", "3"]) == 0
-    assert "ok" in table_of(capsys.readouterr().out)["outcome"]
+    tables = []
+    for more in ([], ["--num-layers", "6"]):
+        assert main(["--compare", *files, "--gpus", "2", *more]) == 0
+        tables.append(table_of(capsys.readouterr().out)["parameters, billion"])
+    four, six = ([float(value) for value in values[:2]] for values in tables)
+    assert six[0] > four[0]
+    assert six[1] > four[1]
 
 
 @pytest.mark.parametrize(

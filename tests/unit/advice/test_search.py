@@ -61,7 +61,7 @@ def test_the_best_command_parses_and_is_predicted_as_the_table_says(
     assert "days" in lines[0]
     launched = shlex.split(lines[-1])
     assert launched[:4] == ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py"]
-    config = resolve_arguments(launched[4:], 2, needs_files=False).config
+    config = resolve_arguments(launched[4:], 8, needs_files=False).config
     plan = Plan.of(read_planned_run(launched[4:], 8).config)
     prediction = predict(plan, OURS, H100)
     assert prediction.time is not None

@@ -53,6 +53,7 @@ def test_the_best_layout_is_run_dry_and_is_as_planned(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "verified by a dry run on a simulated GPU:\nstage 0 (rank 0, 1 micro-batches): as planned" in (done.stdout)
     stages = json.loads((tmp_path / "plan.json").read_text())["verified"]
+    assert stages
     assert [each["agrees"] for each in stages] == [True] * len(stages)
     assert all(each["num_communications"] > 0 for each in stages)
 

@@ -14,7 +14,7 @@ from megatron.planner.simulation.pretended_cuda import find_compiler
 
 ROOT = Path(__file__).resolve().parents[3]
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this")
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a simulated GPU needs a C++ compiler here")
 
 PROGRAM = """
 import contextlib, io, json, sys
