@@ -69,7 +69,7 @@ def prepared(
 ) -> Scenario:
     """Return the scenario of one training in processes that `programs.prepared` has prepared."""
     plain = launch(flags, ranks)
-    if "external" in flags:
+    if "external" in flags or "--data-path" in flags:
         plain = replace(plain, arguments=tuple(word for word in plain.arguments if word != "--mock-data"))
     arguments = (preparations, *plain.arguments)
     changed = replace(plain, arguments=arguments, program=f"{PROGRAMS}/prepared.py", memory=memory)
@@ -467,6 +467,7 @@ _IN_FP8 = (
     training("fp8 parameters gathered, delayed", f"{_FP8} delayed --fp8-param-gather {_OVERLAPS} --num-layers 3", 2),
 )
 _BY_TRITON = (
+    prepared("blend of data sets", "two-data-sets", "--data-path 0.7 first 0.3 second --split 100,0,0 --bf16"),
     prepared(
         "Triton: small parts, GELU and dropout",
         "small-programs",

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 
 import pretrain_gpt
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.flight.recorder import FlightRecorder
@@ -151,6 +152,15 @@ def make_own_samples() -> None:
     pretrain_gpt.provide_datasets = lambda *_: _OwnSets()  # type: ignore[assignment]
 
 
+def write_two_data_sets() -> None:
+    """Write the token files of two data sets into this folder."""
+    for name, step in (("first", 1), ("second", 3)):
+        with IndexedDatasetBuilder(Path(name), np.dtype(np.uint16)) as builder:
+            for document in range(16):
+                builder.add_document(((document + step * np.arange(70)) % 60).astype(np.uint16))
+            builder.finalize()
+
+
 def look_at_device() -> None:
     """Let rank 0 write before each forward pass how far its device has come with communications."""
     provide, step = pretrain_gpt.provide_model, pretrain_gpt.forward_step
@@ -185,6 +195,7 @@ PREPARATIONS: dict[str, Callable[[], None]] = {
     "transformer-engine": install_transformer_engine,
     "float64": train_in_float64,
     "own-samples": make_own_samples,
+    "two-data-sets": write_two_data_sets,
 }
 
 

@@ -57,6 +57,15 @@ class Launches(RerunBackend):
         self.now.add((program.__module__, program.__name__, kinds, tuple(sorted(options.items()))))
 
 
+def test_compiled_layers_keep_the_saved_tensors_that_a_captured_backward_pass_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's compiled backward pass frees donated buffers, and raises if the graph of autograd is retained."""
+    monkeypatch.setattr("torch._functorch.config.donated_buffer", True)
+    GraphedLayers(Launches(), NUM_WARMUP_STEPS)
+    assert torch._functorch.config.donated_buffer is False
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize(
     "settings",
