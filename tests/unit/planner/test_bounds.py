@@ -11,6 +11,7 @@ from megatron.planner.bounds import Bounds
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import MEGATRON_TE, OURS
 from megatron.planner.plan import Plan
+from megatron.planner.prediction import predict
 from megatron.planner.search import Search, search
 from megatron.planner.stage_memory import stage_state
 from megatron.training.config.run_config import RunConfig
@@ -55,6 +56,16 @@ def test_no_choice_is_faster_than_its_bound_and_the_fastest_are_found(
         assert bounds.seconds(plan, states) <= each.seconds * (1 + 1e-9), each.choice
         assert bounds.seconds(plan, states, 0.0) <= bounds.seconds(plan, states) * (1 + 1e-9), each.choice
         assert bounds.first_stage_bytes(plan, states[0]) <= each.prediction.stages[0].total, each.choice
+
+
+@pytest.mark.full
+def test_attention_whose_keys_travel_round_a_ring_is_not_slower_than_predicted() -> None:
+    length = "65536"
+    flags = ("--seq-length", length, "--max-position-embeddings", length, "--context-parallel-size", "2")
+    plan = Plan.of(read_planned_run([*MODEL, *flags, "--bf16"], 2).config)
+    time = predict(plan, OURS, H100).time
+    assert time is not None
+    assert Bounds(H100, OURS).seconds(plan, [stage_state(plan, 0, OURS)]) <= time.total
 
 
 def test_no_layout_of_another_program_is_faster_than_its_bound() -> None:
