@@ -1,4 +1,4 @@
-"""Compare the peak of memory that the closed forms give with that of a dry run on a pretended H100, layout by layout.
+"""Compare the planned peak of memory with the peak of a dry run on a simulated H100, layout by layout.
 
     python benchmarks/planner/beside_dry_run.py --output benchmarks/results/planner_beside_dry_run_DATE
 
@@ -161,8 +161,8 @@ def main() -> None:
         rows = [{"layout": case.name, "flags": case.flags, **verified.to_json()} for case, verified in results]
         arguments.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
         table = "\n".join(_row(case, verified) for case, verified in results)
-        head = "| layout | stage | closed forms, MiB | dry run, MiB | error | sent |\n|---|---:|---:|---:|---:|---|"
-        text = f"# Memory in closed form beside dry runs\n\n{summary}\n\n{head}\n{table}\n"
+        head = "| layout | stage | planned, MiB | dry run, MiB | error | sent |\n|---|---:|---:|---:|---:|---|"
+        text = f"# Planned memory and dry runs\n\n{summary}\n\n{head}\n{table}\n"
         arguments.output.with_suffix(".md").write_text(text)
 
 

@@ -28,7 +28,7 @@ from megatron.planner.traces import FEWEST_SAMPLES, PieceMemory, PieceTrace
 _ROUNDING = 1e-9
 """By this part a bound is below the time that it may be equal to, as sums in another order are rounded differently."""
 _KEPT_SHARE = 0.9
-"""What the bound of saved activations leaves for tensors that context parallelism does not divide exactly."""
+"""Share of the saved activations that the bound counts: context parallelism does not divide every tensor exactly."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Bounds:
     _costs: dict[Hashable, _Cost] = field(default_factory=dict)
 
     def seconds(self, plan: Plan, states: Sequence[StageState], enough: float = math.inf) -> float:
-        """Return what a step of a plan takes at least; ``states`` are what its stages hold between steps.
+        """Return a lower bound of the plan's step time. ``states`` is the memory of its stages between steps.
 
         A bound above ``enough`` may be looser than the best one. Passes over memory of another program are not bounded.
         """
@@ -102,7 +102,7 @@ class Bounds:
         return (1.0 - _ROUNDING) * (plan.num_microbatches * slowest + bubble + rest)
 
     def first_stage_bytes(self, plan: Plan, state: StageState) -> int:
-        """Return what the first stage of a plan needs at least."""
+        """Return a lower bound of the first stage's memory."""
         model = plan.model
         hidden = plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
         kinds = layer_kinds(model, plan.seq_length)
@@ -136,7 +136,7 @@ class Bounds:
         return bubble
 
     def selective_bytes(self, plan: Plan, state: StageState, whole: ModelPieces) -> int:
-        """Return what the first stage of a plan with selective recompute needs at least.
+        """Return a lower bound of the first stage's memory with selective recompute.
 
         ``whole`` is the memory of the plan's pieces without recompute.
         """
@@ -204,7 +204,7 @@ class Bounds:
         return piece_time(plan, self.gpu, self.implementation, self._trace(plan, piece, size))
 
     def _kept(self, plan: Plan, number: int) -> int:
-        """Return what a layer keeps without context parallelism, with selective recompute if the plan has it."""
+        """Return a layer's saved activations without context parallelism, with the plan's selective recompute."""
         is_selective = plan.model.recompute_granularity == "selective"
         return self._trace(plan, number, plan.micro_batch_size, is_selective=is_selective).memory.kept
 

@@ -30,7 +30,7 @@ _FORWARD, _BACKWARD, _WEIGHTS = range(len(PHASES))
 class PhaseTime:
     """Hold the seconds of one pass of a piece by part; ``host`` is what the host takes to launch it.
 
-    Of ``context_parallel`` that is left out which attention hides: keys and values on their way round a ring.
+    ``context_parallel`` leaves out the exchange of keys and values around a ring that attention hides.
     """
 
     products: float = 0.0
@@ -50,7 +50,9 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class PieceTime:
-    """Hold the times of a piece's passes; ``weights`` has what a schedule defers, and is within ``backward`` else."""
+    """Hold the times of a piece's passes. ``weights`` has the deferred weight gradients; without deferral they are in
+    ``backward``.
+    """
 
     forward: PhaseTime
     backward: PhaseTime

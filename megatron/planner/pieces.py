@@ -1,4 +1,4 @@
-"""The pieces of a plan's model: traced where this program runs it, described where another program does."""
+"""Memory and traces of a model's layers and ends."""
 
 from __future__ import annotations
 

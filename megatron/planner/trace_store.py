@@ -1,6 +1,6 @@
-"""Where traces of pieces come from: this process, a folder of earlier traces, or a tracer.
+"""Find traces in this process or in the cache folder, or take them.
 
-Traces lie in a folder under a hash of the sources, of torch's version and of what the trace depends on.
+The cache folder has a hash of the sources, of torch's version and of each request in its names.
 """
 
 from __future__ import annotations
