@@ -77,7 +77,9 @@ class CellReport:
 
 
 @dataclass(frozen=True, eq=False)
-class _Reference:
+class Reference:
+    """Hold the losses, gradient norms, gradients and parameters of the one process."""
+
     losses: list[float]
     grad_norms: list[float]
     gradients: dict[str, Array]
@@ -108,7 +110,7 @@ class Verifier:
         self.tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
         self.job = job
         self.reference_job = reference_job or (lambda _: job)
-        self._references: dict[tuple[Job, tuple[str, ...]], _Reference] = {}
+        self._references: dict[tuple[Job, tuple[str, ...]], Reference] = {}
 
     def check(self, cell: Cell) -> CellReport:
         """Return how a cell compares; a configuration that the command line refuses is reported with its reasons."""
@@ -117,13 +119,13 @@ class Verifier:
         except ConfigurationError as error:
             return CellReport(cell, "refused", reasons=error.problems)
         try:
-            reference = self._reference(cell)
+            reference = self.reference(cell)
             results = self._run(self.job, cell.flags, cell.data, cell.world_size)
         except TrainingError as error:
             return CellReport(cell, "failed", reasons=tuple(str(error).splitlines()))
         return self._compare(cell, results, reference)
 
-    def _compare(self, cell: Cell, results: Sequence[CellResult], reference: _Reference) -> CellReport:
+    def _compare(self, cell: Cell, results: Sequence[CellResult], reference: Reference) -> CellReport:
         allowed = self.tolerance
         floor = gradient_floor(reference.gradients)
         gradients = [fragment for result in results for fragment in result.gradients]
@@ -149,11 +151,12 @@ class Verifier:
             tuple(reasons),
         )
 
-    def _reference(self, cell: Cell) -> _Reference:
+    def reference(self, cell: Cell) -> Reference:
+        """Return what a cell is compared with, which is run once."""
         key = job, flags = self.reference_job(cell), cell.reference_flags
         if key not in self._references:
             (result,) = self._run(job, flags, cell.data, 1)
-            self._references[key] = _Reference(
+            self._references[key] = Reference(
                 result.losses, result.grad_norms, assemble(result.gradients), assemble(result.parameters)
             )
         return self._references[key]

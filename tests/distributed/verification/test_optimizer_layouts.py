@@ -33,9 +33,9 @@ def test_an_optimizer_makes_the_same_weights_at_any_layout(cell: Cell, verifier:
 def test_muon_makes_other_weights_than_adam(verifier: Verifier) -> None:
     layout = Layout(tp=2)
     verifier.check(make_cell("llama", layout, extra=MUON))
-    muon = verifier._references[make_cell("llama", layout, extra=MUON).reference_flags].parameters
+    muon = verifier.reference(make_cell("llama", layout, extra=MUON)).parameters
     verifier.check(make_cell("llama", layout))
-    adam = verifier._references[make_cell("llama", layout).reference_flags].parameters
+    adam = verifier.reference(make_cell("llama", layout)).parameters
     others = {name for name in muon if not (muon[name] - adam[name]).any()}
     # Adam updates those of the first step from the same gradients; then the losses differ, and so do all weights.
     assert others == set()

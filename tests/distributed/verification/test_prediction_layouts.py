@@ -25,7 +25,7 @@ CELLS = (
 def test_further_tokens_are_predicted_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> None:
     report = verifier.check(cell)
     assert report.outcome == "passed", report.describe()
-    gradients = verifier._references[cell.reference_flags].gradients
+    gradients = verifier.reference(cell).gradients
     assert gradients["mtp.layers.0.eh_proj.weight"].any()
 
 
