@@ -121,8 +121,8 @@ def search(
 ) -> Search:
     """Return what becomes of every layout of a configuration's model and global batch on its number of ranks.
 
-    ``tried`` is told how many layouts have been, of how many. If ``wanted`` is given, choices whose bound of time is
-    above that of so many others are dropped as slower, without a prediction.
+    ``tried`` is called with the number of layouts that were tried, and the number of all layouts. If ``wanted`` is
+    given, choices whose bound of time is above that of so many others are dropped as slower, without a prediction.
     """
     trace_in_this_process()
     found = Search(bounds=None if wanted is None else Bounds(gpu, implementation), wanted=wanted or 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.errors import ConfigurationError
 from megatron.planner.gpu import Gpu
@@ -26,8 +27,36 @@ class Variation:
     gpu: Gpu
 
 
-BestOf = Callable[[Variation], Candidate | None]
-"""Return the fastest layout of a variation, or None if no layout fits."""
+@dataclass(frozen=True)
+class Sensitivity:
+    """Hold the fastest layout of a variation, or the reason why there is none."""
+
+    variation: Variation
+    best: Candidate | None
+    reason: str = ""
+
+    def to_text(self) -> str:
+        """Return the speed and the layout, or the reason."""
+        best = self.best
+        if best is None:
+            return f" {self.reason}"
+        speed = best.tokens_per_second
+        return (
+            f"{1e3 * best.seconds:10.1f} {speed:10.0f} {speed / self.variation.world_size:13.1f} "
+            f"{best.margin_bytes // _MIB:9}  {best.choice.describe()}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON-ready values."""
+        changed = {"changed": self.variation.name, "world_size": self.variation.world_size}
+        if self.best is None:
+            return changed | {"reason": self.reason}
+        return changed | {
+            "choice": dataclasses.asdict(self.best.choice),
+            "ms_per_step": 1e3 * self.best.seconds,
+            "tokens_per_second": self.best.tokens_per_second,
+            "margin_mib": self.best.margin_bytes / _MIB,
+        }
 
 
 def variations(config: RunConfig, gpu: Gpu) -> Iterator[Variation]:
@@ -52,23 +81,18 @@ def _scaled(number: int) -> list[int]:
     return [int(factor * number) for factor in _FACTORS if (factor * number).is_integer()]
 
 
-def describe_sensitivities(several: Sequence[Variation], best_of: BestOf) -> Iterator[str]:
-    """Yield the lines of a table: the fastest layout of each variation, and its speed."""
-    width = max(len(each.name) for each in several)
-    yield f"{'changed':{width}}    ms/step   tokens/s  tokens/s/GPU  MiB left  fastest layout"
-    for each in several:
-        yield f"{each.name:{width}} {_result(each, best_of)}"
-
-
-def _result(variation: Variation, best_of: BestOf) -> str:
+def find_sensitivity(variation: Variation, best_of: Callable[[Variation], Candidate | None]) -> Sensitivity:
+    """Return the fastest layout of a variation; ``best_of`` returns it, or None if no layout fits."""
     try:
         best = best_of(variation)
     except ConfigurationError as error:
-        return f" not possible: {error.problems[0]}"
-    if best is None:
-        return " no layout fits"
-    speed = best.tokens_per_second
-    return (
-        f"{1e3 * best.seconds:10.1f} {speed:10.0f} {speed / variation.world_size:13.1f} {best.margin_bytes // _MIB:9}  "
-        f"{best.choice.describe()}"
-    )
+        return Sensitivity(variation, None, f"not possible: {error.problems[0]}")
+    return Sensitivity(variation, best, "" if best else "no layout fits")
+
+
+def describe_sensitivities(several: Sequence[Sensitivity]) -> Iterator[str]:
+    """Yield the lines of a table: the fastest layout of each variation, and its speed."""
+    width = max(len(each.variation.name) for each in several)
+    yield f"{'changed':{width}}    ms/step   tokens/s  tokens/s/GPU  MiB left  fastest layout"
+    for each in several:
+        yield f"{each.variation.name:{width}} {each.to_text()}"

@@ -162,7 +162,7 @@ def _operations(record: Mapping[str, Any]) -> np.ndarray:
 
 
 def _take_elsewhere(given: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """Take traces in a process of their own, which imports torch after the library that stands in for CUDA.
+    """Take traces in another process, which imports torch after the library that replaces the CUDA driver.
 
     Raises:
         ConfigurationError: the process ends, or a trace raises; why.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HELP = "try the plan's stages on a simulated GPU, and compare (5 to 60 s each)"
 _MIB = 2**20
 
-# Torch is imported by the function that needs it: the library that stands in for CUDA must be loaded before.
+# Torch is imported by the function that needs it: the library that replaces the CUDA driver must be loaded before.
 
 
 def prepare_to_verify(implementation: Implementation) -> None:

@@ -24,7 +24,7 @@ from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.training.config.arguments import resolve_arguments
 
-# Torch is imported by the function that needs it: the library that stands in for CUDA must be loaded before.
+# Torch is imported by the function that needs it: the library that replaces the CUDA driver must be loaded before.
 
 
 def build_parser() -> Parser:

@@ -52,7 +52,7 @@ from megatron.planner.measured_runs import read_runs
 from megatron.planner.page import to_page
 from megatron.planner.ranking import describe_ranking, launch_command, ranking_json
 from megatron.planner.search import Candidate, Search, search
-from megatron.planner.sensitivity import Variation, describe_sensitivities, variations
+from megatron.planner.sensitivity import Variation, describe_sensitivities, find_sensitivity, variations
 from megatron.planner.text_report import describe_changes
 from megatron.planner.trace_store import trace_in_this_process
 from megatron.planner.training_words import has_flag
@@ -188,7 +188,9 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         problems = functools.partial(find_problems, needs_files=False)
         found = search(config, gpu, implementation, precisions, problems, tried, max(top, _PARSED_RANKS))
 
-    def write_json(**further: Any) -> None:
+    further: dict[str, Any] = {}
+
+    def write_json() -> None:
         if arguments.json is not None:
             write_text("--json", arguments.json, json.dumps(ranking_json(found, tokens) | further, indent=1) + "\n")
 
@@ -219,11 +221,15 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
             return ranked[0] if ranked else None
 
         with waiting("searching layouts of other runs"):
-            sensitivities = "\n".join(describe_sensitivities(list(variations(config, gpu)), best_of))
-        print(f"\n{sensitivities}")
-        table += f"\n\n{sensitivities}"
+            sensitivities = [find_sensitivity(each, best_of) for each in variations(config, gpu)]
+        further["sensitivities"] = [each.to_json() for each in sensitivities]
+        write_json()
+        shown = "\n".join(describe_sensitivities(sensitivities))
+        print(f"\n{shown}")
+        table += f"\n\n{shown}"
     if arguments.verify:
-        write_json(verified=[each.to_json() for each in best.verified])
+        further["verified"] = [each.to_json() for each in best.verified]
+        write_json()
         comparison = "\n".join(describe_verified(best.verified))
         print(f"\n{comparison}")
         table += f"\n\n{comparison}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 import numpy as np
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.models.model import Model
@@ -19,19 +18,8 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import Group
 from megatron.core.timers import Timer, Timers
 from megatron.planner.gpu import Gpu
-from megatron.planner.simulation.balanced_experts import BalancedExperts
-from megatron.planner.simulation.device import PretendedDevice
-from megatron.planner.simulation.fake_world import (
-    followed_storages,
-    simulated_world,
-    with_triton,
-    without_driver,
-    without_triton,
-)
+from megatron.planner.simulation.fake_world import simulated_gpu
 from megatron.planner.simulation.flops import NO_FLOPS, ModelFlops, check_flops, count_flops, needed_flops
-from megatron.planner.simulation.host_copies import RecordedCopies
-from megatron.planner.simulation.links import observed_links
-from megatron.planner.simulation.operators import CudaOperators
 from megatron.planner.simulation.recorder import Recorder
 from megatron.planner.simulation.step_record import StepRecord
 from megatron.training.config.run_config import RunConfig
@@ -103,24 +91,8 @@ def dry_run(
     if config.model.tp_comm_overlap_impl == "symmetric-memory":
         # Its operators pipeline as the ring does, which fake tensors can go round.
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, tp_comm_overlap_impl="ring"))
-    device = PretendedDevice(
-        "cuda",
-        gpu=gpu,
-        on_wait=recorder.wait,
-        copies=RecordedCopies(recorder),
-        count_live_bytes=lambda: recorder.memory.num_bytes,
-    )
-    with (
-        simulated_world(rank, config.world_size),
-        without_driver(gpu),
-        followed_storages(recorder),
-        observed_links(recorder),
-        with_triton(recorder, _second_document(config.data.seq_length)) if has_triton else without_triton(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        recorder,
-        CudaOperators(recorder, gpu.capability),
-        BalancedExperts(config.model, recorder.wait).taking_calls() if config.model.num_experts else nullcontext(),
-    ):
+    second_document = _second_document(config.data.seq_length) if has_triton else None
+    with simulated_gpu(recorder, gpu, config.model, rank, config.world_size, second_document) as device:
         runtime = make_runtime(config, device, observer=recorder.communicate)
         recorder.is_crossing_machines = _machine_crossings(runtime.state)
         recorder.axes_of_ranks = {group.ranks: group.axes for group in _groups(runtime.state)}

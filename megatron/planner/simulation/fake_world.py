@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.kernels import attention_choice, dot_product_attention
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planner.gpu import Gpu
+from megatron.planner.simulation.balanced_experts import BalancedExperts
+from megatron.planner.simulation.device import PretendedDevice
 from megatron.planner.simulation.flex_attention import PretendedFlexAttention
-from megatron.planner.simulation.operators import LowerRightMask
+from megatron.planner.simulation.host_copies import RecordedCopies
+from megatron.planner.simulation.links import observed_links
+from megatron.planner.simulation.operators import CudaOperators, LowerRightMask
 from megatron.planner.simulation.recorder import Recorder
 from megatron.planner.simulation.triton import recorded_programs
 
@@ -34,6 +40,35 @@ def simulated_world(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def simulated_gpu(
+    recorder: Recorder, gpu: Gpu, model: GPTConfig, rank: int, world_size: int, second_document: int | None
+) -> Iterator[PretendedDevice]:
+    """Yield a simulated GPU of a rank, on which the recorder sees what a model does with tensors without values.
+
+    ``second_document`` is the position at which a second document begins in packed samples, for FlexAttention's masks.
+    None leaves Triton and FlexAttention out.
+    """
+    with (
+        simulated_world(rank, world_size),
+        without_driver(gpu),
+        followed_storages(recorder),
+        observed_links(recorder),
+        without_triton() if second_document is None else with_triton(recorder, second_document),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+        CudaOperators(recorder, gpu.capability),
+        BalancedExperts(model, recorder.wait).taking_calls() if model.num_experts else nullcontext(),
+    ):
+        yield PretendedDevice(
+            "cuda",
+            gpu=gpu,
+            on_wait=recorder.wait,
+            copies=RecordedCopies(recorder),
+            count_live_bytes=lambda: recorder.memory.num_bytes,
+        )
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
@@ -25,17 +24,8 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.planner.gpu import GPUS, Gpu
-from megatron.planner.simulation.balanced_experts import BalancedExperts
 from megatron.planner.simulation.device import PretendedDevice
-from megatron.planner.simulation.fake_world import (
-    followed_storages,
-    simulated_world,
-    with_triton,
-    without_driver,
-)
-from megatron.planner.simulation.host_copies import RecordedCopies
-from megatron.planner.simulation.links import observed_links
-from megatron.planner.simulation.operators import CudaOperators
+from megatron.planner.simulation.fake_world import simulated_gpu
 from megatron.planner.simulation.recorder import Recorder
 from megatron.planner.simulation.roofline import is_attention
 from megatron.planner.simulation.step_record import Operation, StepRecord
@@ -76,28 +66,11 @@ def _warm_up(request: TraceRequest) -> None:
 @contextmanager
 def _simulated(request: TraceRequest) -> Iterator[_Tracer]:
     """Yield a tracer in a world of the smallest size in which a request's piece has its groups."""
-    model, gpu, recorder = request.model, _gpu_of(request.capability), Recorder()
-    device = PretendedDevice(
-        "cuda",
-        gpu=gpu,
-        on_wait=recorder.wait,
-        copies=RecordedCopies(recorder),
-        count_live_bytes=lambda: recorder.memory.num_bytes,
-    )
-    sizes = model.parallel_sizes
-    copy, experts = sizes.tp * sizes.cp, sizes.ep * sizes.expert_tp
+    model, recorder = request.model, Recorder()
+    sizes, gpu = model.parallel_sizes, _gpu_of(request.capability)
     alone = ParallelSizes(tp=sizes.tp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
-    with (
-        simulated_world(0, math.lcm(copy, experts)),
-        without_driver(gpu),
-        followed_storages(recorder),
-        observed_links(recorder),
-        with_triton(recorder, request.seq_length // 2),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        recorder,
-        CudaOperators(recorder, gpu.capability),
-        BalancedExperts(model, recorder.wait).taking_calls() if model.num_experts else nullcontext(),
-    ):
+    ranks = math.lcm(sizes.tp * sizes.cp, sizes.ep * sizes.expert_tp)
+    with simulated_gpu(recorder, gpu, model, 0, ranks, request.seq_length // 2) as device:
         state = create_parallel_state(alone, observer=recorder.communicate, cp_inner_size=model.cp_inner_size)
         yield _Tracer(request, recorder, device, state)
 

@@ -1,6 +1,6 @@
 """Let torch run backward passes of CUDA tensors without memory on a node without a GPU.
 
-A small library stands in for the CUDA driver. It is compiled once, and loaded before torch is imported. A CUDA build of
+A small library replaces the CUDA driver. It is compiled once, and loaded before torch is imported. A CUDA build of
 torch on a node with a GPU does not need it. This module does not import torch.
 """
 

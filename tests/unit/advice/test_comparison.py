@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -101,12 +102,14 @@ def test_one_file_is_no_comparison(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.full
-def test_sensitivities_are_of_other_memory_lengths_batches_and_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sensitivities_are_of_other_memory_lengths_batches_and_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = (
         "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
         "--global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 1000 --precision bf16 --gpus 2"
     )
-    assert main([*words.split(), "--sensitivity"]) == 0
+    assert main([*words.split(), "--sensitivity", "--json", str(tmp_path / "plan.json")]) == 0
     table = capsys.readouterr().out.split("changed ")[1].splitlines()[1:]
     names = [line.partition("  ")[0] for line in table]
     assert names[0] == "as configured"
@@ -115,4 +118,9 @@ def test_sensitivities_are_of_other_memory_lengths_batches_and_gpus(capsys: pyte
     assert "GPUs 4" in names
     assert sum(name.startswith("GPU memory") for name in names) == 3
     speeds = {name: float(line.removeprefix(name).split()[1]) for name, line in zip(names, table)}
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert [each["changed"] for each in written["sensitivities"]] == names
+    assert written["sensitivities"][0]["choice"] == {
+        name: value for name, value in written["ranked"][0].items() if name in written["sensitivities"][0]["choice"]
+    }
     assert speeds["GPUs 1"] < speeds["as configured"] < speeds["GPUs 4"]

@@ -1,4 +1,4 @@
-"""Tests of the library that stands in for the CUDA driver."""
+"""Tests of the library that replaces the CUDA driver."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_pieces_run_over_what_the_pieces_before_them_keep() -> None:
 def test_layers_that_run_again_keep_their_inputs() -> None:
     flags = "--recompute-granularity full --recompute-method"
     two = chunk_of(f"{flags} uniform --recompute-num-layers 2", PIECES)
-    # Of two layers the second runs forward over what the first keeps, beside the incoming gradient.
+    # The second layer runs forward while the saved activations of the first and the incoming gradient are live.
     assert two == PieceMemory(kept=4, forward_peak=2 + 25, backward_peak=2 + 10 + 25 + 2)
     block = chunk_of(f"{flags} block --recompute-num-layers 1", PIECES)
     assert block.kept == 2 + 3 * 10
