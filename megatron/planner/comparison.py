@@ -39,9 +39,9 @@ class _Row:
     def change(self) -> str:
         """Return by how much the last value differs from the first, in percent of the first."""
         first, last = self.values[0], self.values[-1]
-        if isinstance(first, str) or isinstance(last, str) or not first or last is None or first == last:
+        if isinstance(first, str) or isinstance(last, str) or first is None or last is None or first == last:
             return ""
-        return f"{100 * (last / first - 1):+.1f} %"
+        return f"{100 * (last / first - 1):+.1f} %" if first > 0 else ""
 
 
 def describe_comparison(names: Sequence[str], explanations: Sequence[Explanation]) -> Iterator[str]:
