@@ -2,8 +2,9 @@
 
     python benchmarks/planner/beside_dry_run.py --output benchmarks/results/planner_beside_dry_run_DATE
 
-Models are GPT-2 345M, Llama-3.1 8B with eight layers, and Llama-3.1 70B with four layers a stage. Of each layout the
-first rank of the first and of the last stage is run. Nothing is measured: both figures are predictions.
+Models are GPT-2 345M, Llama-3.1 8B with eight layers, Llama-3.1 70B with four layers per stage, a model of experts, and
+one with multi-latent attention. The first rank of the first and of the last stage is run for each layout. Nothing is
+measured: both figures are predictions.
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ EXPERTS = (
     *("--seq-length", "4096", "--vocab-size", "151935", "--num-experts", "64", "--moe-router-topk", "8"),
     *("--moe-ffn-hidden-size", "768", "--moe-token-dispatcher-type", "alltoall"),
 )
+LATENT = (
+    *("--num-layers", "4", "--hidden-size", "2048", "--num-attention-heads", "16", "--swiglu"),
+    *("--ffn-hidden-size", "8192", "--normalization", "RMSNorm", "--disable-bias-linear"),
+    *("--position-embedding-type", "rope", "--max-position-embeddings", "4096", "--seq-length", "4096"),
+    *("--vocab-size", "102399", "--untie-embeddings-and-output-weights", "--multi-latent-attention"),
+    *("--q-lora-rank", "1536", "--kv-lora-rank", "512", "--qk-head-dim", "128", "--qk-pos-emb-head-dim", "64"),
+    *("--v-head-dim", "128", "--qk-layernorm"),
+)
 ADAPTERS = ("--lora-rank", "16", "--load", "somewhere", "--finetune")
 _MIB = 2**20
 
@@ -100,6 +109,16 @@ def layout_cases() -> Iterator[LayoutCase]:
         (2, 1, 2, FURTHER),
     ):
         yield _case("8B", eight, (tp, pp, cp), 8, 4 * 8 // (tp * pp * cp), more)
+    latent = (*LATENT, *COMMON)
+    for sizes, more in (
+        ((1, 1, 1), ()),
+        ((2, 1, 1), ("--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj")),
+        ((1, 1, 2), ("--cp-comm-type", "all_gather")),
+        ((2, 1, 1), (*FP8, *TENSORWISE)),
+        ((1, 2, 1), ("--mtp-num-layers", "1")),
+        ((1, 1, 1), FULLY),
+    ):
+        yield _case("MLA", latent, sizes, 4, 16, more)
     seventy = (*LLAMA_70B, *COMMON)
     for sizes, world, more in (
         ((1, 2, 1), 16, ("--expert-model-parallel-size", "8")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.distributed.param_layout import ParamLayout, plan_buckets
+from megatron.core.distributed.param_layout import MIN_POOL_SIZE, ParamLayout, plan_buckets
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters, gathered_units
 from megatron.core.optimizer.state_memory import state_bytes
@@ -113,8 +113,8 @@ def _trained_state(
     of_experts: bool,
 ) -> StageState:
     """Return what a stage holds between steps of the trained parameters that so many ranks have alike."""
-    shards = plan.ddp.num_shards(replicas)
-    num_trained = num_elements = pool = gathered = 0
+    shards, is_sharded = plan.ddp.num_shards(replicas), plan.ddp.shards_over(replicas)
+    num_trained = num_elements = pool = gathered = optimizer_bytes = 0
     whole = WholeWeights()
     element = ELEMENT_BYTES[plan.model.params_dtype]
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(replicas)
@@ -131,25 +131,25 @@ def _trained_state(
         sizes = [parameter.size for parameter in trained]
         tied = [index for index, parameter in enumerate(trained) if parameter.is_tied]
         num_trained += sum(sizes)
+        optimizer_bytes += sum(each.size * state_bytes(plan.optimizer, is_matrix=each.is_matrix) for each in trained)
         gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
         layout = plan_buckets(sizes, tied, plan.ddp, replicas, units if shards_weights else ())
         whole = whole.after(whole_weights(units, layout)) if shards_weights else whole
         num_elements += layout.num_elements
-        # Gradients of experts are not put off.
-        several_passes = [] if of_experts else trained
-        pool += _pooled_elements(layout, plan, several_passes, has_shared=not of_experts and _shares_ends(plan, chunk))
-    is_sharded = plan.ddp.shards_over(replicas)
+        optimizer_bytes += (layout.num_elements - sum(sizes)) * state_bytes(plan.optimizer) * is_sharded
+        # Gradients of experts are not deferred.
+        deferred = [_defers(plan, each) and not of_experts for each in trained]
+        pool += _pooled_elements(layout, plan, deferred, has_shared=not of_experts and _shares_ends(plan, chunk))
     gradient = _gradient_bytes(plan, implementation)
     shards_gradients = plan.ddp.shards_gradients and is_sharded
-    state = num_trained // (shards if is_sharded else 1)
     return StageState(
         parameters=num_trained,
         gathered_bytes=gathered,
-        # Weights that are gathered lie in a flat buffer, with its padding.
+        # Weights that are gathered lie in a flat buffer, with its padding, and so does the state of their shards.
         weights=(num_elements if is_sharded else num_trained) * element // (shards if shards_weights else 1),
         gradients=num_elements * gradient // (shards if shards_gradients else 1),
         gradient_pool=pool * gradient if shards_gradients else 0,
-        optimizer=round(state * state_bytes(plan.optimizer) * (1.0 - plan.optimizer.offload_fraction)),
+        optimizer=round(optimizer_bytes / (shards if is_sharded else 1) * (1.0 - plan.optimizer.offload_fraction)),
         whole=whole.times(element),
     )
 
@@ -185,17 +185,33 @@ def stage_memory(
     )
 
 
-def _pooled_elements(layout: ParamLayout, plan: Plan, parameters: Sequence[ChunkParameter], *, has_shared: bool) -> int:
+def _pooled_elements(layout: ParamLayout, plan: Plan, deferred: Sequence[bool], *, has_shared: bool) -> int:
     """Return the elements of full buckets that a chunk keeps where its gradients are sharded.
 
-    One is filled while another is reduced. That of weights that embedding and output layer share is open all the while.
-    So is each bucket of which some of these ``parameters`` have their gradients now and others' weights are put off.
+    ``deferred`` says of each parameter whether its gradient is deferred. Buckets are filled in their order, and each is
+    reduced when it and those before it are full. The last bucket stays open if it has weights that embedding and output
+    layer share (``has_shared``), and so do all buckets from the first in which a gradient is deferred. Where a bucket
+    ends within a layer, gradients of the next bucket come before the last of this one. If reductions overlap, the next
+    bucket, or the first of the next micro-batch, is filled while one is reduced.
     """
-    most = max((bucket.num_elements for bucket in layout.buckets), default=0)
-    num_open = int(has_shared)
-    if parameters and (plan.pipeline_schedule == "zero-bubble" or plan.model.delay_wgrad_compute):
-        num_open = sum(any(not parameters[slot.index].is_matrix for slot in each.slots) for each in layout.buckets)
-    return most * min(len(layout.buckets), (2 if plan.ddp.overlap_grad_reduce else 1) + num_open)
+    buckets, overlaps = layout.buckets, plan.ddp.overlap_grad_reduce
+    ends_in_layer = overlaps and not plan.ddp.shards_weights
+    num_open = num_allocated = int(has_shared)
+    for index, bucket in enumerate(buckets):
+        is_next_filled = ends_in_layer and index + 1 < len(buckets)
+        is_open = has_shared and index == len(buckets) - 1
+        num_allocated = max(num_allocated, num_open + (not is_open) + is_next_filled)
+        is_deferred = any(deferred[slot.index] for slot in bucket.slots)
+        num_open += not is_open and (is_deferred or num_open > has_shared)
+    num_allocated = min(len(buckets), num_allocated)
+    if overlaps:
+        num_allocated = max(num_allocated, min(len(buckets) * plan.num_microbatches, MIN_POOL_SIZE))
+    return num_allocated * max((bucket.num_elements for bucket in buckets), default=0)
+
+
+def _defers(plan: Plan, parameter: ChunkParameter) -> bool:
+    is_of_linear = parameter.is_matrix or parameter.name.startswith("output_layer.")
+    return is_of_linear and (plan.pipeline_schedule == "zero-bubble" or plan.model.delay_wgrad_compute)
 
 
 def _shares_ends(plan: Plan, chunk: StageContents) -> bool:

@@ -70,6 +70,7 @@ LATENT_CELLS = tuple(
         ("latent", Layout(tp=2, cp=2, sequence_parallel=True, recompute=CORE_AND_UP_PROJECTIONS), NARROW_LATENT),
         *(("latent", Layout(cp=2, cp_comm_type=exchange), NARROW_LATENT) for exchange in ("p2p", "all_gather")),
         ("latent-wide-values", Layout(cp=2, cp_comm_type="a2a"), WIDE_LATENT),
+        ("latent-wide-values", Layout(cp=2, cp_comm_type="all_gather", recompute=UP_PROJECTIONS), WIDE_LATENT),
         *(
             ("latent", Layout(cp=2, cp_comm_type=exchange, recompute=UP_PROJECTIONS), NARROW_LATENT)
             for exchange in ("a2a", "all_gather")

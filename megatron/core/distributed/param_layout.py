@@ -13,6 +13,8 @@ from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 
 PARAM_ALIGNMENT = 128
 """Elements at a multiple of which each parameter starts; norms are summed block by block of this size."""
+MIN_POOL_SIZE = 2
+"""Number of full-size buckets of sharded gradients to allocate before one waits for a reduction in flight."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAndGradBuffer, ReductionPlan
-from megatron.core.distributed.param_layout import ParamLayout
+from megatron.core.distributed.param_layout import MIN_POOL_SIZE, ParamLayout
 from megatron.core.flight.communication import PendingWork
 from megatron.core.main_grad import MainGrad, gradient_uses_of
 from megatron.core.process_group import Group
@@ -66,9 +66,6 @@ class ShardedGradBuffer(ParamAndGradBuffer):
 
     Shapes: ``grad_data: [layout.num_elements / group.size]``.
     """
-
-    min_pool_size = 2
-    """Number of full-size buckets to allocate before one waits for a reduction in flight."""
 
     def __init__(
         self,
@@ -136,7 +133,7 @@ class ShardedGradBuffer(ParamAndGradBuffer):
     def _borrow(self, index: int) -> None:
         if index in self._memory:
             return
-        while self._under_way and not self.pool.has_free and self.pool.num_allocated >= self.min_pool_size:
+        while self._under_way and not self.pool.has_free and self.pool.num_allocated >= MIN_POOL_SIZE:
             self._settle()
         bucket = self.buckets[index]
         memory = self._memory[index] = self.pool.take()

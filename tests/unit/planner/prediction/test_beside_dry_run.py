@@ -1,4 +1,4 @@
-"""The peak of memory that the closed forms give, beside that of a dry run on a pretended H100."""
+"""The planned peak of memory is compared with the peak of a dry run on a simulated H100."""
 
 from __future__ import annotations
 
