@@ -25,8 +25,8 @@ class Gpu:
     """Hold one GPU type: what its maker publishes, and what others have measured on it.
 
     ``half_flops`` and ``single_flops`` are dense peaks a second of 16-bit and float32 products, ``float8_flops`` that
-    of fp8 ones, 0 where there are none. ``product_share`` is
-    the part of the peak that large products reach. ``link_bandwidth`` is NVLink's in one direction and
+    of fp8 ones, 0 where there are none. ``product_share`` and ``float8_share`` are the parts of the peaks that large
+    products in 16 bits and in fp8 reach. ``link_bandwidth`` is NVLink's in one direction and
     ``network_bandwidth`` that of one network port a GPU, ``host_bandwidth`` PCIe's in one direction, in bytes a second.
     ``flash`` and ``cudnn`` are the rates of these attention kernels by the size of a head, in causal attention to 8,192
     keys.
@@ -44,6 +44,7 @@ class Gpu:
     network_bandwidth: float
     host_bandwidth: float
     product_share: float
+    float8_share: float
     flash: Mapping[int, AttentionRate]
     cudnn: Mapping[int, AttentionRate]
     sources: tuple[str, ...]
@@ -51,14 +52,24 @@ class Gpu:
     @functools.cached_property
     def speeds(self) -> tuple[object, ...]:
         """Return all figures that the time of a layer depends on, as a key."""
-        peaks = (self.half_flops, self.single_flops, self.float8_flops, self.product_share)
+        peaks = (self.half_flops, self.single_flops, self.float8_flops, self.product_share, self.float8_share)
         bandwidths = (self.memory_bandwidth, self.link_bandwidth, self.network_bandwidth)
         return (self.capability, *peaks, *bandwidths, tuple(self.flash.items()), tuple(self.cudnn.items()))
+
+    def matmul_flops(self, itemsize: int) -> float:
+        """Return the FLOPs per second of large matmuls of operands of so many bytes.
+
+        Operands in fp8 are widened on a GPU without fp8.
+        """
+        if itemsize == 1 and self.float8_flops:
+            return self.float8_flops * self.float8_share
+        return (self.half_flops if itemsize <= 2 else self.single_flops) * self.product_share
 
 
 _PRODUCTS = (
     "best measured products, share of peak: github.com/stas00/ml-engineering, compute/accelerator, table of maximum "
-    "achievable matmul FLOPS (A100 271.2, H100 794.5, B200 1745.0 TFLOP/s)"
+    "achievable matmul FLOPS (bf16: A100 271.2, H100 794.5, B200 1745.0 TFLOP/s; fp8: H100 1402.6, H200 1453.4, B200 "
+    "3432.5, B300 3353.3)"
 )
 _FLASH = "FlashAttention-2, arXiv 2307.08691, figures 5 to 7"
 _HOPPER_ATTENTION = "FlashAttention-3, arXiv 2407.08608, figures 5 and 6 (FlashAttention-2 and cuDNN beside it)"
@@ -79,10 +90,14 @@ A100 = Gpu(
     network_bandwidth=25e9,
     host_bandwidth=32e9,
     product_share=271.2 / 312 * _SUSTAINED,
+    float8_share=0.0,
     flash={64: AttentionRate(0.54, 0.45), 128: AttentionRate(0.60, 0.52)},
     cudnn={64: AttentionRate(0.54, 0.45), 128: AttentionRate(0.60, 0.52)},
     sources=("NVIDIA A100 80GB SXM data sheet (nvidia-a100-datasheet)", _PRODUCTS, _FLASH),
 )
+# Medians of 18 shapes on one H200 (docs/measurements.md). The best shape of the table reaches 0.71 on an H100 and 0.73
+# on an H200.
+_HOPPER_FLOAT8 = 0.746
 _HOPPER_FLASH = {64: AttentionRate(0.28, 0.22), 128: AttentionRate(0.36, 0.30)}
 _HOPPER_CUDNN = {64: AttentionRate(0.38, 0.29), 128: AttentionRate(0.55, 0.42)}
 H100 = Gpu(
@@ -98,6 +113,7 @@ H100 = Gpu(
     network_bandwidth=50e9,
     host_bandwidth=64e9,
     product_share=794.5 / 989 * _SUSTAINED,
+    float8_share=_HOPPER_FLOAT8,
     flash=_HOPPER_FLASH,
     cudnn=_HOPPER_CUDNN,
     sources=("NVIDIA H100 SXM data sheet", _PRODUCTS, _HOPPER_ATTENTION),
@@ -122,6 +138,7 @@ B200 = Gpu(
     network_bandwidth=50e9,
     host_bandwidth=64e9,
     product_share=1745 / 2250 * _SUSTAINED,
+    float8_share=3432.5 / 4500 * _SUSTAINED,
     # FlashAttention-2 has no kernels for this generation's tensor cores: its rate is the H100's.
     flash={64: AttentionRate(0.13, 0.10), 128: AttentionRate(0.17, 0.13)},
     cudnn={64: AttentionRate(0.35, 0.27), 128: AttentionRate(0.55, 0.42)},
@@ -134,6 +151,7 @@ B300 = replace(
     memory_bytes=288 * 10**9,
     memory_bandwidth=8000e9,
     network_bandwidth=100e9,
+    float8_share=3353.3 / 4500 * _SUSTAINED,
     sources=(
         "NVIDIA HGX B300 data sheet, for one GPU of eight: 2.3 TB and 64 TB/s of HBM3e, 36 PFLOP/s of FP16/BF16 and 72 "
         "of FP8 with sparsity, 600 TFLOP/s of FP32, one 800 Gb/s port per GPU; SMs, products, attention as on the B200",

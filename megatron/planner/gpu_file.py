@@ -14,7 +14,7 @@ from megatron.planner.gpu import AttentionRate, Gpu
 
 _MOST_BYTES = 1 << 20
 _HEAD_SIZES = (64, 128)
-_MAY_BE_ZERO = ("float8_flops", "num_sms")
+_MAY_BE_ZERO = ("float8_flops", "float8_share", "num_sms")
 _NUMBERS = (
     "memory_bytes",
     "num_sms",
@@ -26,6 +26,7 @@ _NUMBERS = (
     "network_bandwidth",
     "host_bandwidth",
     "product_share",
+    "float8_share",
 )
 
 
@@ -50,6 +51,8 @@ def read_gpu(path: Path) -> Gpu:
         raise _wrong(path, "no JSON") from error
     if not isinstance(values, dict):
         raise _wrong(path, "no object")
+    # Files of earlier versions have one share for all matmuls.
+    values = {"float8_share": values.get("product_share"), **values}
     numbers = {name: _number(path, values, name) for name in _NUMBERS}
     capability = values.get("capability")
     if not (isinstance(capability, list) and len(capability) == 2 and all(type(each) is int for each in capability)):

@@ -141,8 +141,8 @@ def computed_seconds(plan: Plan, gpu: Gpu, implementation: Implementation, trace
 def _product_rates(gpu: Gpu, trace: PieceTrace) -> np.ndarray:
     """Return the FLOPs per second of each operation, if it is a matmul."""
     itemsize = trace.column("itemsize")
-    peaks = np.where(itemsize == 1, gpu.float8_flops or gpu.half_flops, gpu.half_flops)
-    rates: np.ndarray = np.where(itemsize > 2, gpu.single_flops, peaks) * gpu.product_share
+    rates: np.ndarray = np.where(itemsize == 1, gpu.matmul_flops(1), gpu.matmul_flops(2))
+    rates[itemsize > 2] = gpu.matmul_flops(4)
     return rates
 
 

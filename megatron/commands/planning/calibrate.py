@@ -90,6 +90,7 @@ def _figures(base: Gpu, rates: Rates, *, is_cuda: bool) -> Gpu:
     """Return the figures with what was measured; a CPU's peaks are the best that was measured."""
     half, single = (list(shapes.values()) for shapes in (rates.half_products, rates.single_products))
     peak = base.half_flops if is_cuda else max(half)
+    share = min(1.0, statistics.median(half) / peak)
     attention = {
         size: AttentionRate(rates.attention_forward[size] / peak, rates.attention_backward[size] / peak)
         for size in rates.attention_forward
@@ -102,7 +103,9 @@ def _figures(base: Gpu, rates: Rates, *, is_cuda: bool) -> Gpu:
         half_flops=peak,
         single_flops=base.single_flops if is_cuda else max(single),
         float8_flops=base.float8_flops if is_cuda else 0.0,
-        product_share=min(1.0, statistics.median(half) / peak),
+        product_share=share,
+        # Matmuls in fp8 are not measured: their share changes like that in 16 bits.
+        float8_share=min(1.0, base.float8_share * share / base.product_share) if is_cuda else 0.0,
         # The planner takes a part of it, as of published bandwidths.
         memory_bandwidth=rates.memory_bytes_per_s / MEMORY_SHARE,
         host_bandwidth=rates.host_bytes_per_s / MEMORY_SHARE,

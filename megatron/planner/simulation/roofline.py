@@ -58,19 +58,14 @@ def operation_seconds(operation: Operation, gpu: Gpu) -> float:
     if gemm is not None and min(gemm.rows, gemm.columns) > 1:
         return max(shortest, by_bytes, _gemm_seconds(gemm, operation.itemsize, gpu))
     # A product with a vector reads its matrix once. What else has FLOPs, a convolution, takes them at the GEMMs' rate.
-    by_flops = 0.0 if gemm is not None else operation.flops / (_peak(operation.itemsize, gpu) * gpu.product_share)
+    by_flops = 0.0 if gemm is not None else operation.flops / gpu.matmul_flops(operation.itemsize)
     return max(shortest, by_bytes, by_flops)
-
-
-def _peak(itemsize: int, gpu: Gpu) -> float:
-    """Return the dense peak of operands of so many bytes; fp8 ones are widened on a GPU without fp8."""
-    return {1: gpu.float8_flops or gpu.half_flops, 2: gpu.half_flops}.get(itemsize, gpu.single_flops)
 
 
 def _gemm_seconds(gemm: Gemm, itemsize: int, gpu: Gpu) -> float:
     """Return the time of a GEMM at the best choice of tiles, waves and parts of the inner dimension."""
     batch, rows, inner, columns = gemm.batch, gemm.rows, gemm.inner, gemm.columns
-    rate = _peak(itemsize, gpu) * gpu.product_share / gpu.num_sms
+    rate = gpu.matmul_flops(itemsize) / gpu.num_sms
     best = math.inf
     for tile_rows, tile_columns, share in _TILES:
         tiles = batch * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
