@@ -9,6 +9,7 @@ mean error of a step's time stays between 1.00 and 1.03 %. Of these pairs the la
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -48,7 +49,8 @@ class Implementation:
     ``half_gradient_bytes`` those of an fp16 model's gradient while layers run. Beside fp8 a program may keep no weights
     in 16 bits. One without flash attention has its scores in memory. ``fuses_permutation`` says that tokens
     are sorted by expert in one kernel, ``loops_over_experts`` that each expert's products are launched for themselves
-    in 16 bits too.
+    in 16 bits too. ``expert_imbalance`` is the number of tokens of the fullest rank's experts relative to the mean:
+    their GEMMs and exchanges take that much longer.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Implementation:
     loops_over_experts: bool = False
     schedules_zero_bubble: bool = False
     is_traced: bool = False
+    expert_imbalance: float = 1.0
 
 
 _PUBLISHED = FittedTimes(pass_share=0.85, backward_share=1.0, ring_share=0.85)
@@ -137,15 +140,20 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
 """Implementations by the names that ``--implementation`` takes."""
 
 
-def find_implementation(name: str) -> Implementation:
-    """Return an implementation by name.
+def find_implementation(name: str, expert_imbalance: float = 1.0) -> Implementation:
+    """Return an implementation by name, with the fullest rank's share of tokens relative to the mean.
 
     Raises:
-        ConfigurationError: nothing is known of this name.
+        ConfigurationError: nothing is known of this name, or the fullest rank would have fewer tokens than the mean.
     """
     if name not in IMPLEMENTATIONS:
         raise ConfigurationError(f"--implementation {name} is not known; possible: {', '.join(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[name]
+    if not 1.0 <= expert_imbalance < math.inf:
+        raise ConfigurationError(
+            f"--expert-imbalance {expert_imbalance:g} is below 1 or not finite; give how many times the mean number of "
+            "tokens the fullest rank gets, such as 1.2"
+        )
+    return dataclasses.replace(IMPLEMENTATIONS[name], expert_imbalance=expert_imbalance)
 
 
 def implementation_of_software(description: str, has_flash_attention: bool) -> Implementation:

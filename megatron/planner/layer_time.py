@@ -14,7 +14,7 @@ from megatron.planner.implementations import Implementation
 from megatron.planner.layer_kinds import LayerKind, layer_kinds
 from megatron.planner.links import Links
 from megatron.planner.memory_passes import loss_bytes, num_launches, passed_bytes
-from megatron.planner.piece_time import LAUNCH_S, MEMORY_SHARE, PieceTime, piece_time, sent_seconds
+from megatron.planner.piece_time import LAUNCH_S, MEMORY_SHARE, OPERATOR_S, PieceTime, piece_time, sent_seconds
 from megatron.planner.pieces import end_trace, layer_trace
 from megatron.planner.plan import Plan
 from megatron.planner.traces import PHASES, PieceMemory, PieceTrace
@@ -47,11 +47,15 @@ class LayerTime:
     @property
     def total(self) -> float:
         """Return all parts together, or the time of the host if that is longer."""
-        busy = self.products + self.attention + self.passes + self.again
-        sent = self.tensor_parallel + self.context_parallel + self.expert_parallel
-        whole, host = busy + sent + self.offload, self.host + self.host_again
+        whole, host = self.device, self.host + self.host_again
         rest = max(host - self.host_forward, whole - self.forward)
         return max(self.host_forward, self.forward) + rest if self.host_forward else max(host, whole)
+
+    @property
+    def device(self) -> float:
+        """Return all parts of the device together."""
+        busy = self.products + self.attention + self.passes + self.again
+        return busy + self.tensor_parallel + self.context_parallel + self.expert_parallel + self.offload
 
     @property
     def once(self) -> LayerTime:
@@ -73,6 +77,10 @@ def layer_time(
         passed, launches = passed_bytes(plan, implementation, kind), num_launches(plan, implementation, kind)
         passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
         time = _of_other_program(plan, gpu, trace, time, passes, launches * LAUNCH_S)
+    elif plan.uses_cuda_graphs:
+        # A replayed pass is one launch.
+        phases = {field.name: getattr(time, field.name) for field in dataclasses.fields(time)}
+        time = PieceTime(**{name: dataclasses.replace(each, host=OPERATOR_S) for name, each in phases.items()})
     forward = time.forward.total
     return LayerTime(
         products=time.part("products"),

@@ -35,7 +35,10 @@ def to_page(explanation: Explanation, changes: Sequence[Change] = (), ranking: s
         f'<p id="outcome" class="{prediction.outcome}">{escape(outcome)}</p>',
         f"<p>{escape(explanation.sizes.describe())}; {plan.num_microbatches} micro-batches of {plan.micro_batch_size}; "
         f"{escape(_speed(explanation))}</p>",
-        *(f"<p>{escape(line)}</p>" for line in describe_experts(plan.model)),
+        *(
+            f"<p>{escape(line)}</p>"
+            for line in describe_experts(plan.model, explanation.implementation.expert_imbalance)
+        ),
         "<h2>Memory of each stage</h2>",
         _memory_bars(explanation),
         "<h2>Pipeline</h2>",

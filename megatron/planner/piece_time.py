@@ -23,6 +23,10 @@ MEMORY_SHARE = 0.85
 LAUNCH_S = 13.5e-6
 """The host's time for a kernel that PyTorch launches: a linear layer's forward pass, one kernel, on an H100 node (13.48
 microseconds; github.com/NVIDIA/TransformerEngine, issue 2053)."""
+OPERATOR_S, _PROGRAM_S, _FUNCTION_S = 9.7e-6, 56.5e-6, 147.6e-6
+"""The host's time for an operator, a Triton program and both passes of an autograd function of this program, measured
+on the host of one H200 (docs/measurements.md)."""
+_LAUNCH_SECONDS = np.array([OPERATOR_S, _PROGRAM_S, _FUNCTION_S])
 _FORWARD, _BACKWARD, _WEIGHTS = range(len(PHASES))
 
 
@@ -80,20 +84,23 @@ def piece_time(plan: Plan, gpu: Gpu, implementation: Implementation, trace: Piec
         sizes.expert_tp,
         implementation.times,
         implementation.attention_on_hopper,
+        implementation.expert_imbalance,
     )
     found = trace.prices.get(key)
     if found is None:
         links = Links(gpu, plan.parallel_sizes)
         seconds = _seconds(plan, gpu, implementation, trace)
-        phases = [_phase(number, trace, seconds, links) for number in range(len(PHASES))]
+        phases = [
+            _phase(number, trace, seconds, links, implementation.expert_imbalance) for number in range(len(PHASES))
+        ]
         found = trace.prices[key] = PieceTime(*phases)
     return found
 
 
-def _phase(number: int, trace: PieceTrace, seconds: np.ndarray, links: Links) -> PhaseTime:
+def _phase(number: int, trace: PieceTrace, seconds: np.ndarray, links: Links, imbalance: float) -> PhaseTime:
     own = trace.column("phase") == number
-    kind = trace.column("kind")[own]
-    priced = seconds[own]
+    kind, is_grouped = trace.column("kind")[own], trace.column("batch")[own] > 1
+    priced = np.where(is_grouped, imbalance, 1.0) * seconds[own]
     sent = [(each, sent_seconds(each, links)) for each in trace.sent if each.phase == number]
     of_axis = {
         name: sum(seconds for each, seconds in sent if _axis(each) == name) for name in ("tensor", "context", "expert")
@@ -107,8 +114,8 @@ def _phase(number: int, trace: PieceTrace, seconds: np.ndarray, links: Links) ->
         passes=float(priced[~(is_product | is_attention)].sum()),
         tensor_parallel=of_axis["tensor"],
         context_parallel=of_axis["context"] - min(ring, attention),
-        expert_parallel=of_axis["expert"],
-        host=float(own.sum()) * LAUNCH_S,
+        expert_parallel=of_axis["expert"] * imbalance,
+        host=float(np.dot(trace.launches[number], _LAUNCH_SECONDS)),
     )
 
 

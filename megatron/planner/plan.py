@@ -31,6 +31,7 @@ class Plan:
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
+    uses_cuda_graphs: bool = False
 
     @staticmethod
     def of(config: RunConfig, stage_layout: StageLayout | None = None) -> Plan:
@@ -45,6 +46,7 @@ class Plan:
             seq_length=config.data.seq_length,
             micro_batch_size=config.training.micro_batch_size,
             global_batch_size=config.training.global_batch_size,
+            uses_cuda_graphs=config.training.cuda_graph_impl == "local",
         )
 
     @property

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.planner.gpu import Gpu
 from megatron.planner.links import Links
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import StageState
 
-EXCHANGE_SHARE = 0.2
-"""What an exchange beside products costs of its own time, as it takes multiprocessors from them: assumed."""
+_COMMUNICATION_SMS = 20
+"""Streaming multiprocessors that an exchange's kernels take from matmuls: those of DeepSeek-V3 (arXiv 2412.19437,
+section 3.2.2)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def exposed_replica_seconds(plan: Plan, links: Links, stage: StageState, slowest
     # The backward pass of a micro-batch hides the one, the forward pass of the first the other.
     hidden_reduction = slowest * 2 / 3 if ddp.overlap_grad_reduce else 0.0
     hidden_gather = slowest / 3 if ddp.overlap_param_gather else 0.0
-    return copied + rounds * max(0.0, reduced - hidden_reduction) + max(0.0, gathered - hidden_gather)
+    exposed = rounds * exposed_seconds(links.gpu, reduced, hidden_reduction)
+    return copied + exposed + exposed_seconds(links.gpu, gathered, hidden_gather)
 
 
 def _shared(plan: Plan, replicas: int, stage: StageState, *, of_experts: bool) -> _Shared:
@@ -88,4 +91,12 @@ def _by_layer(plan: Plan, links: Links, several: list[_Shared], slowest: float) 
     reduced = sum(each.seconds(links, each.gradients * each.shards) for each in several)
     beside, alone = (reduced, 0.0) if plan.ddp.overlap_grad_reduce else (0.0, reduced)
     passes = ((gathered, slowest / 3), (gathered + beside, slowest * 2 / 3))
-    return alone + sum(max(0.0, sent - hidden) + EXCHANGE_SHARE * min(sent, hidden) for sent, hidden in passes)
+    return alone + sum(exposed_seconds(links.gpu, sent, hidden) for sent, hidden in passes)
+
+
+def exposed_seconds(gpu: Gpu, sent: float, hidden: float) -> float:
+    """Return what an exchange of ``sent`` seconds adds to a pass beside which up to ``hidden`` seconds of it run.
+
+    Meanwhile the pass lacks the multiprocessors of the exchange.
+    """
+    return max(0.0, sent - hidden) + _COMMUNICATION_SMS / max(gpu.num_sms, _COMMUNICATION_SMS) * min(sent, hidden)

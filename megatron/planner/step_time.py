@@ -20,7 +20,7 @@ from megatron.planner.links import Links
 from megatron.planner.piece_memory import ModelPieces, recomputed_groups
 from megatron.planner.piece_time import MEMORY_SHARE
 from megatron.planner.plan import Plan
-from megatron.planner.replica_time import EXCHANGE_SHARE, exposed_replica_seconds
+from megatron.planner.replica_time import exposed_replica_seconds, exposed_seconds
 from megatron.planner.stage_memory import StageState
 
 _UPDATE_BYTES = 30
@@ -34,7 +34,9 @@ class StepTime:
     """Hold the seconds of a step by part; ``slowest_stage`` is one micro-batch there.
 
     ``layer`` is in fp8 where any layers are; the first and the last ones that are not take their own time.
-    ``exposed_data_parallel`` is what gradients and parameters travel while nothing is computed.
+    ``exposed_data_parallel`` is what gradients and parameters travel while nothing is computed. ``host`` is what the
+    host takes to launch the layers of the slowest stage. It overlaps with ``busy``, which is longer where the host is
+    slower than the GPU.
     """
 
     layer: LayerTime
@@ -45,11 +47,17 @@ class StepTime:
     neighbours: float
     exposed_data_parallel: float
     update: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
         """Return all parts together."""
         return self.busy + self.bubble + self.neighbours + self.exposed_data_parallel + self.update
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Return whether the host takes longer to launch a layer than the GPU to run it."""
+        return self.layer.host + self.layer.host_again > self.layer.device
 
 
 def step_time(
@@ -75,6 +83,8 @@ def step_time(
         for chunks in chunks_of
     ]
     slowest, pp = max(seconds), len(seconds)
+    numbers = [number for chunk in chunks_of[seconds.index(slowest)] for number in chunk.layer_numbers]
+    host = sum(layers[kinds[number]].host + layers[kinds[number]].host_again for number in numbers)
     num_layers = {len(layer_numbers(plan.model, chunk)) for chunks in chunks_of for chunk in chunks}
     if plan.pipeline_schedule == "zero-bubble" or (plan.pipeline_schedule == "1f1b" and len(num_layers) > 1):
         bubble = _simulated_bubble(plan, kinds, layers, seconds, output)
@@ -90,6 +100,7 @@ def step_time(
         neighbours=neighbours_seconds(plan, gpu, implementation),
         exposed_data_parallel=max(exposed_replica_seconds(plan, links, stage, slowest) for stage in stages),
         update=update_seconds(gpu, stages),
+        host=plan.num_microbatches * host,
     )
 
 
@@ -98,8 +109,9 @@ def neighbours_seconds(plan: Plan, gpu: Gpu, implementation: Implementation) -> 
     message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
     num_chunks = plan.stage_layout.num_chunks
     is_exposed = implementation.waits_for_neighbours and num_chunks == 1
-    shown = 1.0 if is_exposed else num_chunks * EXCHANGE_SHARE
-    return plan.num_microbatches * Links(gpu, plan.parallel_sizes).pipeline_seconds(message) * shown
+    sent = Links(gpu, plan.parallel_sizes).pipeline_seconds(message)
+    shown = sent if is_exposed else num_chunks * exposed_seconds(gpu, sent, sent)
+    return plan.num_microbatches * shown
 
 
 def update_seconds(gpu: Gpu, stages: Sequence[StageState]) -> float:

@@ -39,12 +39,15 @@ def describe_changes(changes: tuple[Change, ...]) -> Iterator[str]:
         yield f"{number}. {change.flags}: {change.cost}"
 
 
-def describe_experts(model: GPTConfig) -> Iterator[str]:
-    """Yield a line on a model's experts, if it has some."""
+def describe_experts(model: GPTConfig, imbalance: float) -> Iterator[str]:
+    """Yield a line on a model's experts, if it has some, and on how evenly tokens are spread over them."""
+    spread = "the time is for tokens spread evenly (--expert-imbalance 1)"
+    if imbalance > 1:
+        spread = f"the time is for {imbalance:g} times the mean number of tokens on the fullest rank"
     if model.num_experts is not None:
         yield (
             f"{sum(model.moe_layers)} layers of {model.num_experts} experts, of which each token goes to "
-            f"{model.moe_router_topk}; tokens are taken to spread evenly over them"
+            f"{model.moe_router_topk}; {spread}"
         )
 
 
@@ -77,7 +80,7 @@ def _run(explanation: Explanation) -> Iterator[str]:
     yield (
         f"{explanation.flops:.4e} FLOPs a step, {explanation.flops / explanation.sizes.world_size:.4e} of them on a GPU"
     )
-    yield from describe_experts(plan.model)
+    yield from describe_experts(plan.model, explanation.implementation.expert_imbalance)
     if data.samples:
         yield f"{data.iterations} iterations, {data.samples} samples, {data.tokens} tokens"
     else:
@@ -143,6 +146,9 @@ def _time(explanation: Explanation) -> Iterator[str]:
     names = ("busy", "bubble", "neighbours", "exposed_data_parallel", "update")
     yield f"{1e3 * prediction.time.total:.1f} ms: " + ", ".join(
         f"{name.replace('_', ' ')} {1e3 * parts[name]:.1f}" for name in names
+    )
+    yield f"host: {1e3 * prediction.time.host:.1f} ms to launch the layers" + (
+        "; host-bound: the GPU waits for the host" if prediction.time.is_host_bound else ""
     )
     yield f"{prediction.tflops:.1f} TFLOP/s a GPU as Megatron counts, {explanation.tokens_per_second:.0f} tokens/s"
 

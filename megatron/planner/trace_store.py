@@ -154,7 +154,8 @@ def _scaled(record: Mapping[str, Any], size: int) -> PieceTrace:
         for (phase, operation, axes, group_size, num_bytes), other in zip(small["sent"], large["sent"])
     )
     memory = PieceMemory(*(at(few, many) for few, many in zip(small["memory"], large["memory"])))
-    return PieceTrace(first + more * (second - first), sent, memory)
+    launches = tuple(tuple(phase) for phase in small["launches"])
+    return PieceTrace(first + more * (second - first), sent, memory, launches)
 
 
 def _operations(record: Mapping[str, Any]) -> np.ndarray:

@@ -26,6 +26,8 @@ GEMM, ATTENTION, MEMORY = range(3)
 OPERATION_FIELDS = (
     *("phase", "kind", "itemsize", "batch", "rows", "inner", "columns", "num_bytes", "flops", "is_recomputed"),
 )
+LAUNCH_KINDS = ("operators", "programs", "functions")
+"""What the host launches: torch's operators, Triton programs, and autograd functions."""
 _OF_PIPELINE = (
     *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
     *("pipeline_model_parallel_layout", "pipeline_schedule", "account_for_embedding_in_pipeline_split"),
@@ -67,11 +69,15 @@ class PieceMemory:
 
 @dataclass(frozen=True, eq=False)
 class PieceTrace:
-    """Hold the operations, communications and memory of a piece for a micro-batch. ``prices`` caches its times."""
+    """Hold the operations, communications and memory of a piece for a micro-batch. ``prices`` caches its times.
+
+    ``launches`` has for each pass the numbers of `LAUNCH_KINDS`; an autograd function counts in the forward pass.
+    """
 
     operations: np.ndarray
     sent: tuple[Sent, ...]
     memory: PieceMemory
+    launches: tuple[tuple[int, ...], ...] = ()
     prices: dict[Any, Any] = field(default_factory=dict)
 
     def column(self, name: str) -> np.ndarray:

@@ -29,6 +29,17 @@ def add_platform(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implementation", default="ours", metavar="NAME", help=f"one of {', '.join(IMPLEMENTATIONS)} (ours)"
     )
+    add_imbalance(parser)
+
+
+def add_imbalance(parser: argparse.ArgumentParser) -> None:
+    """Declare how unevenly tokens are spread over experts."""
+    parser.add_argument(
+        "--expert-imbalance",
+        type=float,
+        metavar="X",
+        help="tokens of the fullest expert-parallel rank relative to the mean, for the time of experts (1.0)",
+    )
 
 
 def read_planned_run(words: Sequence[str], world_size: int) -> ParsedArguments:

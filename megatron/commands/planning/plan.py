@@ -32,7 +32,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
-from megatron.commands.arguments.planned_run import check_world_size, find_platform, read_planned_run, write_text
+from megatron.commands.arguments.planned_run import (
+    add_imbalance,
+    check_world_size,
+    find_platform,
+    read_planned_run,
+    write_text,
+)
 from megatron.commands.arguments.verified_plan import (
     HELP,
     check_agreement,
@@ -47,7 +53,7 @@ from megatron.planner.comparison import describe_comparison
 from megatron.planner.evaluation import describe_errors, evaluate
 from megatron.planner.explanation import explain
 from megatron.planner.gpu import GPUS
-from megatron.planner.implementations import IMPLEMENTATIONS, find_implementation
+from megatron.planner.implementations import IMPLEMENTATIONS, Implementation, find_implementation
 from megatron.planner.measured_runs import read_runs
 from megatron.planner.page import to_page
 from megatron.planner.ranking import describe_ranking, launch_command, ranking_json
@@ -69,6 +75,7 @@ _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
 _DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10
 _OF_PLANS = (
     *("model_preset", "gpus", "precision", "train_tokens", "top", "json", "html", "verify", "compare", "sensitivity"),
+    "expert_imbalance",
 )
 """Arguments that --evaluate has no use for."""
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -130,6 +137,7 @@ def build_parser() -> Parser:
         metavar="TYPE",
         help=f"one of {', '.join(GPUS)}, or a file of tools/calibrate.py (h100-80gb; as each record says)",
     )
+    add_imbalance(parser)
     return parser
 
 
@@ -167,7 +175,7 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         raise ConfigurationError(f"--top {top} is not positive; give the number of layouts to print")
     check_world_size("--gpus", arguments.gpus)
     gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
-    implementation = find_implementation(arguments.implementation or _DEFAULT_IMPLEMENTATION)
+    implementation = _implementation(arguments)
     if arguments.verify:
         prepare_to_verify(implementation)
     tokens = None if arguments.train_tokens is None else _number(arguments.train_tokens)
@@ -252,7 +260,7 @@ def compare_files(arguments: argparse.Namespace, training_flags: Sequence[str]) 
         raise ConfigurationError("--gpus is missing; give the number of GPUs of the runs")
     check_world_size("--gpus", arguments.gpus)
     gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
-    implementation = find_implementation(arguments.implementation or _DEFAULT_IMPLEMENTATION)
+    implementation = _implementation(arguments)
     trace_in_this_process()
     preset = preset_words(arguments.model_preset) if arguments.model_preset else ()
     explanations = []
@@ -269,6 +277,11 @@ def compare_files(arguments: argparse.Namespace, training_flags: Sequence[str]) 
     for name, explanation in zip(names, explanations):
         if explanation.prediction.reason:
             print(f"{name}: {explanation.prediction.reason}")
+
+
+def _implementation(arguments: argparse.Namespace) -> Implementation:
+    imbalance = 1.0 if arguments.expert_imbalance is None else arguments.expert_imbalance
+    return find_implementation(arguments.implementation or _DEFAULT_IMPLEMENTATION, imbalance)
 
 
 def evaluate_file(arguments: argparse.Namespace) -> None:

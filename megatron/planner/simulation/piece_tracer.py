@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -42,8 +44,8 @@ def take_traces(requests: Mapping[str, TraceRequest]) -> dict[str, dict[str, Any
         taken[key] = {}
         for size in request.traced_sizes:
             # Each size has a recorder of its own: what an earlier piece leaves to the garbage collector is not seen.
-            with _simulated(request) as tracer:
-                taken[key][str(size)] = tracer.trace(size)
+            with _simulated(request) as tracer, _counted_functions() as counts:
+                taken[key][str(size)] = tracer.trace(size, counts)
     return taken
 
 
@@ -59,8 +61,23 @@ def _warm_up(request: TraceRequest) -> None:
     kind = request.capability, model.fp8_format, recipe, model.num_experts is None, request.contents.has_loss
     if kind not in _warmed:
         with _simulated(request) as tracer:
-            tracer.trace(1)
+            tracer.trace(1, [])
         _warmed.add(kind)
+
+
+@contextmanager
+def _counted_functions() -> Iterator[list[str]]:
+    """Yield a list to which the name of each autograd function is added when it is applied."""
+    applied: list[str] = []
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(apply)
+    def counted(cls: Any, *arguments: Any, **keywords: Any) -> Any:
+        applied.append(cls.__name__)
+        return apply(cls, *arguments, **keywords)
+
+    with patch.object(torch.autograd.Function, "apply", classmethod(counted)):
+        yield applied
 
 
 @contextmanager
@@ -84,8 +101,11 @@ class _Tracer:
     device: PretendedDevice
     state: ParallelState
 
-    def trace(self, batch: int) -> dict[str, Any]:
-        """Return operations, communications and memory of a micro-batch of so many samples."""
+    def trace(self, batch: int, functions: list[str]) -> dict[str, Any]:
+        """Return operations, communications, memory and launches of a micro-batch of so many samples.
+
+        ``functions`` has the names of the autograd functions that were applied.
+        """
         request, recorder, memory = self.request, self.recorder, self.recorder.memory
         model, contents = request.model, request.contents
         width = model.padded_vocab_size // model.tensor_model_parallel_size
@@ -96,13 +116,16 @@ class _Tracer:
         # The input of the first layer needs no gradient if the embedding is frozen.
         is_after_frozen = bool(model.lora_rank) and contents.layer_numbers[:1] == (0,)
         entrance = None if hidden is None or is_after_frozen else ChunkEntrance()
-        at_entry: list[int] = []
-        chunk.decoder.register_forward_pre_hook(lambda *_: at_entry.append(memory.num_bytes))
+        at_entry: list[tuple[int, int]] = []
+        chunk.decoder.register_forward_pre_hook(
+            lambda *_: at_entry.append((memory.num_bytes, len(recorder.record.operations)))
+        )
         # Forward.
         recorder.phase = "forward"
         recorder.start()
         shared = memory.num_bytes
         losses: list[AuxiliaryLoss] = []
+        functions.clear()
         given = hidden if entrance is None or hidden is None else entrance.enter(hidden)
         hidden = None
         output = chunk(
@@ -122,7 +145,10 @@ class _Tracer:
         forward, forward_peak, forward_logits = recorder.record, recorder.record.peak_bytes, self._logits_at_peak()
         del output, roots, losses
         # Shared by all layers of a chunk: angles and keys of dropout, which are made before the first of them.
-        made_before = at_entry[0] - shared if contents.layer_numbers and at_entry else 0
+        made_before, num_before = at_entry[0] if contents.layer_numbers and at_entry else (shared, 0)
+        made_before -= shared
+        del forward.operations[:num_before]
+        applied = [len(functions), 0, 0]
         kept = memory.num_bytes - base - made_before - ids.nbytes
         # Backward.
         recorder.phase = "backward"
@@ -143,15 +169,14 @@ class _Tracer:
             recorder.phase = "weights"
             queue.run(0)
         weights = recorder.record
+        applied[_BACKWARD] = len(functions) - applied[_FORWARD]
+        phases = ((_FORWARD, forward), (_BACKWARD, backward), (_WEIGHTS, weights))
         return {
-            "operations": [
-                row
-                for phase, record in ((_FORWARD, forward), (_BACKWARD, backward), (_WEIGHTS, weights))
-                for row in _rows(phase, record)
-            ],
+            "operations": [row for phase, record in phases for row in _rows(phase, record)],
+            "launches": [_launches(record, applied[phase]) for phase, record in phases],
             "sent": [
                 [phase, each.call.operation, list(each.call.axes), each.call.group_size, each.call.num_bytes]
-                for phase, record in ((_FORWARD, forward), (_BACKWARD, backward), (_WEIGHTS, weights))
+                for phase, record in phases
                 for each in record.communications
                 if each.call.operation != "receive"
             ],
@@ -212,6 +237,12 @@ def _rows(phase: int, record: StepRecord) -> Iterator[list[float]]:
         kind, gemm = _kind(each), each.gemm
         sizes = (gemm.batch, gemm.rows, gemm.inner, gemm.columns) if kind == GEMM and gemm is not None else (0, 0, 0, 0)
         yield [phase, kind, each.itemsize, *sizes, each.num_bytes, each.flops, int(each.is_recomputed)]
+
+
+def _launches(record: StepRecord, num_functions: int) -> list[int]:
+    """Return the numbers of `LAUNCH_KINDS` in a pass; the name of a Triton program has its module's before a dot."""
+    num_programs = sum("." in each.name for each in record.operations)
+    return [len(record.operations) - num_programs, num_programs, num_functions]
 
 
 def _kind(operation: Operation) -> int:

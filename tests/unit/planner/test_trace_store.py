@@ -22,7 +22,8 @@ def record_of(sizes: tuple[int, ...], *, in_blocks: bool) -> Mapping[str, Any]:
     def at(size: int) -> dict[str, Any]:
         count = -(-size // 2) if in_blocks else 1
         operations = [[0, 2, 2, 0, 0, 0, 0, 10 + 100 * size / count, 0, 0]] * count
-        return {"operations": operations, "sent": [], "memory": [7 * size, 8 * size, 9 * size, 0, 0]}
+        memory = [7 * size, 8 * size, 9 * size, 0, 0]
+        return {"operations": operations, "sent": [], "launches": [[count, 0, 1], [0, 0, 0]], "memory": memory}
 
     return {str(size): at(size) for size in sizes}
 
@@ -44,4 +45,5 @@ def test_sizes_with_other_operations_are_traced_themselves(
     assert seen == taken
     count = 3 if in_blocks else 1
     assert trace.column("num_bytes").tolist() == pytest.approx([10 + 500 / count] * count)
+    assert trace.launches == ((count, 0, 1), (0, 0, 0))
     assert trace.memory.kept == 35

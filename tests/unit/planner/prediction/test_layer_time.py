@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
+from megatron.core.errors import ConfigurationError
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import OURS
+from megatron.planner.implementations import OURS, find_implementation
 from megatron.planner.layer_time import LayerTime
+from megatron.planner.links import Links
+from megatron.planner.pieces import layer_trace
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
+from megatron.planner.replica_time import exposed_replica_seconds
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
+from megatron.planner.stage_memory import stage_state
 from megatron.training.config.arguments import resolve_arguments
 from megatron.verification.cells import BASE_FLAGS, SHAPES, Layout
 from megatron.verification.latent_cells import make_latent_cell
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.sized_cells import NARROW_LATENT, UP_PROJECTIONS
+
+EXPERT_FLAGS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall")
 
 
 def test_attention_looks_no_further_than_its_window() -> None:
@@ -91,3 +99,64 @@ def test_recomputed_and_wider_heads_take_longer() -> None:
         < ends
         < layer_of(Layout(tp=2, sequence_parallel=True), (*NARROW_LATENT, "--kv-lora-rank", "4096")).tensor_parallel
     )
+
+
+def plan_of(*flags: str, world_size: int = 1) -> Plan:
+    config = resolve_arguments([*BASE_FLAGS, *flags, "--bf16"], world_size, needs_files=False).config
+    return Plan.of(with_known_vocabulary(config))
+
+
+def test_host_launches_every_operator_program_and_autograd_function() -> None:
+    plan = plan_of("--cuda-graph-impl", "none")
+    trace = layer_trace(plan, H100.capability, 0)
+    operators, programs, functions = (sum(phase[kind] for phase in trace.launches) for kind in range(3))
+    assert operators + programs == len(trace.operations)
+    # A norm, a projection and an activation are one function each, at least; there are two norms and four projections.
+    assert functions >= 7
+    assert programs > 0
+    time = predict(plan, OURS, H100).time
+    assert time is not None
+    seconds = operators * 9.7e-6 + programs * 56.5e-6 + functions * 147.6e-6
+    assert time.layer.host == pytest.approx(seconds)
+    assert time.host == pytest.approx(plan.num_microbatches * plan.model.num_layers * seconds)
+    # These layers are small.
+    assert time.is_host_bound
+
+
+def test_replayed_layers_need_no_host() -> None:
+    graphs, launched = (predict(plan_of("--cuda-graph-impl", kind), OURS, H100).time for kind in ("local", "none"))
+    assert graphs is not None
+    assert launched is not None
+    assert graphs.host < 0.1 * launched.host
+    assert graphs.layer.device == launched.layer.device
+    assert graphs.total < launched.total
+
+
+def test_uneven_tokens_take_the_time_of_the_fullest_rank() -> None:
+    flags = (*EXPERT_FLAGS, "--expert-model-parallel-size", "2")
+    plan = plan_of(*flags, world_size=2)
+    even, uneven = (predict(plan, find_implementation("ours", factor), H100).time for factor in (1.0, 3.0))
+    assert even is not None
+    assert uneven is not None
+    assert uneven.layer.expert_parallel == pytest.approx(3 * even.layer.expert_parallel)
+    trace = layer_trace(plan, H100.capability, 0)
+    of_experts = sum(trace.column("flops")[trace.column("batch") > 1])
+    assert uneven.layer.products - even.layer.products > 2 * of_experts / H100.matmul_flops(2)
+    assert uneven.layer.attention == even.layer.attention
+
+
+@pytest.mark.parametrize("factor", [0.5, math.inf, math.nan])
+def test_fullest_rank_has_no_fewer_tokens_than_the_mean(factor: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"--expert-imbalance {factor:g} is below 1 or not finite"):
+        find_implementation("ours", factor)
+
+
+def test_hidden_reductions_slow_the_matmuls_beside_them() -> None:
+    sizes = ("--use-distributed-optimizer", "--global-batch-size", "8")
+    plan = plan_of(*sizes, "--overlap-grad-reduce", "--overlap-param-gather", world_size=2)
+    links = Links(H100, plan.parallel_sizes)
+    state = stage_state(plan, 0, OURS)
+    sent = links.replica_seconds(state.gradients) + links.replica_seconds(state.gathered_bytes)
+    hidden = exposed_replica_seconds(plan, links, state, slowest=1.0)
+    assert hidden == pytest.approx(20 / 132 * sent)
+    assert exposed_replica_seconds(plan, links, state, slowest=0.0) == pytest.approx(sent)
