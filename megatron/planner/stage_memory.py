@@ -131,12 +131,14 @@ def _trained_state(
         sizes = [parameter.size for parameter in trained]
         tied = [index for index, parameter in enumerate(trained) if parameter.is_tied]
         num_trained += sum(sizes)
-        optimizer_bytes += sum(each.size * state_bytes(plan.optimizer, is_matrix=each.is_matrix) for each in trained)
+        of_matrices = sum(each.size for each in trained if each.is_matrix)
+        optimizer_bytes += of_matrices * state_bytes(plan.optimizer, is_matrix=True)
         gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
         layout = plan_buckets(sizes, tied, plan.ddp, replicas, units if shards_weights else ())
         whole = whole.after(whole_weights(units, layout)) if shards_weights else whole
         num_elements += layout.num_elements
-        optimizer_bytes += (layout.num_elements - sum(sizes)) * state_bytes(plan.optimizer) * is_sharded
+        num_held = layout.num_elements if is_sharded else sum(sizes)
+        optimizer_bytes += (num_held - of_matrices) * state_bytes(plan.optimizer)
         # Gradients of experts are not deferred.
         deferred = [_defers(plan, each) and not of_experts for each in trained]
         pool += _pooled_elements(layout, plan, deferred, has_shared=not of_experts and _shares_ends(plan, chunk))
