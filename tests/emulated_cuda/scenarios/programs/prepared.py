@@ -6,7 +6,9 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -102,6 +104,18 @@ def install_transformer_engine() -> None:
     _install("transformer_engine.pytorch", "transformer_engine_stand_in.py")
 
 
+def install_transformer_engine_on_rank_0() -> None:
+    """Install the stub of transformer-engine on the first rank only, as on nodes of which one lacks the package."""
+    if os.environ.get("RANK", "0") == "0":
+        install_transformer_engine()
+
+
+def take_peers_from_rank_1() -> None:
+    """Let the device of rank 1 read the memory of no other device."""
+    if os.environ.get("RANK", "0") == "1":
+        torch.cuda.can_device_access_peer = lambda *_: False
+
+
 def train_in_float64() -> None:
     """Give parameters 64 bits, for which there is no flag."""
     program: Any = pretrain_gpt
@@ -153,12 +167,17 @@ def make_own_samples() -> None:
 
 
 def write_two_data_sets() -> None:
-    """Write the token files of two data sets into this folder."""
+    """Write the token files of two data sets into this folder, and a file that names each."""
+    if os.environ.get("RANK", "0") != "0":
+        while not Path("second.txt").exists():
+            time.sleep(0.01)
+        return
     for name, step in (("first", 1), ("second", 3)):
         with IndexedDatasetBuilder(Path(name), np.dtype(np.uint16)) as builder:
             for document in range(16):
                 builder.add_document(((document + step * np.arange(70)) % 60).astype(np.uint16))
             builder.finalize()
+        Path(f"{name}.txt").write_text(f"{name}\n")
 
 
 def look_at_device() -> None:
@@ -193,6 +212,8 @@ PREPARATIONS: dict[str, Callable[[], None]] = {
     "cudnn": prefer_cudnn,
     "flash-attn": install_flash_attn,
     "transformer-engine": install_transformer_engine,
+    "transformer-engine-of-rank-0": install_transformer_engine_on_rank_0,
+    "no-peers-of-rank-1": take_peers_from_rank_1,
     "float64": train_in_float64,
     "own-samples": make_own_samples,
     "two-data-sets": write_two_data_sets,
