@@ -1000,15 +1000,16 @@ _YARN = (
 _SLICES = f"{_LATENT} --qk-pos-emb-head-dim 16 --kv-lora-rank 16 --q-lora-rank 16".replace("--qk-layernorm ", "")
 
 
-def resumed(name: str, flags: str, ranks: int = 1, load: str = "", *, gpu: str = "h100") -> Scenario:
-    """Return the scenario of a training that saves, and of a second process that resumes it."""
-    first = launch(f"{flags} --save {{folder}}/saved --save-interval 2", ranks)
-    second = launch(
-        f"{flags} --save {{folder}}/saved --save-interval 2 --load {{folder}}/saved --train-iters 5 "
-        f"--metrics-jsonl {{folder}}/resumed.jsonl {load}",
-        ranks,
-    )
-    return Scenario(name, (first, second), gpu=gpu)
+def resumed(name: str, flags: str, ranks: int = 1, load: str = "", *, preparations: str = "") -> Scenario:
+    """Return the scenario of a training that saves, and of a second process that resumes it with more flags."""
+    folders = "--save {folder}/saved --save-interval 2"
+    first = launch(f"{flags} {folders}", ranks)
+    more = f"--load {{folder}}/saved --train-iters 5 --metrics-jsonl {{folder}}/resumed.jsonl {load}"
+    launches = (first, launch(f"{flags} {folders} {more}", ranks))
+    if preparations:
+        file = f"{PROGRAMS}/prepared.py"
+        launches = tuple(replace(each, arguments=(preparations, *each.arguments), program=file) for each in launches)
+    return Scenario(name, launches)
 
 
 _FLAGS = (
@@ -1156,6 +1157,20 @@ _FLAGS = (
     ),
 )
 _PAIRS = (
+    *(
+        resumed(f"written late, {name}", f"--async-save {flags}", ranks, preparations="late-writes")
+        for name, flags, ranks in (
+            ("dropout", f"--bf16 --hidden-dropout 0.1 {_OVERLAPS}", 2),
+            ("fp8", f"{_FP8} delayed --fp8-amax-history-len 3", 1),
+            ("torch_dist, fp8", f"--ckpt-format torch_dist {_FP8} delayed --ema-decay 0.9", 1),
+            ("torch format, fp16", "--ckpt-format torch --fp16 --initial-loss-scale 4096 --loss-scale-window 2", 1),
+            ("narrow state", f"{_NARROW} {_OVERLAPS}", 2),
+            ("experts", f"{_EXPERTS} --bf16 --moe-router-enable-expert-bias --moe-router-score-function sigmoid", 1),
+            ("optimizer offload", f"--bf16 {_OVERLAPPED_OFFLOAD}", 1),
+            ("fully sharded", f"{_SHARDS} optim_grads_params {_OVERLAPS} --bf16", 2),
+            ("muon", "--optimizer muon --ema-decay 0.9", 1),
+        )
+    ),
     resumed("torch_dist, saved and resumed", f"--ckpt-format torch_dist --async-save --bf16 {_OVERLAPS}", 2),
     resumed("torch_dist, fp8, saved and resumed", f"--ckpt-format torch_dist --async-save {_FP8} delayed", 1),
     resumed("torch format, saved and resumed", f"--ckpt-format torch --bf16 --hidden-dropout 0.1 {_TENSOR}", 2),

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.dist_checkpointing.background import BackgroundTask
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import Model
@@ -114,6 +116,31 @@ def take_peers_from_rank_1() -> None:
     """Let the device of rank 1 read the memory of no other device."""
     if os.environ.get("RANK", "0") == "1":
         torch.cuda.can_device_access_peer = lambda *_: False
+
+
+def write_late() -> None:
+    """Let each thread of a save begin when its result is asked for, as with a slow file system."""
+    begin, wait, result = BackgroundTask.__init__, BackgroundTask.wait, BackgroundTask.result
+
+    def begin_late(self: Any, work: Callable[[], Any], name: str) -> None:
+        self.is_asked_for = threading.Event()
+
+        def work_late() -> Any:
+            self.is_asked_for.wait()
+            return work()
+
+        begin(self, work_late, name)
+
+    def ask_and_wait(self: Any) -> None:
+        self.is_asked_for.set()
+        wait(self)
+
+    def ask_for_result(self: Any) -> Any:
+        self.is_asked_for.set()
+        return result(self)
+
+    task: Any = BackgroundTask
+    task.__init__, task.wait, task.result = begin_late, ask_and_wait, ask_for_result
 
 
 def train_in_float64() -> None:
@@ -214,6 +241,7 @@ PREPARATIONS: dict[str, Callable[[], None]] = {
     "transformer-engine": install_transformer_engine,
     "transformer-engine-of-rank-0": install_transformer_engine_on_rank_0,
     "no-peers-of-rank-1": take_peers_from_rank_1,
+    "late-writes": write_late,
     "float64": train_in_float64,
     "own-samples": make_own_samples,
     "two-data-sets": write_two_data_sets,
