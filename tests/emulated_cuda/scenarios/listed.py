@@ -1162,7 +1162,7 @@ _PAIRS = (
         for name, flags, ranks in (
             ("dropout", f"--bf16 --hidden-dropout 0.1 {_OVERLAPS}", 2),
             ("fp8", f"{_FP8} delayed --fp8-amax-history-len 3", 1),
-            ("torch_dist, fp8", f"--ckpt-format torch_dist {_FP8} delayed --ema-decay 0.9", 1),
+            ("torch_dist, fp8", f"--ckpt-format torch_dist {_FP8} delayed --fp8-amax-history-len 3", 1),
             ("torch format, fp16", "--ckpt-format torch --fp16 --initial-loss-scale 4096 --loss-scale-window 2", 1),
             ("narrow state", f"{_NARROW} {_OVERLAPS}", 2),
             ("experts", f"{_EXPERTS} --bf16 --moe-router-enable-expert-bias --moe-router-score-function sigmoid", 1),
