@@ -1158,6 +1158,16 @@ _FLAGS = (
 )
 _PAIRS = (
     *(
+        program(f"inference, {kind}", "inference.py", pp * tp, "{folder}/inference.jsonl", str(pp), str(tp), kind)
+        for kind, pp, tp in (
+            ("grouped", 1, 2),
+            ("sinks", 2, 1),
+            ("latent", 1, 1),
+            ("experts", 1, 1),
+            ("small", 2, 1),
+        )
+    ),
+    *(
         resumed(f"written late, {name}", f"--async-save {flags}", ranks, preparations="late-writes")
         for name, flags, ranks in (
             ("dropout", f"--bf16 --hidden-dropout 0.1 {_OVERLAPS}", 2),

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import select_device
+from megatron.core.inference import prompt_batch
 from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.continuous import running_batch
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
 from megatron.core.inference.engine import InferenceEngine
@@ -32,6 +34,51 @@ from megatron.core.tensor_parallel.random import RngStreams
 GREEDY = SamplingConfig(greedy=True)
 PROMPTS = ((3, 1, 4), (15, 42, 6, 53, 58), (9,))
 ROWS = (ScoredRow((3, 1, 4, 15), 2), ScoredRow((42, 6, 53, 58, 9, 59, 32), 6))
+
+_ROTARY: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "windows": {"window_size": "4,0", "window_attn_skip_freq": "2", "position_embedding_type": "rope"},
+    # Tokens of the vocabulary lie on every rank.
+    "apart": {"make_vocab_size_divisible_by": 32},
+    "grouped": {
+        **_ROTARY,
+        "params_dtype": "bfloat16",
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "qk_layernorm": True,
+        "rotary_interleaved": True,
+        "no_rope_freq": "2",
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "sinks": {**_ROTARY, "params_dtype": "bfloat16", "softmax_type": "learnable", "window_size": "4,0"},
+    "latent": {
+        **_ROTARY,
+        "multi_latent_attention": True,
+        "kv_lora_rank": 10,
+        "q_lora_rank": 12,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+        "params_dtype": "bfloat16",
+    },
+    "experts": {**_EXPERTS, "params_dtype": "bfloat16"},
+    "small": {},
+}
+"""The fields of the model of each kind of program."""
 
 
 def build_engine(sizes: ParallelSizes, **fields: Any) -> InferenceEngine:
@@ -166,14 +213,12 @@ def let_ranks_choose_apart() -> None:
 def main(path: str, pp: str, tp: str, kind: str = "") -> None:
     """Write the results of rank 0 to a file."""
     torch.manual_seed(1)
+    if kind == "small":
+        for module in (running_batch, prompt_batch):
+            module._PROMPT_TOKENS_AT_ONCE = 3  # noqa: SLF001
     if kind == "apart":
         let_ranks_choose_apart()
-    fields: dict[str, dict[str, Any]] = {
-        "windows": {"window_size": "4,0", "window_attn_skip_freq": "2", "position_embedding_type": "rope"},
-        # Tokens of the vocabulary lie on every rank.
-        "apart": {"make_vocab_size_divisible_by": 32},
-    }
-    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **fields.get(kind, {}))
+    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **MODELS.get(kind, {}))
     with torch.no_grad():
         found = list(results(engine))
     if not dist.is_initialized() or dist.get_rank() == 0:
