@@ -215,7 +215,7 @@ def main(path: str, pp: str, tp: str, kind: str = "") -> None:
     torch.manual_seed(1)
     if kind == "small":
         for module in (running_batch, prompt_batch):
-            module._PROMPT_TOKENS_AT_ONCE = 3  # noqa: SLF001
+            module._PROMPT_TOKENS_AT_ONCE = 3
     if kind == "apart":
         let_ranks_choose_apart()
     engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **MODELS.get(kind, {}))
