@@ -991,6 +991,7 @@ _REPLICAS = (
     training("timers, graphs", f"--timing-log-level 2 {_GRAPHS}"),
 )
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_BIASED_EXPERTS = _EXPERTS.replace("--swiglu --disable-bias-linear", "")
 _VIRTUAL = f"{_STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 _INTERLEAVED_ROPE = f"{_ROPE} --rotary-interleaved --rotary-base 500 --no-rope-freq 2"
 _YARN = (
@@ -1005,7 +1006,7 @@ def resumed(name: str, flags: str, ranks: int = 1, load: str = "", *, preparatio
     folders = "--save {folder}/saved --save-interval 2"
     first = launch(f"{flags} {folders}", ranks)
     more = f"--load {{folder}}/saved --train-iters 5 --metrics-jsonl {{folder}}/resumed.jsonl {load}"
-    launches = (first, launch(f"{flags} {folders} {more}", ranks))
+    launches: tuple[Launch, ...] = (first, launch(f"{flags} {folders} {more}", ranks))
     if preparations:
         file = f"{PROGRAMS}/prepared.py"
         launches = tuple(replace(each, arguments=(preparations, *each.arguments), program=file) for each in launches)
@@ -1157,6 +1158,67 @@ _FLAGS = (
     ),
 )
 _PAIRS = (
+    program("copies of the state loaded", "restored_copies.py", 3),
+    *(
+        training(f"three replicas, {name}", f"--global-batch-size 6 {flags}", 3)
+        for name, flags in (
+            ("gradients overlapped", f"--bf16 {_OVERLAPS} --ddp-average-in-collective"),
+            ("distributed optimizer", f"--bf16 {_OVERLAPS} --log-params-norm"),
+            ("gradients sharded", f"{_SHARDS} optim_grads {_OVERLAPS} --bf16"),
+            ("fully sharded", f"{_SHARDS} optim_grads_params {_OVERLAPS} --fp16 --initial-loss-scale 1024"),
+            ("gradients in bf16", f"--bf16 --grad-reduce-in-bf16 {_OVERLAPS} {_EXPERTS}"),
+            ("muon", f"--optimizer muon {_ROPE} --bf16 {_OVERLAPS}"),
+        )
+    ),
+    prepared("apex", "apex", f"--bf16 {_OVERLAPS}", 2),
+    prepared("apex, fp16, overflows", "apex", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"),
+    prepared(
+        "apex gathered with the step",
+        "apex",
+        f"--bf16 {_OVERLAPS} --overlap-param-gather-with-optimizer-step {_VIRTUAL}",
+        4,
+    ),
+    resumed("apex, saved and resumed", f"--bf16 --async-save {_OVERLAPS}", 2, preparations="apex"),
+    training("optimizer offload, lion", f"--optimizer lion --lr 1e-4 --bf16 {_OVERLAPPED_OFFLOAD}"),
+    training("optimizer offload, sgd", f"--optimizer sgd --sgd-momentum 0.5 --bf16 {_OVERLAPPED_OFFLOAD}"),
+    training("attention sinks, step by step", f"--softmax-type learnable {_GROUPED} --bf16 {_DROPOUT}"),
+    training("attention sinks, documents", f"--softmax-type off-by-one {_ROPE} --bf16 --reset-attention-mask"),
+    prepared(
+        "FlexAttention, documents in windows",
+        "no-programs",
+        f"{_LONG} {_GROUPED} --window-size 40,0 --reset-attention-mask --bf16 --global-batch-size 4",
+        triton=True,
+    ),
+    prepared(
+        "FlexAttention, documents, micro-batches of two",
+        "no-programs",
+        f"{_LONG} {_GROUPED} --reset-attention-mask --bf16 --micro-batch-size 2 {_RECOMPUTED}",
+        triton=True,
+    ),
+    training(
+        "experts, instances of the optimizer",
+        f"{_EXPERTS} {_SENT} {_OVERLAPS} --num-distributed-optimizer-instances 2 --bf16",
+        4,
+    ),
+    training(
+        "experts in fp8 with biases", f"{_FP8} tensorwise {_EXPERTS}".replace("--swiglu --disable-bias-linear", "")
+    ),
+    training("experts in fp8, no weight gradients", f"{_EXPERTS} {_FP8} tensorwise --no-fp8-wgrad {_SENT}", 2),
+    training(
+        "experts in fp8, many",
+        f"{_EXPERTS} {_FP8} tensorwise --num-experts 16 --seq-length 16 --no-gradient-accumulation-fusion",
+    ),
+    prepared(
+        "experts, padding",
+        "two-data-sets",
+        f"{_EXPERTS} {_SENT} --data-path first --split 100,0,0 --fim-rate 0.9 --fim-spm-rate 0.5 --fim-prefix-token 60 "
+        "--fim-middle-token 61 --fim-suffix-token 62 --fim-fragment-rate 0.5 --fim-split-sample 5 "
+        "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss",
+        2,
+    ),
+    prepared("transformer-engine, LayerNorm", "transformer-engine", "--bf16 --transformer-impl transformer_engine"),
+    faulty("a replica drifts", "drift_at=3", "--check-weight-hash-across-dp-replicas-interval 1", 2, 1, 1),
+    faulty("a large gradient", "nan_gradient_at=6", f"--bf16 --rerun-mode validate_results {_OVERLAPS}", 2, 1, 1),
     *(
         program(f"inference, {kind}", "inference.py", pp * tp, "{folder}/inference.jsonl", str(pp), str(tp), kind)
         for kind, pp, tp in (

@@ -19,7 +19,7 @@ from megatron.core.inference.continuous import running_batch
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationCancelled, GenerationRequest, TokenPairs
+from megatron.core.inference.request import GenerationCancelled, GenerationRequest, StopRule, TokenPairs
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.scored_batch import ScoredRow
 from megatron.core.inference.staged_model import StagedModel
@@ -156,6 +156,7 @@ def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
         ),
     ):
         yield name, [[list(text.tokens), text.log_probabilities] for text in engine.generate(request)]
+    yield from stopped_results(engine)
     yield "scores", [[score.log_probability, score.is_greedy] for score in engine.score(ROWS)]
     request = GenerationRequest(prompts=PROMPTS, max_new_tokens=5, sampling=GREEDY)
     yield from continuous_results(engine, request)
@@ -164,6 +165,31 @@ def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
         engine.generate(request, is_cancelled=lambda: next(questions))
     except GenerationCancelled:
         yield "cancelled", True
+
+
+def stopped_results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
+    """Yield what requests give whose texts end before their full length, alone and with another request."""
+    free = GenerationRequest(prompts=PROMPTS, max_new_tokens=8, sampling=GREEDY)
+    texts = [text.tokens for text in engine.generate(free)]
+    ending = StopRule(end_tokens=frozenset({texts[0][2], texts[1][4]}), closing_tokens=frozenset({texts[2][1]}))
+    stopped = GenerationRequest(
+        prompts=PROMPTS, max_new_tokens=8, sampling=GREEDY, stop=ending, log_probabilities=True, num_alternatives=2
+    )
+    yield "stopped", [[list(text.tokens), text.log_probabilities] for text in engine.generate(stopped)]
+    continuous, requests = ContinuousEngine(engine, 4, 200), [stopped, free]
+    answers = [GatheredAnswer(each) for each in requests]
+    for job, each in enumerate(requests):
+        while not continuous.has_room:
+            for number, happened in continuous.step():
+                answers[number].add(happened)
+        continuous.add(job, each)
+    while not all(answer.is_whole for answer in answers):
+        for number, happened in continuous.step():
+            answers[number].add(happened)
+    for job, answer in enumerate(answers):
+        texts_of_job = answer.continuations()
+        yield f"continuous, stopped {job}", [[list(text.tokens), text.log_probabilities] for text in texts_of_job]
+    continuous.reset()
 
 
 def continuous_results(engine: InferenceEngine, request: GenerationRequest) -> Iterator[tuple[str, Any]]:
@@ -214,7 +240,9 @@ def main(path: str, pp: str, tp: str, kind: str = "") -> None:
     """Write the results of rank 0 to a file."""
     torch.manual_seed(1)
     if kind == "small":
-        for module in (running_batch, prompt_batch):
+        modules: tuple[Any, ...] = (running_batch, prompt_batch)
+        for module in modules:
+            assert module._PROMPT_TOKENS_AT_ONCE > 3
             module._PROMPT_TOKENS_AT_ONCE = 3
     if kind == "apart":
         let_ranks_choose_apart()

@@ -106,6 +106,42 @@ def install_transformer_engine() -> None:
     _install("transformer_engine.pytorch", "transformer_engine_stand_in.py")
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """Compute what apex's class computes. It counts its steps by parameter group and makes state at its first step."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have gradients, which are on one device and in float32."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                assert parameter.is_cuda
+                assert parameter.dtype is parameter.grad.dtype is torch.float32
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
+                state["exp_avg_sq"].lerp_(parameter.grad.square(), 1 - beta2)
+                mean = state["exp_avg"] / (1 - beta1 ** group["step"])
+                root = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(group["lr"] * mean / (root + group["eps"]))
+
+
+def install_apex() -> None:
+    """Install a stub of apex."""
+    sys.modules["apex"] = ModuleType("apex")
+    optimizers: Any = ModuleType("apex.optimizers")
+    optimizers.FusedAdam = FusedAdam
+    sys.modules["apex.optimizers"] = optimizers
+
+
 def install_transformer_engine_on_rank_0() -> None:
     """Install the stub of transformer-engine on the first rank only, as on nodes of which one lacks the package."""
     if os.environ.get("RANK", "0") == "0":
@@ -241,6 +277,7 @@ PREPARATIONS: dict[str, Callable[[], None]] = {
     "transformer-engine": install_transformer_engine,
     "transformer-engine-of-rank-0": install_transformer_engine_on_rank_0,
     "no-peers-of-rank-1": take_peers_from_rank_1,
+    "apex": install_apex,
     "late-writes": write_late,
     "float64": train_in_float64,
     "own-samples": make_own_samples,
