@@ -1170,6 +1170,28 @@ _PAIRS = (
             ("muon", f"--optimizer muon {_ROPE} --bf16 {_OVERLAPS}"),
         )
     ),
+    training(
+        "experts exchanged by three ranks",
+        f"{_EXPERTS} --num-experts 6 --expert-model-parallel-size 3 --moe-token-dispatcher-type alltoall "
+        f"--global-batch-size 6 --bf16 {_OVERLAPS}",
+        3,
+    ),
+    training(
+        "three tensor-parallel ranks",
+        "--tensor-model-parallel-size 3 --hidden-size 48 --num-attention-heads 6 "
+        f"--sequence-parallel --seq-length 48 --max-position-embeddings 48 --bf16 {_DROPOUT}",
+        3,
+    ),
+    training(
+        "ring of keys of three ranks",
+        f"{_ROPE} --context-parallel-size 3 --seq-length 48 --max-position-embeddings 48 --cp-comm-type p2p --bf16",
+        3,
+    ),
+    training(
+        "fp16, micro-batches accumulated by the experts",
+        f"{_EXPERTS} {_SENT} --fp16 --initial-loss-scale 65536 {_OVERLAPS}",
+        2,
+    ),
     prepared("apex", "apex", f"--bf16 {_OVERLAPS}", 2),
     prepared("apex, fp16, overflows", "apex", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"),
     prepared(
