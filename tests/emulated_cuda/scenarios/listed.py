@@ -1192,6 +1192,53 @@ _PAIRS = (
         f"{_EXPERTS} {_SENT} --fp16 --initial-loss-scale 65536 {_OVERLAPS}",
         2,
     ),
+    training("texts sampled, stages", f"--sample-interval 1 --sample-prompts 3 --sample-tokens 3 {_STAGES} --bf16", 2),
+    training(
+        "texts sampled, virtual stages",
+        f"--sample-interval 1 --sample-prompts 3 --sample-tokens 3 {_VIRTUAL} {_OVERLAPS}",
+        4,
+    ),
+    training(
+        "texts sampled, latent attention and experts",
+        f"--sample-interval 1 --sample-prompts 3 --sample-tokens 3 {_LATENT} {_EXPERTS} {_SENT} --bf16",
+        2,
+    ),
+    training(
+        "texts sampled, ring of keys", f"--sample-interval 2 --sample-prompts 3 --sample-tokens 3 {_CONTEXT} --bf16", 2
+    ),
+    training(
+        "results compared", f"--rerun-mode report_stats --bf16 --hidden-dropout 0.1 {_OVERLAPS} --train-iters 4", 2
+    ),
+    training(
+        "results compared, experts in fp8",
+        f"--rerun-mode report_stats {_EXPERTS} {_FP8} delayed --moe-aux-loss-coeff 0.1",
+    ),
+    Scenario(
+        "a transient error",
+        (
+            launch(
+                "--rerun-mode validate_results --error-injection-rate 2 --error-injection-type transient_error "
+                f"{_EXPERTS} --moe-aux-loss-coeff 0.1 --bf16 --train-iters 6 "
+                "--result-rejected-tracker-filename {folder}/rejected.txt",
+                1,
+                1,
+            ),
+        ),
+    ),
+    training(
+        "a right result suspected",
+        f"--rerun-mode validate_results --error-injection-rate 2 --error-injection-type correct_result {_OVERLAPS} "
+        "--bf16 --train-iters 6 --hidden-dropout 0.1",
+        2,
+    ),
+    training(
+        "lora, a shared group of keys",
+        f"{_ROPE} --group-query-attention --num-query-groups 1 {_TENSOR} --bf16 "
+        "--lora-rank 4 --lora-target-modules q_proj k_proj v_proj o_proj",
+        2,
+    ),
+    training("lora of the shared expert", f"{_EXPERTS} --lora-rank 4 --moe-shared-expert-intermediate-size 16 --bf16"),
+    training("logits watched in windows", f"--log-max-attention-logit {_GROUPED} {_WINDOWS} --reset-attention-mask"),
     prepared("apex", "apex", f"--bf16 {_OVERLAPS}", 2),
     prepared("apex, fp16, overflows", "apex", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"),
     prepared(
@@ -1242,13 +1289,23 @@ _PAIRS = (
     faulty("a replica drifts", "drift_at=3", "--check-weight-hash-across-dp-replicas-interval 1", 2, 1, 1),
     faulty("a large gradient", "nan_gradient_at=6", f"--bf16 --rerun-mode validate_results {_OVERLAPS}", 2, 1, 1),
     *(
-        program(f"inference, {kind}", "inference.py", pp * tp, "{folder}/inference.jsonl", str(pp), str(tp), kind)
+        program(
+            f"inference, {kind}, {pp * tp} ranks",
+            "inference.py",
+            pp * tp,
+            "{folder}/inference.jsonl",
+            str(pp),
+            str(tp),
+            kind,
+        )
         for kind, pp, tp in (
             ("grouped", 1, 2),
             ("sinks", 2, 1),
             ("latent", 1, 1),
             ("experts", 1, 1),
             ("small", 2, 1),
+            ("poisoned", 1, 1),
+            ("poisoned", 2, 2),
         )
     ),
     *(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import select_device
+from megatron.core.errors import MegatronError
 from megatron.core.inference import prompt_batch
 from megatron.core.inference.beam_config import BeamConfig
 from megatron.core.inference.continuous import running_batch
@@ -33,6 +34,8 @@ from megatron.core.tensor_parallel.random import RngStreams
 
 GREEDY = SamplingConfig(greedy=True)
 PROMPTS = ((3, 1, 4), (15, 42, 6, 53, 58), (9,))
+POISON = 62
+"""The token whose embedding is not a number."""
 ROWS = (ScoredRow((3, 1, 4, 15), 2), ScoredRow((42, 6, 53, 58, 9, 59, 32), 6))
 
 _ROTARY: dict[str, Any] = {
@@ -77,6 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "experts": {**_EXPERTS, "params_dtype": "bfloat16"},
     "small": {},
+    "poisoned": {"untie_embeddings_and_output_weights": True},
 }
 """The fields of the model of each kind of program."""
 
@@ -224,6 +228,36 @@ def continuous_results(engine: InferenceEngine, request: GenerationRequest) -> I
     continuous.reset()
 
 
+def failed_results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
+    """Yield what happens to requests whose prompts fail: one whose logits are not finite, one without a token left.
+
+    The requests beside them go on, and a later one takes the slots of the failed.
+    """
+    for name, weight in engine.model.named_parameters():
+        if "word_embeddings" in name:
+            weight[POISON] = torch.nan
+    poisoned = GenerationRequest(prompts=((POISON, 3), PROMPTS[0]), max_new_tokens=4, sampling=GREEDY)
+    drawn = GenerationRequest(prompts=PROMPTS[:1], max_new_tokens=4, sampling=SamplingConfig(top_k=5, seed=2))
+    nothing = TokenPairs(first=frozenset(range(63)), second=frozenset(range(63)))
+    stuck = GenerationRequest(prompts=PROMPTS[1:], max_new_tokens=4, sampling=GREEDY, never=nothing)
+    later = GenerationRequest(prompts=PROMPTS, max_new_tokens=6, sampling=GREEDY, log_probabilities=True)
+    continuous = ContinuousEngine(engine, 6, 100)
+    for job, request in enumerate((poisoned, drawn, stuck, later)):
+        continuous.add(job, request)
+        for number, happened in continuous.step():
+            yield f"failed {number}", repr(happened)
+    while continuous.is_busy:
+        for number, happened in continuous.step():
+            yield f"failed {number}", repr(happened)
+    continuous.reset()
+    for request in (poisoned, stuck):
+        try:
+            engine.generate(request)
+        except MegatronError as error:
+            yield "failed alone", str(error)
+    yield "after a failure", [list(text.tokens) for text in engine.generate(later)]
+
+
 def let_ranks_choose_apart() -> None:
     """Let tensor-parallel ranks after the first choose other tokens, as a GPU's rounding may let them."""
     share = StagedModel.share
@@ -248,7 +282,7 @@ def main(path: str, pp: str, tp: str, kind: str = "") -> None:
         let_ranks_choose_apart()
     engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **MODELS.get(kind, {}))
     with torch.no_grad():
-        found = list(results(engine))
+        found = list(failed_results(engine) if kind == "poisoned" else results(engine))
     if not dist.is_initialized() or dist.get_rank() == 0:
         with open(path, "w") as file:
             for name, value in found:
