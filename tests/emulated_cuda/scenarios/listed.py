@@ -1290,7 +1290,7 @@ _PAIRS = (
     faulty("a large gradient", "nan_gradient_at=6", f"--bf16 --rerun-mode validate_results {_OVERLAPS}", 2, 1, 1),
     *(
         program(
-            f"inference, {kind}, {pp * tp} ranks",
+            f"inference, {kind}, on {pp * tp}",
             "inference.py",
             pp * tp,
             "{folder}/inference.jsonl",
