@@ -1239,6 +1239,24 @@ _PAIRS = (
     ),
     training("lora of the shared expert", f"{_EXPERTS} --lora-rank 4 --moe-shared-expert-intermediate-size 16 --bf16"),
     training("logits watched in windows", f"--log-max-attention-logit {_GROUPED} {_WINDOWS} --reset-attention-mask"),
+    *(
+        prepared(
+            f"experts, padding, losses of kind {kind}",
+            "padded-samples",
+            f"{_EXPERTS} {flags} --dataloader-type external --train-iters 2 --moe-aux-loss-coeff 0.1 "
+            f"--moe-z-loss-coeff 0.01 --moe-router-load-balancing-type {kind}",
+            2,
+        )
+        for kind, flags in (
+            ("seq_aux_loss", f"{_SENT} --bf16"),
+            (
+                "aux_loss",
+                f"{_TENSOR} --sequence-parallel --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall "
+                "--moe-expert-capacity-factor 1.0",
+            ),
+            ("global_aux_loss", f"{_CONTEXT} --cp-comm-type p2p --bf16"),
+        )
+    ),
     prepared("apex", "apex", f"--bf16 {_OVERLAPS}", 2),
     prepared("apex, fp16, overflows", "apex", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"),
     prepared(
@@ -1278,7 +1296,7 @@ _PAIRS = (
         f"{_EXPERTS} {_FP8} tensorwise --num-experts 16 --seq-length 16 --no-gradient-accumulation-fusion",
     ),
     prepared(
-        "experts, padding",
+        "experts, middles filled in",
         "two-data-sets",
         f"{_EXPERTS} {_SENT} --data-path first --split 100,0,0 --fim-rate 0.9 --fim-spm-rate 0.5 --fim-prefix-token 60 "
         "--fim-middle-token 61 --fim-suffix-token 62 --fim-fragment-rate 0.5 --fim-split-sample 5 "

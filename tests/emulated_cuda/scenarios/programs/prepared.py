@@ -205,15 +205,21 @@ class OwnSamples:
             yield [self._sample(first + number) for number in range(micro_batch_size)]
             first += micro_batch_size * data_parallel_size
 
-    @staticmethod
-    def _sample(number: int) -> GPTSample:
+    is_padded = False
+
+    @classmethod
+    def _sample(cls, number: int) -> GPTSample:
         text = (7 * number + np.arange(33) * (number % 5 + 1)) % 63
-        return {
+        sample: GPTSample = {
             "tokens": text[:-1],
             "labels": text[1:],
             "loss_mask": np.ones(32, np.float32),
             "position_ids": np.arange(32),
         }
+        if cls.is_padded:
+            sample["padding_mask"] = np.arange(32) >= 9 + number % 24
+            sample["loss_mask"][sample["padding_mask"]] = 0.0
+        return sample
 
 
 class _OwnSets:
@@ -227,6 +233,12 @@ class _OwnSets:
 def make_own_samples() -> None:
     """Let this script make the samples."""
     pretrain_gpt.provide_datasets = lambda *_: _OwnSets()  # type: ignore[assignment]
+
+
+def make_padded_samples() -> None:
+    """Let this script make samples with padding at their ends."""
+    OwnSamples.is_padded = True
+    make_own_samples()
 
 
 def write_two_data_sets() -> None:
@@ -281,6 +293,7 @@ PREPARATIONS: dict[str, Callable[[], None]] = {
     "late-writes": write_late,
     "float64": train_in_float64,
     "own-samples": make_own_samples,
+    "padded-samples": make_padded_samples,
     "two-data-sets": write_two_data_sets,
 }
 
