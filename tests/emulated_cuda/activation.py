@@ -82,9 +82,10 @@ def _after_torch() -> None:
 def _after_distributed() -> None:
     from torch.distributed import distributed_c10d
 
-    from tests.emulated_cuda.nccl_rules import check_in_place
+    from tests.emulated_cuda.nccl_rules import check_error_handling, check_in_place
 
     check_in_place(distributed_c10d)
+    check_error_handling(distributed_c10d)
 
 
 def _after_triton_interpreter() -> None:

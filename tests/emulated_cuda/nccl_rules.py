@@ -1,9 +1,11 @@
-"""Rules of NCCL's in-place collectives, which a collective through shared memory does not need."""
+"""Rules of NCCL that collectives through shared memory do not need: in-place collectives, and aborts."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,8 @@ _COLLECTIVES = {
     "all_to_all_single": "",
 }
 """The functions of torch.distributed, and which of their tensors has the parts of all ranks."""
+_ENDS_PROCESS = ("1", "3")
+"""Values of `TORCH_NCCL_ASYNC_ERROR_HANDLING` with which the watchdog ends the process after an abort."""
 
 
 def check_in_place(distributed: Any) -> None:
@@ -29,6 +33,39 @@ def check_in_place(distributed: Any) -> None:
     for name, whole in _COLLECTIVES.items():
         if hasattr(distributed, name):
             setattr(distributed, name, _checked(distributed, getattr(distributed, name), name, whole))
+
+
+def check_error_handling(distributed: Any) -> None:
+    """End a process that makes groups after an abort for which torch's watchdog would have ended it.
+
+    A group reads `TORCH_NCCL_ASYNC_ERROR_HANDLING` when it is made (the constructor of `ProcessGroupNCCL`). With 1,
+    which torchrun sets, and with 3, the default, the watchdog raises the error of an aborted call on its thread, which
+    ends the process (`ProcessGroupNCCL::WorkNCCL::handleException`).
+    """
+    made_with, aborted_with = list[str](), list[str]()
+    init, abort = distributed.init_process_group, distributed._abort_process_group
+
+    @functools.wraps(init)
+    def init_process_group(*arguments: Any, **named: Any) -> Any:
+        ending = [value for value in aborted_with if value in _ENDS_PROCESS]
+        if ending:
+            print(
+                "emulated CUDA: torch's watchdog has ended this process, since its communicators were aborted and had "
+                f"been made with TORCH_NCCL_ASYNC_ERROR_HANDLING={ending[0]}: 0 and 2 let it live",
+                file=sys.stderr,
+                flush=True,
+            )
+            os.abort()
+        made_with.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"))
+        return init(*arguments, **named)
+
+    @functools.wraps(abort)
+    def abort_process_group(*arguments: Any, **named: Any) -> Any:
+        aborted_with.extend(made_with)
+        made_with.clear()
+        return abort(*arguments, **named)
+
+    distributed.init_process_group, distributed._abort_process_group = init_process_group, abort_process_group
 
 
 def _checked(distributed: Any, collective: Callable[..., Any], name: str, whole: str) -> Callable[..., Any]:

@@ -69,7 +69,7 @@ def prepared(
 ) -> Scenario:
     """Return the scenario of one training in processes that `programs.prepared` has prepared."""
     plain = launch(flags, ranks)
-    if "external" in flags or "--data-path" in flags:
+    if "external" in flags or "data-path" in flags:
         plain = replace(plain, arguments=tuple(word for word in plain.arguments if word != "--mock-data"))
     arguments = (preparations, *plain.arguments)
     changed = replace(plain, arguments=arguments, program=f"{PROGRAMS}/prepared.py", memory=memory)
@@ -990,6 +990,574 @@ _REPLICAS = (
     training("rotary positions scaled", f"{_ROPE} --use-rope-scaling --bf16"),
     training("timers, graphs", f"--timing-log-level 2 {_GRAPHS}"),
 )
+_RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_BIASED_EXPERTS = _EXPERTS.replace("--swiglu --disable-bias-linear", "")
+_VIRTUAL = f"{_STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+_INTERLEAVED_ROPE = f"{_ROPE} --rotary-interleaved --rotary-base 500 --no-rope-freq 2"
+_YARN = (
+    f"{_ROPE} --rope-type yarn --rotary-scaling-factor 4 --original-max-position-embeddings 8 --beta-fast 8 "
+    "--beta-slow 2 --no-yarn-correction-range-round-to-int"
+)
+_SLICES = f"{_LATENT} --qk-pos-emb-head-dim 16 --kv-lora-rank 16 --q-lora-rank 16".replace("--qk-layernorm ", "")
+
+
+def resumed(name: str, flags: str, ranks: int = 1, load: str = "", *, preparations: str = "") -> Scenario:
+    """Return the scenario of a training that saves, and of a second process that resumes it with more flags."""
+    folders = "--save {folder}/saved --save-interval 2"
+    first = launch(f"{flags} {folders}", ranks)
+    more = f"--load {{folder}}/saved --train-iters 5 --metrics-jsonl {{folder}}/resumed.jsonl {load}"
+    launches: tuple[Launch, ...] = (first, launch(f"{flags} {folders} {more}", ranks))
+    if preparations:
+        file = f"{PROGRAMS}/prepared.py"
+        launches = tuple(replace(each, arguments=(preparations, *each.arguments), program=file) for each in launches)
+    return Scenario(name, launches)
+
+
+_FLAGS = (
+    training("rotary positions, interleaved", f"{_INTERLEAVED_ROPE} --bf16 --kv-channels 12 --norm-epsilon 1e-3"),
+    training(
+        "Triton: rotary positions, interleaved",
+        f"{_SHORT} {_INTERLEAVED_ROPE} --bf16 --qk-layernorm --no-rope-freq [0,1] --num-layers 2",
+        triton=True,
+    ),
+    training("rotary positions, YaRN", f"{_YARN} --bf16 --mscale 0.8"),
+    training(
+        "rotary positions, other scaling",
+        f"{_ROPE} --use-rope-scaling --rope-scaling-factor 4 --rope-scaling-low-freq-factor 1 "
+        "--rope-scaling-high-freq-factor 3 --rope-scaling-original-max-position-embeddings 16",
+    ),
+    training(
+        "rotary positions, interpolated",
+        "--use-rotary-position-embeddings --no-position-embedding --rotary-seq-len-interpolation-factor 2 "
+        "--quick-geglu "
+        "--disable-qkv-bias --bf16",
+    ),
+    training("no positions", "--no-position-embedding --attention-head-type multiquery --openai-gelu --bf16"),
+    training(
+        "residuals after norms",
+        "--apply-residual-connection-post-layernorm --no-bias-gelu-fusion --bf16 --hidden-dropout 0.1",
+    ),
+    training(
+        "widths scaled from a base",
+        "--use-mup --mup-base-hidden-size 16 --mup-base-head-dim 4 --mup-attn-scale-power 0.5 --bf16 "
+        "--make-vocab-size-divisible-by 16",
+    ),
+    training(
+        "fp8, delayed, other scales",
+        f"{_FP8} delayed --fp8-margin 1 --fp8-interval 2 --fp8-amax-compute-algo most_recent --fp8-amax-history-len 4 "
+        "--train-iters 6",
+    ),
+    training(
+        "fp8, delayed, layers at the ends in bf16",
+        f"{_FP8} delayed --first-last-layers-bf16 --num-layers-at-start-in-bf16 2 --num-layers-at-end-in-bf16 1 "
+        f"{_STAGES} --num-layers 6",
+        2,
+    ),
+    training(
+        "virtual stages by number", f"{_STAGES} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --bf16", 2
+    ),
+    training(
+        "pipeline of a layout",
+        "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-model-parallel-layout Et|tt|t|L --bf16",
+        2,
+    ),
+    training(
+        "pipeline, uneven",
+        f"{_STAGES} --num-layers 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2",
+        2,
+    ),
+    training(
+        "pipeline, embedding and loss counted",
+        f"{_STAGES} --num-layers 2 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        2,
+    ),
+    training(
+        "pipeline, some output weights deferred",
+        f"{_STAGES} --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 --untie-embeddings-and-output-weights "
+        "--bf16",
+        2,
+    ),
+    training(
+        "tensor parallel, gathered before rings",
+        f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl ring --disable-tp-comm-overlap-ag",
+        2,
+    ),
+    training(
+        "tensor parallel, reduced after rings",
+        f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl auto --disable-tp-comm-overlap-rs "
+        "--bf16",
+        2,
+    ),
+    training(
+        "experts, float32 router",
+        f"{_EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type flex --moe-router-dtype fp32 --bf16 "
+        "--moe-expert-capacity-factor 0.75 --moe-token-drop-policy probs --moe-layer-recompute",
+        2,
+    ),
+    training("attention, fused", f"{_ROPE} --bf16 --attention-backend fused"),
+    training("attention, local", f"{_ROPE} --bf16 --attention-backend local --attention-dropout 0.1"),
+    training(
+        "batch sizes by steps", f"--step-batch-size-schedule 0:2,128:4 --global-batch-size 4 --bf16 {_OVERLAPS}", 2
+    ),
+    training(
+        "warm-up, stable and decay",
+        "--lr-decay-style WSD --lr-warmup-iters 1 --lr-wsd-decay-iters 2 --lr-wsd-decay-style cosine --train-iters 5 "
+        "--lr-decay-iters 5 --exit-interval 4 --weight-decay 0.1 --adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-6",
+    ),
+    training("only evaluated", "--skip-train --eval-iters 2 --bf16"),
+    training("compiled", f"--compile --bf16 --hidden-dropout 0.1 {_ROPE}"),
+    training(
+        "lion, other betas",
+        "--optimizer lion --lr 1e-4 --lion-beta1 0.8 --lion-beta2 0.9 --weight-decay 0.1 --clip-grad 0.1 --bf16",
+    ),
+    training("sgd, momentum", f"--optimizer sgd --sgd-momentum 0.5 {_OVERLAPS} --bf16 --clip-grad 0", 2),
+    training(
+        "muon, other products",
+        f"--optimizer dist_muon --muon-momentum 0.8 --muon-num-ns-steps 3 --muon-coefficient-type simple "
+        "--muon-scale-mode unit_rms_norm --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high "
+        "--muon-no-split-qkv "
+        f"--weight-decay 0.1 {_GROUPED} {_OVERLAPS} --bf16",
+        2,
+    ),
+    training(
+        "muon, shapes scaled", f"--optimizer muon --muon-scale-mode shape_scaling --muon-fp32-matmul-prec low {_ROPE}"
+    ),
+    training(
+        "hybrid Adam",
+        f"--bf16 --optimizer hybridadam --optimizer-offload-policy static --optimizer-offload-fraction 0.5 {_OVERLAPS} "
+        "--use-torch-optimizer-for-cpu-offload",
+        2,
+    ),
+    training("gradients in bf16", f"--bf16 --grad-reduce-in-bf16 {_OVERLAPS} --num-layers 3", 2),
+    training("gradients in bf16, sharded", f"--bf16 --grad-reduce-in-bf16 {_SHARDS} optim_grads {_OVERLAPS}", 2),
+    training("gradients in bf16, experts", f"--bf16 --grad-reduce-in-bf16 {_EXPERTS} {_SENT} {_OVERLAPS}", 4),
+    training("not checked for NaN", f"--no-check-for-nan-in-loss-and-grad {_OVERLAPS} --bf16", 2),
+    training("fully sharded, torch's flag", "--use-torch-fsdp2 --bf16 --clip-grad 0.1 --log-num-zeros-in-grad", 2),
+    training("fully sharded, Megatron's flag", f"--use-megatron-fsdp {_OVERLAPS} --bf16 --log-params-norm", 2),
+    training("samples in a cycle", f"--dataloader-type cyclic {_OVERLAPS}", 2),
+    training("all of the validation set", f"--full-validation --eval-interval 2 --eval-iters 1 --bf16 {_OVERLAPS}", 2),
+    training("samples passed over", "--iterations-to-skip 1 --bf16"),
+    Scenario(
+        "a spike rewound",
+        (
+            launch(
+                "--spike-policy rewind --spike-window 8 --train-iters 11 --spike-threshold 0.1 --spike-budget 1 "
+                "--save {folder}/saved --save-interval 2 --known-to-train-after 1 --bf16",
+                1,
+                1,
+            ),
+        ),
+    ),
+    training(
+        "written to TensorBoard",
+        "--tensorboard-dir {folder}/board --log-timers-to-tensorboard --bf16 "
+        "--log-validation-ppl-to-tensorboard --log-memory-to-tensorboard --eval-iters 1 --eval-interval 2",
+    ),
+    training(
+        "lora scaled", "--lora-rank 4 --lora-alpha 3 --bf16 --init-method-std 0.05 --embedding-init-method-std 0.1"
+    ),
+)
+_PAIRS = (
+    program("copies of the state loaded", "restored_copies.py", 3),
+    *(
+        training(f"three replicas, {name}", f"--global-batch-size 6 {flags}", 3)
+        for name, flags in (
+            ("gradients overlapped", f"--bf16 {_OVERLAPS} --ddp-average-in-collective"),
+            ("distributed optimizer", f"--bf16 {_OVERLAPS} --log-params-norm"),
+            ("gradients sharded", f"{_SHARDS} optim_grads {_OVERLAPS} --bf16"),
+            ("fully sharded", f"{_SHARDS} optim_grads_params {_OVERLAPS} --fp16 --initial-loss-scale 1024"),
+            ("gradients in bf16", f"--bf16 --grad-reduce-in-bf16 {_OVERLAPS} {_EXPERTS}"),
+            ("muon", f"--optimizer muon {_ROPE} --bf16 {_OVERLAPS}"),
+        )
+    ),
+    training(
+        "experts exchanged by three ranks",
+        f"{_EXPERTS} --num-experts 6 --expert-model-parallel-size 3 --moe-token-dispatcher-type alltoall "
+        f"--global-batch-size 6 --bf16 {_OVERLAPS}",
+        3,
+    ),
+    training(
+        "three tensor-parallel ranks",
+        "--tensor-model-parallel-size 3 --hidden-size 48 --num-attention-heads 6 "
+        f"--sequence-parallel --seq-length 48 --max-position-embeddings 48 --bf16 {_DROPOUT}",
+        3,
+    ),
+    training(
+        "ring of keys of three ranks",
+        f"{_ROPE} --context-parallel-size 3 --seq-length 48 --max-position-embeddings 48 --cp-comm-type p2p --bf16",
+        3,
+    ),
+    training(
+        "fp16, micro-batches accumulated by the experts",
+        f"{_EXPERTS} {_SENT} --fp16 --initial-loss-scale 65536 {_OVERLAPS}",
+        2,
+    ),
+    training("texts sampled, stages", f"--sample-interval 1 --sample-prompts 3 --sample-tokens 3 {_STAGES} --bf16", 2),
+    training(
+        "texts sampled, virtual stages",
+        f"--sample-interval 1 --sample-prompts 3 --sample-tokens 3 {_VIRTUAL} {_OVERLAPS}",
+        4,
+    ),
+    training(
+        "texts sampled, latent attention and experts",
+        f"--sample-interval 1 --sample-prompts 3 --sample-tokens 3 {_LATENT} {_EXPERTS} {_SENT} --bf16",
+        2,
+    ),
+    training(
+        "texts sampled, ring of keys", f"--sample-interval 2 --sample-prompts 3 --sample-tokens 3 {_CONTEXT} --bf16", 2
+    ),
+    training(
+        "results compared", f"--rerun-mode report_stats --bf16 --hidden-dropout 0.1 {_OVERLAPS} --train-iters 4", 2
+    ),
+    training(
+        "results compared, experts in fp8",
+        f"--rerun-mode report_stats {_EXPERTS} {_FP8} delayed --moe-aux-loss-coeff 0.1",
+    ),
+    Scenario(
+        "a transient error",
+        (
+            launch(
+                "--rerun-mode validate_results --error-injection-rate 2 --error-injection-type transient_error "
+                f"{_EXPERTS} --moe-aux-loss-coeff 0.1 --bf16 --train-iters 6 "
+                "--result-rejected-tracker-filename {folder}/rejected.txt",
+                1,
+                1,
+            ),
+        ),
+    ),
+    training(
+        "a right result suspected",
+        f"--rerun-mode validate_results --error-injection-rate 2 --error-injection-type correct_result {_OVERLAPS} "
+        "--bf16 --train-iters 6 --hidden-dropout 0.1",
+        2,
+    ),
+    training(
+        "lora, a shared group of keys",
+        f"{_ROPE} --group-query-attention --num-query-groups 1 {_TENSOR} --bf16 "
+        "--lora-rank 4 --lora-target-modules q_proj k_proj v_proj o_proj",
+        2,
+    ),
+    training("lora of the shared expert", f"{_EXPERTS} --lora-rank 4 --moe-shared-expert-intermediate-size 16 --bf16"),
+    training("logits watched in windows", f"--log-max-attention-logit {_GROUPED} {_WINDOWS} --reset-attention-mask"),
+    *(
+        prepared(
+            f"experts, padding, losses of kind {kind}",
+            "padded-samples",
+            f"{_EXPERTS} {flags} --dataloader-type external --train-iters 2 --moe-aux-loss-coeff 0.1 "
+            f"--moe-z-loss-coeff 0.01 --moe-router-load-balancing-type {kind}",
+            2,
+        )
+        for kind, flags in (
+            ("seq_aux_loss", f"{_SENT} --bf16"),
+            (
+                "aux_loss",
+                f"{_TENSOR} --sequence-parallel --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall "
+                "--moe-expert-capacity-factor 1.0",
+            ),
+            ("global_aux_loss", f"{_CONTEXT} --cp-comm-type p2p --bf16"),
+        )
+    ),
+    prepared("apex", "apex", f"--bf16 {_OVERLAPS}", 2),
+    prepared("apex, fp16, overflows", "apex", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"),
+    prepared(
+        "apex gathered with the step",
+        "apex",
+        f"--bf16 {_OVERLAPS} --overlap-param-gather-with-optimizer-step {_VIRTUAL}",
+        4,
+    ),
+    resumed("apex, saved and resumed", f"--bf16 --async-save {_OVERLAPS}", 2, preparations="apex"),
+    training("optimizer offload, lion", f"--optimizer lion --lr 1e-4 --bf16 {_OVERLAPPED_OFFLOAD}"),
+    training("optimizer offload, sgd", f"--optimizer sgd --sgd-momentum 0.5 --bf16 {_OVERLAPPED_OFFLOAD}"),
+    training("attention sinks, step by step", f"--softmax-type learnable {_GROUPED} --bf16 {_DROPOUT}"),
+    training("attention sinks, documents", f"--softmax-type off-by-one {_ROPE} --bf16 --reset-attention-mask"),
+    prepared(
+        "FlexAttention, documents in windows",
+        "no-programs",
+        f"{_LONG} {_GROUPED} --window-size 40,0 --reset-attention-mask --bf16 --global-batch-size 4",
+        triton=True,
+    ),
+    prepared(
+        "FlexAttention, documents, micro-batches of two",
+        "no-programs",
+        f"{_LONG} {_GROUPED} --reset-attention-mask --bf16 --micro-batch-size 2 {_RECOMPUTED}",
+        triton=True,
+    ),
+    training(
+        "experts, instances of the optimizer",
+        f"{_EXPERTS} {_SENT} {_OVERLAPS} --num-distributed-optimizer-instances 2 --bf16",
+        4,
+    ),
+    training(
+        "experts in fp8 with biases", f"{_FP8} tensorwise {_EXPERTS}".replace("--swiglu --disable-bias-linear", "")
+    ),
+    training("experts in fp8, no weight gradients", f"{_EXPERTS} {_FP8} tensorwise --no-fp8-wgrad {_SENT}", 2),
+    training(
+        "experts in fp8, many",
+        f"{_EXPERTS} {_FP8} tensorwise --num-experts 16 --seq-length 16 --no-gradient-accumulation-fusion",
+    ),
+    prepared(
+        "experts, middles filled in",
+        "two-data-sets",
+        f"{_EXPERTS} {_SENT} --data-path first --split 100,0,0 --fim-rate 0.9 --fim-spm-rate 0.5 --fim-prefix-token 60 "
+        "--fim-middle-token 61 --fim-suffix-token 62 --fim-fragment-rate 0.5 --fim-split-sample 5 "
+        "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss",
+        2,
+    ),
+    prepared("transformer-engine, LayerNorm", "transformer-engine", "--bf16 --transformer-impl transformer_engine"),
+    faulty("a replica drifts", "drift_at=3", "--check-weight-hash-across-dp-replicas-interval 1", 2, 1, 1),
+    faulty("a large gradient", "nan_gradient_at=6", f"--bf16 --rerun-mode validate_results {_OVERLAPS}", 2, 1, 1),
+    *(
+        program(
+            f"inference, {kind}, on {pp * tp}",
+            "inference.py",
+            pp * tp,
+            "{folder}/inference.jsonl",
+            str(pp),
+            str(tp),
+            kind,
+        )
+        for kind, pp, tp in (
+            ("grouped", 1, 2),
+            ("sinks", 2, 1),
+            ("latent", 1, 1),
+            ("experts", 1, 1),
+            ("small", 2, 1),
+            ("poisoned", 1, 1),
+            ("poisoned", 2, 2),
+        )
+    ),
+    *(
+        resumed(f"written late, {name}", f"--async-save {flags}", ranks, preparations="late-writes")
+        for name, flags, ranks in (
+            ("dropout", f"--bf16 --hidden-dropout 0.1 {_OVERLAPS}", 2),
+            ("fp8", f"{_FP8} delayed --fp8-amax-history-len 3", 1),
+            ("torch_dist, fp8", f"--ckpt-format torch_dist {_FP8} delayed --fp8-amax-history-len 3", 1),
+            ("torch format, fp16", "--ckpt-format torch --fp16 --initial-loss-scale 4096 --loss-scale-window 2", 1),
+            ("narrow state", f"{_NARROW} {_OVERLAPS}", 2),
+            ("experts", f"{_EXPERTS} --bf16 --moe-router-enable-expert-bias --moe-router-score-function sigmoid", 1),
+            ("optimizer offload", f"--bf16 {_OVERLAPPED_OFFLOAD}", 1),
+            ("fully sharded", f"{_SHARDS} optim_grads_params {_OVERLAPS} --bf16", 2),
+            ("muon", "--optimizer muon --ema-decay 0.9", 1),
+        )
+    ),
+    resumed("torch_dist, saved and resumed", f"--ckpt-format torch_dist --async-save --bf16 {_OVERLAPS}", 2),
+    resumed("torch_dist, fp8, saved and resumed", f"--ckpt-format torch_dist --async-save {_FP8} delayed", 1),
+    resumed("torch format, saved and resumed", f"--ckpt-format torch --bf16 --hidden-dropout 0.1 {_TENSOR}", 2),
+    resumed("torch format, optimizer offload", f"--ckpt-format torch --bf16 {_OVERLAPPED_OFFLOAD} --async-save"),
+    resumed("weights alone resumed", "--bf16 --no-save-rng --hidden-dropout 0.1", 1, "--no-load-optim --no-load-rng"),
+    resumed("muon, saved and resumed", f"--optimizer muon {_OVERLAPS} {_ROPE} --bf16", 2),
+    resumed("lion, saved and resumed", f"--optimizer lion --lr 1e-4 {_OVERLAPS} --bf16 --async-save", 2),
+    resumed("average of weights, saved and resumed", f"--ema-decay 0.9 {_OVERLAPS} --bf16 --eval-iters 1", 2),
+    resumed(
+        "experts, saved and resumed",
+        f"{_EXPERTS} {_SENT} --bf16 --moe-router-enable-expert-bias --moe-router-score-function sigmoid --async-save",
+        2,
+    ),
+    resumed("lora, saved and resumed", f"--lora-rank 4 --lora-dropout 0.2 {_TENSOR} --bf16", 2),
+    resumed("interleaved pipeline, saved and resumed", f"{_VIRTUAL} --bf16 --hidden-dropout 0.1 --async-save", 2),
+    resumed(
+        "ring of keys, saved and resumed", f"{_CONTEXT} --cp-comm-type p2p --bf16 {_OVERLAPS} --hidden-dropout 0.1", 2
+    ),
+    resumed("gradients sharded, saved and resumed", f"{_SHARDS} optim_grads {_OVERLAPS} --bf16 --async-save", 2),
+    resumed(
+        "weight offload, saved and resumed",
+        "--cpu-offloading --cpu-offloading-num-layers 3 --cpu-offloading-weights --num-layers 3 --bf16 --async-save",
+    ),
+    resumed("graphs, saved and resumed", f"{_GRAPHS} --hidden-dropout 0.1 --bf16 --async-save", 1, "--train-iters 6"),
+    resumed(
+        "MTP and fp8 parameters, saved and resumed",
+        f"{_FP8} tensorwise --fp8-param-gather {_OVERLAPS} {_ROPE} {_MTP}",
+        2,
+    ),
+    training("graphs, dropout", f"{_GRAPHS} --hidden-dropout 0.1 --bf16 --global-batch-size 3"),
+    training(
+        "graphs, norms across heads",
+        f"{_GRAPHS} {_GROUPED} --qk-layernorm --qk-layernorm-across-heads --norm-placement after {_TENSOR}",
+        2,
+    ),
+    training("graphs, norms of layers", f"{_GRAPHS} --log-layer-norms 1 --bf16 --log-params-norm"),
+    training("graphs, windows", f"{_GRAPHS} {_GROUPED} {_WINDOWS} --attn-logit-softcapping 5"),
+    training("graphs, heads exchanged", f"{_GRAPHS} {_CONTEXT} --cp-comm-type a2a --bf16", 2),
+    training(
+        "graphs, fp8 by tensors, tensor parallel", f"{_GRAPHS} {_FP8} tensorwise {_TENSOR} --sequence-parallel", 2
+    ),
+    training("graphs, fp8 by rows", f"{_GRAPHS} {_FP8} rowwise {_WIDE} --train-iters 4"),
+    training(
+        "graphs, parts recomputed",
+        f"{_GRAPHS} --recompute-granularity selective --recompute-modules core_attn layernorm mlp --hidden-dropout 0.1",
+    ),
+    training("graphs, optimizer in fp8", f"{_GRAPHS} {_NARROW} {_OVERLAPS}", 2),
+    training("graphs, hang watchdog", f"{_GRAPHS} {_TENSOR} --hang-report-seconds 60", 2),
+    training("graphs, results validated again", f"{_GRAPHS} --rerun-mode validate_results --train-iters 5"),
+    training("graphs, workers", f"{_GRAPHS} --num-workers 2 --bf16 --empty-unused-memory-level 2"),
+    training(
+        "graphs, rings of tensor parallelism",
+        f"{_GRAPHS} {_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl ring",
+        2,
+    ),
+    training("graphs, gradients in bf16", f"{_GRAPHS} --bf16 --grad-reduce-in-bf16 {_OVERLAPS}", 2),
+    training("recomputed, ring of keys", f"{_CONTEXT} --cp-comm-type p2p --bf16 {_RECOMPUTED} --hidden-dropout 0.1", 2),
+    training("recomputed, heads exchanged", f"{_CONTEXT} --cp-comm-type a2a --recompute-activations {_DROPOUT}", 2),
+    training("recomputed, interleaved pipeline", f"{_VIRTUAL} {_RECOMPUTED} --hidden-dropout 0.1 --bf16", 2),
+    training(
+        "recomputed, zero-bubble pipeline",
+        f"{_STAGES} --num-layers 4 --pipeline-schedule zero-bubble {_RECOMPUTED} {_DROPOUT}",
+        2,
+    ),
+    training("recomputed, experts", f"{_EXPERTS} {_SENT} {_RECOMPUTED} --bf16 --moe-aux-loss-coeff 0.1", 2),
+    training("recomputed, MTP", f"{_ROPE} {_MTP} {_RECOMPUTED} --bf16 --hidden-dropout 0.1"),
+    training("recomputed, lora", f"--lora-rank 4 --lora-dropout 0.2 {_RECOMPUTED} --bf16"),
+    training("recomputed, fp8 by tensors", f"{_FP8} tensorwise {_ROPE} {_RECOMPUTED} {_TENSOR} --sequence-parallel", 2),
+    training("ring of keys, interleaved pipeline", f"{_CONTEXT} {_VIRTUAL} --cp-comm-type p2p --bf16", 4),
+    training(
+        "ring of keys, evaluation",
+        f"{_CONTEXT} --cp-comm-type p2p --bf16 --eval-iters 2 --eval-interval 2 "
+        "--calculate-per-token-loss --eod-mask-loss",
+        2,
+    ),
+    training(
+        "ring of keys, fully sharded",
+        f"{_CONTEXT} --cp-comm-type p2p --bf16 {_SHARDS} optim_grads_params {_OVERLAPS}",
+        2,
+    ),
+    training("ring of keys, experts exchanged", f"{_EXPERTS} {_CONTEXT} {_SENT} --cp-comm-type p2p --bf16", 2),
+    training("ring of keys, dropout by kernels", f"{_CONTEXT} --cp-comm-type p2p --bf16 --attention-dropout 0.1", 2),
+    training("keys gathered, sinks", f"{_CONTEXT} --cp-comm-type all_gather --softmax-type learnable --bf16", 2),
+    training("keys gathered in windows", f"{_CONTEXT} --cp-comm-type all_gather {_WINDOWS} --bf16", 2),
+    training("heads exchanged, sinks", f"{_CONTEXT} --cp-comm-type a2a --softmax-type off-by-one --bf16", 2),
+    training("heads exchanged, latent attention", f"{_LATENT} --context-parallel-size 2 --cp-comm-type a2a --bf16", 2),
+    training("heads exchanged, documents", f"{_CONTEXT} --cp-comm-type a2a --reset-attention-mask --bf16", 2),
+    training("ring of keys, fp8", f"{_CONTEXT} --cp-comm-type p2p {_FP8} delayed", 2),
+    training(
+        "ring of keys, activation offload",
+        f"{_CONTEXT} --cp-comm-type p2p --bf16 --cpu-offloading --cpu-offloading-num-layers 1 --num-layers 3",
+        2,
+    ),
+    training("interleaved pipeline, fp16", f"{_VIRTUAL} --fp16 --initial-loss-scale 65536 {_OVERLAPS}", 4),
+    training("interleaved pipeline, fp8", f"{_VIRTUAL} {_FP8} delayed --fp8-param-gather {_OVERLAPS}", 4),
+    training("interleaved pipeline, experts", f"{_EXPERTS} {_VIRTUAL} --bf16 --moe-aux-loss-coeff 0.1", 2),
+    training("interleaved pipeline, lora", f"{_VIRTUAL} --lora-rank 4 --bf16", 2),
+    training(
+        "interleaved pipeline, evaluation", f"{_VIRTUAL} --eval-iters 2 --eval-interval 2 --bf16 {_MTP} {_ROPE}", 2
+    ),
+    training(
+        "zero-bubble pipeline, experts",
+        f"{_EXPERTS} {_STAGES} --num-layers 4 --pipeline-schedule zero-bubble --bf16",
+        2,
+    ),
+    training(
+        "zero-bubble pipeline, fp8", f"{_FP8} delayed {_STAGES} --num-layers 4 --pipeline-schedule zero-bubble", 2
+    ),
+    training("fully sharded, MTP", f"{_SHARDS} optim_grads_params {_ROPE} {_MTP} {_OVERLAPS} --bf16", 2),
+    training("fully sharded, muon", f"{_SHARDS} optim_grads_params --optimizer muon {_OVERLAPS} --bf16", 2),
+    training("fully sharded, latent attention", f"{_SHARDS} optim_grads_params {_LATENT} {_OVERLAPS} --bf16", 2),
+    training(
+        "fully sharded, fp16", f"{_SHARDS} optim_grads_params --fp16 --initial-loss-scale 4294967296 {_OVERLAPS}", 2
+    ),
+    training(
+        "fully sharded, tensor parallel",
+        f"{_SHARDS} optim_grads_params {_TENSOR} --sequence-parallel --bf16 {_OVERLAPS}",
+        4,
+    ),
+    training("fully sharded, optimizer offload", f"{_SHARDS} optim_grads_params --bf16 {_OVERLAPPED_OFFLOAD}", 2),
+    training("gradients sharded, experts", f"{_EXPERTS} {_SENT} {_SHARDS} optim_grads {_OVERLAPS} --bf16", 4),
+    training("average of weights, narrow state", f"--ema-decay 0.9 {_NARROW} --eval-iters 1 --eval-interval 1"),
+    training(
+        "activation offload, fp8",
+        f"{_FP8} tensorwise {_ROPE} --cpu-offloading --cpu-offloading-num-layers 2 --num-layers 3",
+    ),
+    training(
+        "activation offload, latent attention",
+        f"{_LATENT} --bf16 --cpu-offloading --cpu-offloading-num-layers 2 --num-layers 3",
+    ),
+    training(
+        "latent attention of slices, fp8",
+        f"{_SLICES} {_FP8} tensorwise --hidden-size 64",
+    ),
+    training(
+        "Triton: latent attention of slices, fp8",
+        f"{_SHORT} {_SLICES} {_FP8} tensorwise",
+        triton=True,
+    ),
+    training("latent attention, experts", f"{_LATENT} {_EXPERTS} --bf16 --moe-shared-expert-intermediate-size 16"),
+    training(
+        "Triton: rotary positions of part of the heads",
+        f"{_SHORT} --position-embedding-type rope --rotary-percent 0.25 --bf16 --hidden-dropout 0.1",
+        triton=True,
+    ),
+    training(
+        "norms of layers, stages and experts",
+        f"{_EXPERTS} {_STAGES} --log-layer-norms 1 --log-max-attention-logit --log-params-norm "
+        "--log-num-zeros-in-grad --num-layers 4 --bf16",
+        2,
+    ),
+    training(
+        "graphs, three warm-up steps", f"{_GRAPHS} --cuda-graph-warmup-steps 3 --train-iters 5 --bf16 {_OVERLAPS}", 2
+    ),
+    training(
+        "Triton: graphs, one micro-batch, two warm-up steps",
+        f"{_SHORT} {_GRAPHS} --cuda-graph-warmup-steps 2 --bf16",
+        triton=True,
+    ),
+    training(
+        "Triton: graphs, small model of rotary positions",
+        f"{_SHORT} {_GRAPHS} --cuda-graph-warmup-steps 2 --bf16 {_ROPE} --global-batch-size 2 --add-qkv-bias "
+        "--hidden-dropout 0.1",
+        triton=True,
+    ),
+    *(
+        training(
+            f"{optimizer} gathered with the step",
+            f"--optimizer {optimizer} --bf16 {_OVERLAPS} --overlap-param-gather-with-optimizer-step {_VIRTUAL}",
+            4,
+        )
+        for optimizer in ("lion", "sgd")
+    ),
+    training(
+        "narrow state gathered with the step",
+        f"{_NARROW} {_OVERLAPS} --overlap-param-gather-with-optimizer-step {_VIRTUAL}",
+        4,
+    ),
+    training(
+        "average of weights, gathered with the step",
+        f"--ema-decay 0.9 --fp16 --initial-loss-scale 1024 {_OVERLAPS} "
+        f"--overlap-param-gather-with-optimizer-step {_VIRTUAL} --eval-iters 1 --eval-interval 1",
+        4,
+    ),
+    prepared(
+        "transformer-engine on one rank",
+        "transformer-engine-of-rank-0",
+        f"{_GROUPED} --bf16 --transformer-impl transformer_engine",
+        2,
+    ),
+    prepared(
+        "transformer-engine, norms of heads",
+        "transformer-engine",
+        f"{_GROUPED} --bf16 --transformer-impl transformer_engine --qk-layernorm --apply-layernorm-1p",
+    ),
+    prepared(
+        "a rank without peers", "no-peers-of-rank-1", f"{_TENSOR} --sequence-parallel --tp-comm-overlap --bf16", 2
+    ),
+    prepared(
+        "sets of files",
+        "two-data-sets",
+        "--train-data-path first --valid-data-path second --eval-iters 1 --eval-interval 1 "
+        f"--no-mmap-bin-files --bf16 {_OVERLAPS} --data-cache-path cache --reset-position-ids --eod-mask-loss",
+        2,
+    ),
+    prepared(
+        "more validation sets",
+        "two-data-sets",
+        "--data-path first --split 80,20,0 --extra-valid-datalist second.txt --extra-valid-data-samples 2 "
+        "--eval-iters 1 --eval-interval 2 --bf16",
+    ),
+    prepared(
+        "middles filled in",
+        "two-data-sets",
+        "--data-path first --split 100,0,0 --fim-rate 0.5 --fim-spm-rate 0.5 --fim-prefix-token 60 "
+        "--fim-middle-token 61 --fim-suffix-token 62 --bf16",
+    ),
+)
 SCENARIOS += (
     *_REPLICAS,
     *_GRAPHED,
@@ -1000,4 +1568,6 @@ SCENARIOS += (
     *_OF_EXPERTS,
     *_UPDATES,
     *_HOST,
+    *_FLAGS,
+    *_PAIRS,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -57,6 +58,24 @@ def test_checks_of_two_ranks() -> None:
         cwd=REPOSITORY,
     )
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(("handling", "status"), [("1", -signal.SIGABRT), ("0", 0)])
+def test_the_watchdog_ends_a_process_after_an_abort(handling: str, status: int) -> None:
+    code = (
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "def make():\n"
+        "    dist.init_process_group('nccl', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "    dist.all_reduce(torch.ones(4, device='cuda'))\n"
+        "make()\n"
+        "dist.distributed_c10d._abort_process_group()\n"
+        "make()\n"
+    )
+    env = {**emulated_environment(triton=False), "TORCH_NCCL_ASYNC_ERROR_HANDLING": handling}
+    result = run_command([sys.executable, "-c", code], timeout_s=60.0, env=env)
+    assert result.returncode == status, result.stderr
+    assert ("emulated CUDA: torch's watchdog has ended this process" in result.stderr) == (status != 0)
 
 
 def test_reports_end_a_process_with_an_error() -> None:

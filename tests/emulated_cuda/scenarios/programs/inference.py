@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import select_device
+from megatron.core.errors import MegatronError
+from megatron.core.inference import prompt_batch
 from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.continuous import running_batch
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationCancelled, GenerationRequest, TokenPairs
+from megatron.core.inference.request import GenerationCancelled, GenerationRequest, StopRule, TokenPairs
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.scored_batch import ScoredRow
 from megatron.core.inference.staged_model import StagedModel
@@ -31,7 +34,55 @@ from megatron.core.tensor_parallel.random import RngStreams
 
 GREEDY = SamplingConfig(greedy=True)
 PROMPTS = ((3, 1, 4), (15, 42, 6, 53, 58), (9,))
+POISON = 62
+"""The token whose embedding is not a number."""
 ROWS = (ScoredRow((3, 1, 4, 15), 2), ScoredRow((42, 6, 53, 58, 9, 59, 32), 6))
+
+_ROTARY: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "windows": {"window_size": "4,0", "window_attn_skip_freq": "2", "position_embedding_type": "rope"},
+    # Tokens of the vocabulary lie on every rank.
+    "apart": {"make_vocab_size_divisible_by": 32},
+    "grouped": {
+        **_ROTARY,
+        "params_dtype": "bfloat16",
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "qk_layernorm": True,
+        "rotary_interleaved": True,
+        "no_rope_freq": "2",
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "sinks": {**_ROTARY, "params_dtype": "bfloat16", "softmax_type": "learnable", "window_size": "4,0"},
+    "latent": {
+        **_ROTARY,
+        "multi_latent_attention": True,
+        "kv_lora_rank": 10,
+        "q_lora_rank": 12,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+        "params_dtype": "bfloat16",
+    },
+    "experts": {**_EXPERTS, "params_dtype": "bfloat16"},
+    "small": {},
+    "poisoned": {"untie_embeddings_and_output_weights": True},
+}
+"""The fields of the model of each kind of program."""
 
 
 def build_engine(sizes: ParallelSizes, **fields: Any) -> InferenceEngine:
@@ -109,6 +160,7 @@ def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
         ),
     ):
         yield name, [[list(text.tokens), text.log_probabilities] for text in engine.generate(request)]
+    yield from stopped_results(engine)
     yield "scores", [[score.log_probability, score.is_greedy] for score in engine.score(ROWS)]
     request = GenerationRequest(prompts=PROMPTS, max_new_tokens=5, sampling=GREEDY)
     yield from continuous_results(engine, request)
@@ -117,6 +169,31 @@ def results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
         engine.generate(request, is_cancelled=lambda: next(questions))
     except GenerationCancelled:
         yield "cancelled", True
+
+
+def stopped_results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
+    """Yield what requests give whose texts end before their full length, alone and with another request."""
+    free = GenerationRequest(prompts=PROMPTS, max_new_tokens=8, sampling=GREEDY)
+    texts = [text.tokens for text in engine.generate(free)]
+    ending = StopRule(end_tokens=frozenset({texts[0][2], texts[1][4]}), closing_tokens=frozenset({texts[2][1]}))
+    stopped = GenerationRequest(
+        prompts=PROMPTS, max_new_tokens=8, sampling=GREEDY, stop=ending, log_probabilities=True, num_alternatives=2
+    )
+    yield "stopped", [[list(text.tokens), text.log_probabilities] for text in engine.generate(stopped)]
+    continuous, requests = ContinuousEngine(engine, 4, 200), [stopped, free]
+    answers = [GatheredAnswer(each) for each in requests]
+    for job, each in enumerate(requests):
+        while not continuous.has_room:
+            for number, happened in continuous.step():
+                answers[number].add(happened)
+        continuous.add(job, each)
+    while not all(answer.is_whole for answer in answers):
+        for number, happened in continuous.step():
+            answers[number].add(happened)
+    for job, answer in enumerate(answers):
+        texts_of_job = answer.continuations()
+        yield f"continuous, stopped {job}", [[list(text.tokens), text.log_probabilities] for text in texts_of_job]
+    continuous.reset()
 
 
 def continuous_results(engine: InferenceEngine, request: GenerationRequest) -> Iterator[tuple[str, Any]]:
@@ -151,6 +228,36 @@ def continuous_results(engine: InferenceEngine, request: GenerationRequest) -> I
     continuous.reset()
 
 
+def failed_results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
+    """Yield what happens to requests whose prompts fail: one whose logits are not finite, one without a token left.
+
+    The requests beside them go on, and a later one takes the slots of the failed.
+    """
+    for name, weight in engine.model.named_parameters():
+        if "word_embeddings" in name:
+            weight[POISON] = torch.nan
+    poisoned = GenerationRequest(prompts=((POISON, 3), PROMPTS[0]), max_new_tokens=4, sampling=GREEDY)
+    drawn = GenerationRequest(prompts=PROMPTS[:1], max_new_tokens=4, sampling=SamplingConfig(top_k=5, seed=2))
+    nothing = TokenPairs(first=frozenset(range(63)), second=frozenset(range(63)))
+    stuck = GenerationRequest(prompts=PROMPTS[1:], max_new_tokens=4, sampling=GREEDY, never=nothing)
+    later = GenerationRequest(prompts=PROMPTS, max_new_tokens=6, sampling=GREEDY, log_probabilities=True)
+    continuous = ContinuousEngine(engine, 6, 100)
+    for job, request in enumerate((poisoned, drawn, stuck, later)):
+        continuous.add(job, request)
+        for number, happened in continuous.step():
+            yield f"failed {number}", repr(happened)
+    while continuous.is_busy:
+        for number, happened in continuous.step():
+            yield f"failed {number}", repr(happened)
+    continuous.reset()
+    for request in (poisoned, stuck):
+        try:
+            engine.generate(request)
+        except MegatronError as error:
+            yield "failed alone", str(error)
+    yield "after a failure", [list(text.tokens) for text in engine.generate(later)]
+
+
 def let_ranks_choose_apart() -> None:
     """Let tensor-parallel ranks after the first choose other tokens, as a GPU's rounding may let them."""
     share = StagedModel.share
@@ -166,16 +273,16 @@ def let_ranks_choose_apart() -> None:
 def main(path: str, pp: str, tp: str, kind: str = "") -> None:
     """Write the results of rank 0 to a file."""
     torch.manual_seed(1)
+    if kind == "small":
+        modules: tuple[Any, ...] = (running_batch, prompt_batch)
+        for module in modules:
+            assert module._PROMPT_TOKENS_AT_ONCE > 3
+            module._PROMPT_TOKENS_AT_ONCE = 3
     if kind == "apart":
         let_ranks_choose_apart()
-    fields: dict[str, dict[str, Any]] = {
-        "windows": {"window_size": "4,0", "window_attn_skip_freq": "2", "position_embedding_type": "rope"},
-        # Tokens of the vocabulary lie on every rank.
-        "apart": {"make_vocab_size_divisible_by": 32},
-    }
-    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **fields.get(kind, {}))
+    engine = build_engine(ParallelSizes(pp=int(pp), tp=int(tp)), **MODELS.get(kind, {}))
     with torch.no_grad():
-        found = list(results(engine))
+        found = list(failed_results(engine) if kind == "poisoned" else results(engine))
     if not dist.is_initialized() or dist.get_rank() == 0:
         with open(path, "w") as file:
             for name, value in found:

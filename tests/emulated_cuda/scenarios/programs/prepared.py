@@ -6,7 +6,10 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +24,7 @@ from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.dist_checkpointing.background import BackgroundTask
 from megatron.core.flight.recorder import FlightRecorder
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import Model
@@ -102,6 +106,79 @@ def install_transformer_engine() -> None:
     _install("transformer_engine.pytorch", "transformer_engine_stand_in.py")
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """Compute what apex's class computes. It counts its steps by parameter group and makes state at its first step."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have gradients, which are on one device and in float32."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                assert parameter.is_cuda
+                assert parameter.dtype is parameter.grad.dtype is torch.float32
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
+                state["exp_avg_sq"].lerp_(parameter.grad.square(), 1 - beta2)
+                mean = state["exp_avg"] / (1 - beta1 ** group["step"])
+                root = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(group["lr"] * mean / (root + group["eps"]))
+
+
+def install_apex() -> None:
+    """Install a stub of apex."""
+    sys.modules["apex"] = ModuleType("apex")
+    optimizers: Any = ModuleType("apex.optimizers")
+    optimizers.FusedAdam = FusedAdam
+    sys.modules["apex.optimizers"] = optimizers
+
+
+def install_transformer_engine_on_rank_0() -> None:
+    """Install the stub of transformer-engine on the first rank only, as on nodes of which one lacks the package."""
+    if os.environ.get("RANK", "0") == "0":
+        install_transformer_engine()
+
+
+def take_peers_from_rank_1() -> None:
+    """Let the device of rank 1 read the memory of no other device."""
+    if os.environ.get("RANK", "0") == "1":
+        torch.cuda.can_device_access_peer = lambda *_: False
+
+
+def write_late() -> None:
+    """Let each thread of a save begin when its result is asked for, as with a slow file system."""
+    begin, wait, result = BackgroundTask.__init__, BackgroundTask.wait, BackgroundTask.result
+
+    def begin_late(self: Any, work: Callable[[], Any], name: str) -> None:
+        self.is_asked_for = threading.Event()
+
+        def work_late() -> Any:
+            self.is_asked_for.wait()
+            return work()
+
+        begin(self, work_late, name)
+
+    def ask_and_wait(self: Any) -> None:
+        self.is_asked_for.set()
+        wait(self)
+
+    def ask_for_result(self: Any) -> Any:
+        self.is_asked_for.set()
+        return result(self)
+
+    task: Any = BackgroundTask
+    task.__init__, task.wait, task.result = begin_late, ask_and_wait, ask_for_result
+
+
 def train_in_float64() -> None:
     """Give parameters 64 bits, for which there is no flag."""
     program: Any = pretrain_gpt
@@ -128,15 +205,21 @@ class OwnSamples:
             yield [self._sample(first + number) for number in range(micro_batch_size)]
             first += micro_batch_size * data_parallel_size
 
-    @staticmethod
-    def _sample(number: int) -> GPTSample:
+    is_padded = False
+
+    @classmethod
+    def _sample(cls, number: int) -> GPTSample:
         text = (7 * number + np.arange(33) * (number % 5 + 1)) % 63
-        return {
+        sample: GPTSample = {
             "tokens": text[:-1],
             "labels": text[1:],
             "loss_mask": np.ones(32, np.float32),
             "position_ids": np.arange(32),
         }
+        if cls.is_padded:
+            sample["padding_mask"] = np.arange(32) >= 9 + number % 24
+            sample["loss_mask"][sample["padding_mask"]] = 0.0
+        return sample
 
 
 class _OwnSets:
@@ -152,13 +235,24 @@ def make_own_samples() -> None:
     pretrain_gpt.provide_datasets = lambda *_: _OwnSets()  # type: ignore[assignment]
 
 
+def make_padded_samples() -> None:
+    """Let this script make samples with padding at their ends."""
+    OwnSamples.is_padded = True
+    make_own_samples()
+
+
 def write_two_data_sets() -> None:
-    """Write the token files of two data sets into this folder."""
+    """Write the token files of two data sets into this folder, and a file that names each."""
+    if os.environ.get("RANK", "0") != "0":
+        while not Path("second.txt").exists():
+            time.sleep(0.01)
+        return
     for name, step in (("first", 1), ("second", 3)):
         with IndexedDatasetBuilder(Path(name), np.dtype(np.uint16)) as builder:
             for document in range(16):
                 builder.add_document(((document + step * np.arange(70)) % 60).astype(np.uint16))
             builder.finalize()
+        Path(f"{name}.txt").write_text(f"{name}\n")
 
 
 def look_at_device() -> None:
@@ -193,8 +287,13 @@ PREPARATIONS: dict[str, Callable[[], None]] = {
     "cudnn": prefer_cudnn,
     "flash-attn": install_flash_attn,
     "transformer-engine": install_transformer_engine,
+    "transformer-engine-of-rank-0": install_transformer_engine_on_rank_0,
+    "no-peers-of-rank-1": take_peers_from_rank_1,
+    "apex": install_apex,
+    "late-writes": write_late,
     "float64": train_in_float64,
     "own-samples": make_own_samples,
+    "padded-samples": make_padded_samples,
     "two-data-sets": write_two_data_sets,
 }
 
