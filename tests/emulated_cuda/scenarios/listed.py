@@ -323,9 +323,6 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     training("attention recomputed, dropout", "--recompute-activations --attention-dropout 0.1 --hidden-dropout 0.1"),
     training(
-        "tensor parallel, overlap chosen", f"{_TENSOR} --sequence-parallel --tp-comm-overlap --inprocess-restart", 2
-    ),
-    training(
         "tensor parallel, overlapped by symmetric memory",
         f"{_TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-impl symmetric-memory --bf16",
         2,
