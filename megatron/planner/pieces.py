@@ -83,6 +83,7 @@ def _request(
     plan: Plan, capability: tuple[int, int], contents: StageContents, *, is_again: bool = False
 ) -> TraceRequest:
     splits = plan.pipeline_schedule == "zero-bubble" or plan.model.delay_wgrad_compute
+    splits = splits and (contents.has_loss or len(contents.layer_numbers) > 0)
     return _request_of(
         plan.model,
         contents,

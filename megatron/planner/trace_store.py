@@ -5,7 +5,6 @@ The cache folder has a hash of the sources, of torch's version and of each reque
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -46,7 +45,7 @@ class TraceStore:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = (folder or _default_folder()) / _sources_key()
         self._known: dict[str, Mapping[str, Any]] = {}
-        self._scaled: dict[tuple[str, int], PieceTrace] = {}
+        self._traces: dict[str, PieceTrace] = {}
 
     def trace(self, request: TraceRequest) -> PieceTrace:
         """Return the trace of one piece.
@@ -54,19 +53,16 @@ class TraceStore:
         Raises:
             ConfigurationError: this node cannot simulate CUDA, or the folder of the traces cannot be written.
         """
-        key = request.key, request.micro_batch_size
-        if key not in self._scaled:
-            self.prepare([request])
-            record = self._known[request.key]
-            if _has_same_operations(record):
-                self._scaled[key] = _scaled(record, request.micro_batch_size)
-            else:
+        if request.key not in self._traces:
+            records = self._records(request.traced)
+            if not _have_same_operations(records):
                 # Attention in blocks, for example, has more of them for larger micro-batches.
-                self._scaled[key] = self.trace(dataclasses.replace(request, is_exact=True))
-        return self._scaled[key]
+                records = self._records([request])
+            self._traces[request.key] = _trace_of(records, request.micro_batch_size)
+        return self._traces[request.key]
 
-    def prepare(self, requests: Sequence[TraceRequest]) -> None:
-        """Take the traces that are not known yet, all in one go."""
+    def _records(self, requests: Sequence[TraceRequest]) -> list[Mapping[str, Any]]:
+        """Return what was recorded of each request's micro-batch size. What is not known yet is traced now."""
         missing = {request.key: request for request in requests if request.key not in self._known}
         for key in list(missing):
             path = self._folder / f"{key}.json"
@@ -75,6 +71,7 @@ class TraceStore:
                 del missing[key]
         if missing:
             self._known |= self._take(missing)
+        return [self._known[request.key] for request in requests]
 
     def _take(self, missing: Mapping[str, TraceRequest]) -> Mapping[str, Mapping[str, Any]]:
         given = [{"key": key, "request": request_to_json(request)} for key, request in missing.items()]
@@ -124,25 +121,21 @@ def default_store() -> TraceStore:
     return TraceStore()
 
 
-def _has_same_operations(record: Mapping[str, Any]) -> bool:
+def _have_same_operations(records: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a piece runs the same operations and sends the same messages at each traced micro-batch size."""
     shapes = {
         (
             tuple((phase, kind, itemsize) for phase, kind, itemsize, *_ in each["operations"]),
             tuple((phase, operation, *axes, size) for phase, operation, axes, size, _ in each["sent"]),
         )
-        for each in record.values()
+        for each in records
     }
     return len(shapes) == 1
 
 
-def _scaled(record: Mapping[str, Any], size: int) -> PieceTrace:
-    """Return a trace at a micro-batch size."""
-    if len(record) == 1:
-        (small,) = record.values()
-        large = small
-    else:
-        small, large = (record[str(each)] for each in FEWEST_SAMPLES)
+def _trace_of(records: Sequence[Mapping[str, Any]], size: int) -> PieceTrace:
+    """Return a trace at a micro-batch size from its own record, or from those at `FEWEST_SAMPLES`."""
+    small, large = records[0], records[-1]
     first, second = (_operations(each) for each in (small, large))
     more = size - FEWEST_SAMPLES[0]
 

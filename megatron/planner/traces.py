@@ -36,7 +36,7 @@ _OF_PIPELINE = (
 )
 """Fields that no piece depends on."""
 FEWEST_SAMPLES = (2, 3)
-"""Samples per micro-batch at which a piece is traced for every size above 1."""
+"""Samples per micro-batch at which a piece is traced for every larger size."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class TraceRequest:
     """Name the piece to trace, and how: ``micro_batch_size`` samples of ``seq_length`` tokens on a GPU of a capability.
 
     ``splits_backward`` defers weight gradients. ``fuses_accumulation`` adds them in the matmul to gradients in float32
-    (``reduces_in_float32``) or in the model's dtype. ``is_exact`` traces this micro-batch size alone.
+    (``reduces_in_float32``) or in the model's dtype.
     """
 
     model: GPTConfig
@@ -110,21 +110,19 @@ class TraceRequest:
     splits_backward: bool = False
     fuses_accumulation: bool = True
     reduces_in_float32: bool = True
-    is_exact: bool = False
 
     @property
-    def traced_sizes(self) -> tuple[int, ...]:
-        """Return the micro-batch sizes from which the trace follows."""
-        if self.is_exact or self.micro_batch_size == 1:
-            return (self.micro_batch_size,)
-        return FEWEST_SAMPLES
+    def traced(self) -> tuple[TraceRequest, ...]:
+        """Return the requests of the micro-batch sizes from which the trace follows."""
+        if self.micro_batch_size <= max(FEWEST_SAMPLES):
+            return (self,)
+        return tuple(dataclasses.replace(self, micro_batch_size=size) for size in FEWEST_SAMPLES)
 
     @functools.cached_property
     def key(self) -> str:
         """Return a hash of everything that the trace depends on."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["model"]
-        fields["micro_batch_size"] = self.traced_sizes
         return hashlib.sha256(repr((_structure(self.model), sorted(fields.items()))).encode()).hexdigest()[:24]
 
 

@@ -37,15 +37,13 @@ _FORWARD, _BACKWARD, _WEIGHTS = range(len(PHASES))
 
 
 def take_traces(requests: Mapping[str, TraceRequest]) -> dict[str, dict[str, Any]]:
-    """Return the trace of each request at each of its micro-batch sizes, as JSON-ready values."""
+    """Return the trace of each request, as JSON-ready values."""
     taken: dict[str, dict[str, Any]] = {}
     for key, request in requests.items():
         _warm_up(request)
-        taken[key] = {}
-        for size in request.traced_sizes:
-            # Each size has a recorder of its own: what an earlier piece leaves to the garbage collector is not seen.
-            with _simulated(request) as tracer, _counted_functions() as counts:
-                taken[key][str(size)] = tracer.trace(size, counts)
+        # Each request has a recorder of its own: what an earlier piece leaves to the garbage collector is not seen.
+        with _simulated(request) as tracer, _counted_functions() as counts:
+            taken[key] = tracer.trace(request.micro_batch_size, counts)
     return taken
 
 

@@ -16,27 +16,23 @@ from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
 
-def record_of(sizes: tuple[int, ...], *, in_blocks: bool) -> Mapping[str, Any]:
+def record_of(size: int, *, in_blocks: bool) -> Mapping[str, Any]:
     """Return what a tracer says of an operation of 10 bytes, and 100 bytes per sample, in blocks of two samples."""
-
-    def at(size: int) -> dict[str, Any]:
-        count = -(-size // 2) if in_blocks else 1
-        operations = [[0, 2, 2, 0, 0, 0, 0, 10 + 100 * size / count, 0, 0]] * count
-        memory = [7 * size, 8 * size, 9 * size, 0, 0]
-        return {"operations": operations, "sent": [], "launches": [[count, 0, 1], [0, 0, 0]], "memory": memory}
-
-    return {str(size): at(size) for size in sizes}
+    count = -(-size // 2) if in_blocks else 1
+    operations = [[0, 2, 2, 0, 0, 0, 0, 10 + 100 * size / count, 0, 0]] * count
+    memory = [7 * size, 8 * size, 9 * size, 0, 0]
+    return {"operations": operations, "sent": [], "launches": [[count, 0, 1], [0, 0, 0]], "memory": memory}
 
 
-@pytest.mark.parametrize(("in_blocks", "taken"), [(False, [(2, 3)]), (True, [(2, 3), (5,)])])
+@pytest.mark.parametrize(("in_blocks", "taken"), [(False, [2, 3]), (True, [2, 3, 5])])
 def test_sizes_with_other_operations_are_traced_themselves(
-    in_blocks: bool, taken: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_blocks: bool, taken: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[int, ...]] = []
+    seen: list[int] = []
 
     def take(store: TraceStore, missing: Mapping[str, TraceRequest]) -> Mapping[str, Mapping[str, Any]]:
-        seen.extend(request.traced_sizes for request in missing.values())
-        return {key: record_of(request.traced_sizes, in_blocks=in_blocks) for key, request in missing.items()}
+        seen.extend(request.micro_batch_size for request in missing.values())
+        return {key: record_of(request.micro_batch_size, in_blocks=in_blocks) for key, request in missing.items()}
 
     monkeypatch.setattr(TraceStore, "_take", take)
     model = Plan.of(resolve_arguments([*MINIMAL], 1).config).model
