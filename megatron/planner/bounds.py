@@ -204,9 +204,12 @@ class Bounds:
         return piece_time(plan, self.gpu, self.implementation, self._trace(plan, piece, size))
 
     def _kept(self, plan: Plan, number: int) -> int:
-        """Return a layer's saved activations without context parallelism, with the plan's selective recompute."""
+        """Return the least that a layer saves without context parallelism, with the plan's selective recompute.
+
+        Several samples save no less than a single one each, of which no transposed copies are made.
+        """
         is_selective = plan.model.recompute_granularity == "selective"
-        return self._trace(plan, number, plan.micro_batch_size, is_selective=is_selective).memory.kept
+        return plan.micro_batch_size * self._trace(plan, number, 1, is_selective=is_selective).memory.kept
 
     def _trace(self, plan: Plan, piece: int | bool, size: int, *, is_selective: bool = False) -> PieceTrace:
         """Return the trace of a piece for a micro-batch size, without what a bound leaves out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -42,7 +43,7 @@ def take_traces(requests: Mapping[str, TraceRequest]) -> dict[str, dict[str, Any
     for key, request in requests.items():
         _warm_up(request)
         # Each request has a recorder of its own: what an earlier piece leaves to the garbage collector is not seen.
-        with _simulated(request) as tracer, _counted_functions() as counts:
+        with _simulated(request) as tracer, _counted_functions() as counts, _garbage_kept():
             taken[key] = tracer.trace(request.micro_batch_size, counts)
     return taken
 
@@ -61,6 +62,18 @@ def _warm_up(request: TraceRequest) -> None:
         with _simulated(request) as tracer:
             tracer.trace(1, [])
         _warmed.add(kind)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Let the garbage collector wait: it would take a tenth of the time, at moments that vary."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

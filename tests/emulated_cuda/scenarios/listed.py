@@ -275,6 +275,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         f"{_EXPERTS} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity --bf16 "
         "--moe-token-dispatcher-type alltoall",
     ),
+    training(
+        "texts sampled, experts with capacity, tensor parallel",
+        f"{_EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --moe-token-dispatcher-type alltoall "
+        "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy probs --bf16 "
+        "--sample-interval 1 --sample-prompts 3 --sample-tokens 3",
+        2,
+    ),
     training("texts sampled", "--sample-interval 1 --sample-prompts 3 --sample-tokens 3"),
     training(
         "texts sampled, parameters gathered late",

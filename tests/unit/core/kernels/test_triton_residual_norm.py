@@ -56,7 +56,8 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
     if is_layer_norm:
         shapes |= {"bias": (WIDTH,)}
     values = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
-    grads = tuple(torch.randn(3, 3, WIDTH).to(dtype) for _ in range(2))
+    # Gradients may be transposed, too.
+    grads = tuple(torch.randn(3, 3, WIDTH).to(dtype).transpose(0, 1) for _ in range(2))
     # Transposed, as they come from keys of samples and of positions.
     some_keys = tuple(torch.randint(-(2**31), 2**31, (3, 3)).to(torch.int32).t() for _ in range(2))
     for has_branch, keys, probability in [(False, None, 0.0), (True, None, 0.0), (True, some_keys, 0.3)]:
