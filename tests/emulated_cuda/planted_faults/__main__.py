@@ -88,7 +88,7 @@ def run_until_found(names: Sequence[str], recorded: Path) -> tuple[str, str] | N
                 shown = difference(servers.of(scenario).run(scenario), expected[name])
                 for _ in range(_REPETITIONS):
                     # The host may have been busy, or memory was read before the work of another rank had ended.
-                    if shown == TIMED_OUT or shown.startswith(MEMORY):
+                    if shown == TIMED_OUT or shown.startswith(f"{MEMORY} is "):
                         shown = difference(servers.of(scenario).run(scenario), expected[name])
             except RuntimeError as error:
                 shown = f"server: {error}"
