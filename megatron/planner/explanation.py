@@ -114,6 +114,7 @@ class Explanation:
             "flops_per_step_and_gpu": self.flops / self.sizes.world_size,
             "gpu": self.gpu.name,
             "implementation": self.implementation.name,
+            "expert_imbalance": self.implementation.expert_imbalance,
             "outcome": prediction.outcome,
             "reason": prediction.reason,
             "used_bytes": prediction.used_bytes,

@@ -54,6 +54,8 @@ def read_gpu(path: Path) -> Gpu:
     # Files of earlier versions have one share for all matmuls.
     values = {"float8_share": values.get("product_share"), **values}
     numbers = {name: _number(path, values, name) for name in _NUMBERS}
+    if numbers["float8_flops"] > 0 and numbers["float8_share"] == 0:
+        raise _wrong(path, f"float8_share 0 beside float8_flops {numbers['float8_flops']:g}")
     capability = values.get("capability")
     if not (isinstance(capability, list) and len(capability) == 2 and all(type(each) is int for each in capability)):
         raise _wrong(path, f"capability {capability!r}, where two whole numbers are expected")

@@ -2,8 +2,8 @@
 
 Every constant names its source. Three times and two amounts of memory are fitted by benchmarks/planner/run.py on the
 measured runs in its folder. All others are counted, published, or assumed where they say so. The measured runs do not
-tell ``pass_share`` and ``backward_share`` apart well: from 0.47 and 0.60, which the fit gives, to 0.56 and 0.53 the
-mean error of a step's time stays between 1.00 and 1.03 %. Of these pairs the last has the smallest worst error, 3.3 %.
+tell ``pass_share`` and ``backward_share`` apart well: from 0.44 and 0.62, which the fit gives, to 0.56 and 0.53 the
+mean error of a step's time stays between 0.98 and 1.10 %. Of these pairs the last has the smallest worst error, 3.1 %.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Implementation:
     ``half_gradient_bytes`` those of an fp16 model's gradient while layers run. Beside fp8 a program may keep no weights
     in 16 bits. One without flash attention has its scores in memory. ``fuses_permutation`` says that tokens
     are sorted by expert in one kernel, ``loops_over_experts`` that each expert's products are launched for themselves
-    in 16 bits too. ``expert_imbalance`` is the number of tokens of the fullest rank's experts relative to the mean:
-    their GEMMs and exchanges take that much longer.
+    in 16 bits too. ``expert_imbalance`` is the number of tokens of the most loaded rank divided by the mean: the
+    GEMMs of its experts and its token exchanges take that much longer.
     """
 
     name: str
@@ -141,17 +141,17 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
 
 
 def find_implementation(name: str, expert_imbalance: float = 1.0) -> Implementation:
-    """Return an implementation by name, with the fullest rank's share of tokens relative to the mean.
+    """Return an implementation by name, with the load of its experts.
 
     Raises:
-        ConfigurationError: nothing is known of this name, or the fullest rank would have fewer tokens than the mean.
+        ConfigurationError: nothing is known of this name, or the load of the experts is below the mean.
     """
     if name not in IMPLEMENTATIONS:
         raise ConfigurationError(f"--implementation {name} is not known; possible: {', '.join(IMPLEMENTATIONS)}")
     if not 1.0 <= expert_imbalance < math.inf:
         raise ConfigurationError(
             f"--expert-imbalance {expert_imbalance:g} is below 1 or not finite; give how many times the mean number of "
-            "tokens the fullest rank gets, such as 1.2"
+            "tokens the most loaded rank gets, such as 1.2"
         )
     return dataclasses.replace(IMPLEMENTATIONS[name], expert_imbalance=expert_imbalance)
 

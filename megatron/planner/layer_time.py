@@ -53,7 +53,7 @@ class LayerTime:
 
     @property
     def device(self) -> float:
-        """Return all parts of the device together."""
+        """Return the GPU time of all parts."""
         busy = self.products + self.attention + self.passes + self.again
         return busy + self.tensor_parallel + self.context_parallel + self.expert_parallel + self.offload
 
@@ -80,7 +80,9 @@ def layer_time(
     elif plan.uses_cuda_graphs:
         # A replayed pass is one launch.
         phases = {field.name: getattr(time, field.name) for field in dataclasses.fields(time)}
-        time = PieceTime(**{name: dataclasses.replace(each, host=OPERATOR_S) for name, each in phases.items()})
+        time = PieceTime(
+            **{name: dataclasses.replace(each, host=min(each.host, OPERATOR_S)) for name, each in phases.items()}
+        )
     forward = time.forward.total
     return LayerTime(
         products=time.part("products"),

@@ -9,7 +9,7 @@ from megatron.planner.changes import Change
 from megatron.planner.explanation import Explanation
 from megatron.planner.pipeline_chart import draw_svg
 from megatron.planner.stage_memory import MEMORY_PARTS
-from megatron.planner.text_report import describe_chunk, describe_experts, rank_lines
+from megatron.planner.text_report import describe_chunk, describe_experts, describe_host, rank_lines
 
 _MIB = 2**20
 _BAR_WIDTH, _BAR_HEIGHT, _LABEL_WIDTH, _TOTAL_WIDTH = 760, 22, 70, 130
@@ -39,6 +39,7 @@ def to_page(explanation: Explanation, changes: Sequence[Change] = (), ranking: s
             f"<p>{escape(line)}</p>"
             for line in describe_experts(plan.model, explanation.implementation.expert_imbalance)
         ),
+        *(() if prediction.time is None else (f"<p>{escape(describe_host(prediction.time))}</p>",)),
         "<h2>Memory of each stage</h2>",
         _memory_bars(explanation),
         "<h2>Pipeline</h2>",

@@ -23,10 +23,10 @@ MEMORY_SHARE = 0.85
 LAUNCH_S = 13.5e-6
 """The host's time for a kernel that PyTorch launches: a linear layer's forward pass, one kernel, on an H100 node (13.48
 microseconds; github.com/NVIDIA/TransformerEngine, issue 2053)."""
-OPERATOR_S, _PROGRAM_S, _FUNCTION_S = 9.7e-6, 56.5e-6, 147.6e-6
-"""The host's time for an operator, a Triton program and both passes of an autograd function of this program, measured
-on the host of one H200 (docs/measurements.md)."""
-_LAUNCH_SECONDS = np.array([OPERATOR_S, _PROGRAM_S, _FUNCTION_S])
+OPERATOR_S, _TRITON_S, _FUNCTION_S = 9.7e-6, 56.5e-6, 147.6e-6
+"""The host's time for an operator, a Triton kernel and both passes of an autograd function of this program: the upper
+ends of what was measured on the host of one H200 (docs/measurements.md)."""
+_LAUNCH_SECONDS = np.array([OPERATOR_S, _TRITON_S, _FUNCTION_S])
 _FORWARD, _BACKWARD, _WEIGHTS = range(len(PHASES))
 
 
@@ -99,8 +99,8 @@ def piece_time(plan: Plan, gpu: Gpu, implementation: Implementation, trace: Piec
 
 def _phase(number: int, trace: PieceTrace, seconds: np.ndarray, links: Links, imbalance: float) -> PhaseTime:
     own = trace.column("phase") == number
-    kind, is_grouped = trace.column("kind")[own], trace.column("batch")[own] > 1
-    priced = np.where(is_grouped, imbalance, 1.0) * seconds[own]
+    kind, is_expert = trace.column("kind")[own], trace.column("is_expert")[own] > 0
+    priced = np.where(is_expert, imbalance, 1.0) * seconds[own]
     sent = [(each, sent_seconds(each, links)) for each in trace.sent if each.phase == number]
     of_axis = {
         name: sum(seconds for each, seconds in sent if _axis(each) == name) for name in ("tensor", "context", "expert")

@@ -95,8 +95,9 @@ def _by_layer(plan: Plan, links: Links, several: list[_Shared], slowest: float) 
 
 
 def exposed_seconds(gpu: Gpu, sent: float, hidden: float) -> float:
-    """Return what an exchange of ``sent`` seconds adds to a pass beside which up to ``hidden`` seconds of it run.
+    """Return the exposed time of a collective of ``sent`` seconds, of which up to ``hidden`` overlap with matmuls.
 
-    Meanwhile the pass lacks the multiprocessors of the exchange.
+    Overlapped communication takes streaming multiprocessors from the matmuls. A device without them loses none.
     """
-    return max(0.0, sent - hidden) + _COMMUNICATION_SMS / max(gpu.num_sms, _COMMUNICATION_SMS) * min(sent, hidden)
+    share = _COMMUNICATION_SMS / gpu.num_sms if gpu.num_sms > _COMMUNICATION_SMS else 0.0
+    return max(0.0, sent - hidden) + share * min(sent, hidden)

@@ -141,7 +141,8 @@ def _trained_state(
         optimizer_bytes += (num_held - of_matrices) * state_bytes(plan.optimizer)
         # Gradients of experts are not deferred.
         deferred = [_defers(plan, each) and not of_experts for each in trained]
-        pool += _pooled_elements(layout, plan, deferred, has_shared=not of_experts and _shares_ends(plan, chunk))
+        trains_ends = any(each.name.startswith(("embedding.", "output_layer.")) for each in trained)
+        pool += _pooled_elements(layout, plan, deferred, has_shared=trains_ends and _shares_ends(plan, chunk))
     gradient = _gradient_bytes(plan, implementation)
     shards_gradients = plan.ddp.shards_gradients and is_sharded
     return StageState(
@@ -188,7 +189,7 @@ def stage_memory(
 
 
 def _pooled_elements(layout: ParamLayout, plan: Plan, deferred: Sequence[bool], *, has_shared: bool) -> int:
-    """Return the elements of full buckets that a chunk keeps where its gradients are sharded.
+    """Return the elements of full buckets that a chunk keeps if its gradients are sharded.
 
     ``deferred`` says of each parameter whether its gradient is deferred. Buckets are filled in their order, and each is
     reduced when it and those before it are full. The last bucket stays open if it has weights that embedding and output
@@ -197,7 +198,7 @@ def _pooled_elements(layout: ParamLayout, plan: Plan, deferred: Sequence[bool], 
     bucket, or the first of the next micro-batch, is filled while one is reduced.
     """
     buckets, overlaps = layout.buckets, plan.ddp.overlap_grad_reduce
-    ends_in_layer = overlaps and not plan.ddp.shards_weights
+    ends_in_layer = not plan.ddp.shards_weights
     num_open = num_allocated = int(has_shared)
     for index, bucket in enumerate(buckets):
         is_next_filled = ends_in_layer and index + 1 < len(buckets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.core.model_parallel_config import ELEMENT_BYTES
@@ -35,8 +35,8 @@ class StepTime:
 
     ``layer`` is in fp8 where any layers are; the first and the last ones that are not take their own time.
     ``exposed_data_parallel`` is what gradients and parameters travel while nothing is computed. ``host`` is what the
-    host takes to launch the layers of the slowest stage. It overlaps with ``busy``, which is longer where the host is
-    slower than the GPU.
+    host takes to launch the layers of the slowest stage. It overlaps with ``busy``, which is longer if the host is
+    slower than the GPU (``is_host_bound``).
     """
 
     layer: LayerTime
@@ -47,17 +47,13 @@ class StepTime:
     neighbours: float
     exposed_data_parallel: float
     update: float
-    host: float = 0.0
+    host: float
+    is_host_bound: bool
 
     @property
     def total(self) -> float:
         """Return all parts together."""
         return self.busy + self.bubble + self.neighbours + self.exposed_data_parallel + self.update
-
-    @property
-    def is_host_bound(self) -> bool:
-        """Return whether the host takes longer to launch a layer than the GPU to run it."""
-        return self.layer.host + self.layer.host_again > self.layer.device
 
 
 def step_time(
@@ -75,16 +71,15 @@ def step_time(
     }
     embedding, output = end_times(plan, gpu, implementation)
     chunks_of = [plan.stage_layout.chunks(stage) for stage in range(plan.parallel_sizes.pp)]
-    seconds = [
-        sum(
-            _chunk(plan, kinds, layers, chunk) + output * chunk.has_loss + embedding * chunk.has_embedding
-            for chunk in chunks
-        )
-        for chunks in chunks_of
-    ]
+    seconds, own = [], []
+    for chunks in chunks_of:
+        own.append([each for chunk in chunks for each in _layers(plan, kinds, layers, chunk)])
+        ends = sum(output * chunk.has_loss + embedding * chunk.has_embedding for chunk in chunks)
+        seconds.append(sum(count * layer.total for count, layer in own[-1]) + ends)
     slowest, pp = max(seconds), len(seconds)
-    numbers = [number for chunk in chunks_of[seconds.index(slowest)] for number in chunk.layer_numbers]
-    host = sum(layers[kinds[number]].host + layers[kinds[number]].host_again for number in numbers)
+    of_slowest = own[seconds.index(slowest)]
+    host = sum(count * (layer.host + layer.host_again) for count, layer in of_slowest)
+    device = sum(count * layer.device for count, layer in of_slowest)
     num_layers = {len(layer_numbers(plan.model, chunk)) for chunks in chunks_of for chunk in chunks}
     if plan.pipeline_schedule == "zero-bubble" or (plan.pipeline_schedule == "1f1b" and len(num_layers) > 1):
         bubble = _simulated_bubble(plan, kinds, layers, seconds, output)
@@ -101,6 +96,7 @@ def step_time(
         exposed_data_parallel=max(exposed_replica_seconds(plan, links, stage, slowest) for stage in stages),
         update=update_seconds(gpu, stages),
         host=plan.num_microbatches * host,
+        is_host_bound=host > device,
     )
 
 
@@ -151,20 +147,18 @@ def _makespan(schedule: str, num_microbatches: int, durations: tuple[Durations, 
     return simulate(build_schedule(schedule, len(durations), num_microbatches), 1, durations).makespan
 
 
-def _chunk(
+def _layers(
     plan: Plan,
     kinds: Sequence[LayerKind],
     layers: Mapping[LayerKind, LayerTime],
     chunk: StageContents,
-) -> float:
-    """Return the time of a chunk's layers, of which block recompute and offload take the first ones only."""
+) -> Iterator[tuple[int, LayerTime]]:
+    """Yield how many layers of a chunk take which time: block recompute and offload take the first layers only."""
     model, numbers = plan.model, chunk.layer_numbers
     _, again = recomputed_groups(model, len(numbers))
     offloaded = min(len(numbers), model.num_offloaded_layers) if model.cpu_offloading else 0
-    seconds = 0.0
     for kind, layer in layers.items():
         places = [place for place, number in enumerate(numbers) if kinds[number] == kind]
         for (is_again, is_offloaded), count in Counter((place < again, place < offloaded) for place in places).items():
             own = layer if is_again else layer.once
-            seconds += count * (own if is_offloaded else dataclasses.replace(own, offload=0.0)).total
-    return seconds
+            yield count, own if is_offloaded else dataclasses.replace(own, offload=0.0)

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.changes import Change
 from megatron.planner.explanation import Explanation, first_rank
 from megatron.planner.stage_memory import MEMORY_PARTS
+from megatron.planner.step_time import StepTime
 
 _MIB = 2**20
 _MOST_ROWS = 64
@@ -40,10 +41,10 @@ def describe_changes(changes: tuple[Change, ...]) -> Iterator[str]:
 
 
 def describe_experts(model: GPTConfig, imbalance: float) -> Iterator[str]:
-    """Yield a line on a model's experts, if it has some, and on how evenly tokens are spread over them."""
-    spread = "the time is for tokens spread evenly (--expert-imbalance 1)"
+    """Yield a line on a model's experts, if it has some, and on their load."""
+    spread = "the time is for a balanced load (--expert-imbalance 1)"
     if imbalance > 1:
-        spread = f"the time is for {imbalance:g} times the mean number of tokens on the fullest rank"
+        spread = f"the time is for {imbalance:g} times the mean number of tokens on the most loaded rank"
     if model.num_experts is not None:
         yield (
             f"{sum(model.moe_layers)} layers of {model.num_experts} experts, of which each token goes to "
@@ -147,10 +148,14 @@ def _time(explanation: Explanation) -> Iterator[str]:
     yield f"{1e3 * prediction.time.total:.1f} ms: " + ", ".join(
         f"{name.replace('_', ' ')} {1e3 * parts[name]:.1f}" for name in names
     )
-    yield f"host: {1e3 * prediction.time.host:.1f} ms to launch the layers" + (
-        "; host-bound: the GPU waits for the host" if prediction.time.is_host_bound else ""
-    )
+    yield describe_host(prediction.time)
     yield f"{prediction.tflops:.1f} TFLOP/s a GPU as Megatron counts, {explanation.tokens_per_second:.0f} tokens/s"
+
+
+def describe_host(time: StepTime) -> str:
+    """Return the host's time to launch the layers of the slowest stage, and whether the GPU waits for it."""
+    line = f"host: {1e3 * time.host:.1f} ms to launch the layers"
+    return f"{line}; host-bound: the GPU waits for the host" if time.is_host_bound else line
 
 
 def _traffic(explanation: Explanation) -> Iterator[str]:

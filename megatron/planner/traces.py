@@ -25,9 +25,10 @@ GEMM, ATTENTION, MEMORY = range(3)
 """What limits an operation: matmul FLOPs, attention FLOPs, or the bytes that it moves."""
 OPERATION_FIELDS = (
     *("phase", "kind", "itemsize", "batch", "rows", "inner", "columns", "num_bytes", "flops", "is_recomputed"),
+    "is_expert",
 )
-LAUNCH_KINDS = ("operators", "programs", "functions")
-"""What the host launches: torch's operators, Triton programs, and autograd functions."""
+LAUNCH_KINDS = ("operators", "triton_kernels", "autograd_functions")
+"""What the host launches."""
 _OF_PIPELINE = (
     *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
     *("pipeline_model_parallel_layout", "pipeline_schedule", "account_for_embedding_in_pipeline_split"),

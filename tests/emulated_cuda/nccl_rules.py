@@ -51,7 +51,7 @@ def check_error_handling(distributed: Any) -> None:
         if ending:
             print(
                 "emulated CUDA: torch's watchdog has ended this process, since its communicators were aborted and had "
-                f"been made with TORCH_NCCL_ASYNC_ERROR_HANDLING={ending[0]}: 0 and 2 let it live",
+                f"been made with TORCH_NCCL_ASYNC_ERROR_HANDLING={ending[0]}: with 0 or 2 the process continues",
                 file=sys.stderr,
                 flush=True,
             )

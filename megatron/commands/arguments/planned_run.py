@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planner.gpu import GPUS, Gpu, find_gpu
 from megatron.planner.gpu_file import read_gpu
 from megatron.planner.implementations import IMPLEMENTATIONS
@@ -33,13 +34,27 @@ def add_platform(parser: argparse.ArgumentParser) -> None:
 
 
 def add_imbalance(parser: argparse.ArgumentParser) -> None:
-    """Declare how unevenly tokens are spread over experts."""
+    """Declare ``--expert-imbalance``."""
     parser.add_argument(
         "--expert-imbalance",
         type=float,
         metavar="X",
-        help="tokens of the fullest expert-parallel rank relative to the mean, for the time of experts (1.0)",
+        help="tokens of the most loaded expert-parallel rank divided by the mean: scales the time of expert GEMMs and "
+        "token exchanges (1.0)",
     )
+
+
+def check_imbalance(imbalance: float | None, model: GPTConfig) -> None:
+    """Refuse an imbalance of experts that a model does not have.
+
+    Raises:
+        ConfigurationError: the model has no experts.
+    """
+    if imbalance is not None and model.num_experts is None:
+        raise ConfigurationError(
+            f"--expert-imbalance {imbalance:g} has no effect on a model without experts; leave it out, or give "
+            "--num-experts"
+        )
 
 
 def read_planned_run(words: Sequence[str], world_size: int) -> ParsedArguments:

@@ -28,7 +28,7 @@ def prepare_to_verify(implementation: Implementation) -> None:
     Raises:
         ConfigurationError: the implementation is another program, or this machine cannot pretend to have CUDA.
     """
-    if implementation != OURS:
+    if implementation.name != OURS.name:
         raise ConfigurationError(
             f"--verify runs this program, and --implementation is {implementation.name}; use --implementation "
             f"{OURS.name}, or leave out --verify"

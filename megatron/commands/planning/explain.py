@@ -18,6 +18,7 @@ from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import (
     add_platform,
+    check_imbalance,
     check_world_size,
     find_platform,
     read_planned_run,
@@ -93,6 +94,7 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         for line in describe_changes(changes):
             print(f"would run with {line}", file=sys.stderr)
         raise error
+    check_imbalance(arguments.expert_imbalance, parsed.config.model)
     explanation = explain(parsed.config, parsed.notes, gpu, implementation)
     if arguments.verify and explanation.prediction.outcome == "error":
         raise ConfigurationError(f"--verify: there is nothing to run: {explanation.prediction.reason}")

@@ -34,6 +34,7 @@ from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import (
     add_imbalance,
+    check_imbalance,
     check_world_size,
     find_platform,
     read_planned_run,
@@ -59,7 +60,7 @@ from megatron.planner.page import to_page
 from megatron.planner.ranking import describe_ranking, launch_command, ranking_json
 from megatron.planner.search import Candidate, Search, search
 from megatron.planner.sensitivity import Variation, describe_sensitivities, find_sensitivity, variations
-from megatron.planner.text_report import describe_changes
+from megatron.planner.text_report import describe_changes, describe_experts
 from megatron.planner.trace_store import trace_in_this_process
 from megatron.planner.training_words import has_flag
 from megatron.training.config.arguments import ParsedArguments, without_flags
@@ -188,6 +189,7 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     words = _complete((*preset, *training_flags), tokens)
     # The flags must be right for one rank: those of the layout, which are searched, are left out.
     base = read_planned_run(_without_layout(words), 1)
+    check_imbalance(arguments.expert_imbalance, base.config.model)
     config = dataclasses.replace(base.config, world_size=arguments.gpus)
     both = ("bf16", "fp8") if gpu.float8_flops else ("bf16",)
     precision = arguments.precision or _DEFAULT_PRECISION
@@ -196,7 +198,7 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         problems = functools.partial(find_problems, needs_files=False)
         found = search(config, gpu, implementation, precisions, problems, tried, max(top, _PARSED_RANKS))
 
-    further: dict[str, Any] = {}
+    further: dict[str, Any] = {"expert_imbalance": implementation.expert_imbalance}
 
     def write_json() -> None:
         if arguments.json is not None:
@@ -205,6 +207,8 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
     write_json()
     table = "\n".join(describe_ranking(found, found.ranked[:top], tokens))
     print(table)
+    if arguments.expert_imbalance is not None:
+        print("\n".join(describe_experts(config.model, implementation.expert_imbalance)))
     searched = [flag for flag in SEARCHED_FLAGS if has_flag(training_flags, flag)]
     if searched:
         print(f"searched, and not taken as given: {', '.join(searched)}")
@@ -269,6 +273,7 @@ def compare_files(arguments: argparse.Namespace, training_flags: Sequence[str]) 
             parsed = read_planned_run((*preset, *training_flags, "--config", str(file)), arguments.gpus)
         except ConfigurationError as error:
             raise ConfigurationError([f"--compare {file}: {problem}" for problem in error.problems]) from error
+        check_imbalance(arguments.expert_imbalance, parsed.config.model)
         explanations.append(explain(parsed.config, parsed.notes, gpu, implementation))
     names = [file.stem for file in files]
     if len(set(names)) < len(names):

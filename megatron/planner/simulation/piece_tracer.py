@@ -43,7 +43,7 @@ def take_traces(requests: Mapping[str, TraceRequest]) -> dict[str, dict[str, Any
     for key, request in requests.items():
         _warm_up(request)
         # Each request has a recorder of its own: what an earlier piece leaves to the garbage collector is not seen.
-        with _simulated(request) as tracer, _counted_functions() as counts, _garbage_kept():
+        with _simulated(request) as tracer, _counted_functions() as counts, _garbage_collection_disabled():
             taken[key] = tracer.trace(request.micro_batch_size, counts)
     return taken
 
@@ -65,8 +65,8 @@ def _warm_up(request: TraceRequest) -> None:
 
 
 @contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Let the garbage collector wait: it would take a tenth of the time, at moments that vary."""
+def _garbage_collection_disabled() -> Iterator[None]:
+    """Disable garbage collection, which would take a tenth of the time of tracing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -127,18 +127,18 @@ class _Tracer:
         # The input of the first layer needs no gradient if the embedding is frozen.
         is_after_frozen = bool(model.lora_rank) and contents.layer_numbers[:1] == (0,)
         entrance = None if hidden is None or is_after_frozen else ChunkEntrance()
-        at_entry: list[tuple[int, int]] = []
+        at_entry: list[tuple[int, int, int]] = []
         chunk.decoder.register_forward_pre_hook(
-            lambda *_: at_entry.append((memory.num_bytes, len(recorder.record.operations)))
+            lambda *_: at_entry.append((memory.num_bytes, len(recorder.record.operations), len(functions)))
         )
         # Forward.
         recorder.phase = "forward"
         recorder.start()
         shared = memory.num_bytes
         losses: list[AuxiliaryLoss] = []
-        functions.clear()
         given = hidden if entrance is None or hidden is None else entrance.enter(hidden)
         hidden = None
+        functions.clear()
         output = chunk(
             ids,
             ids,
@@ -156,10 +156,11 @@ class _Tracer:
         forward, forward_peak, forward_logits = recorder.record, recorder.record.peak_bytes, self._logits_at_peak()
         del output, roots, losses
         # Shared by all layers of a chunk: angles and keys of dropout, which are made before the first of them.
-        made_before, num_before = at_entry[0] if contents.layer_numbers and at_entry else (shared, 0)
+        made_before, num_before, functions_before = at_entry[0] if contents.layer_numbers else (shared, 0, 0)
         made_before -= shared
         del forward.operations[:num_before]
-        applied = [len(functions), 0, 0]
+        num_applied = len(functions)
+        applied = [num_applied - functions_before, 0, 0]
         kept = memory.num_bytes - base - made_before - ids.nbytes
         # Backward.
         recorder.phase = "backward"
@@ -180,7 +181,7 @@ class _Tracer:
             recorder.phase = "weights"
             queue.run(0)
         weights = recorder.record
-        applied[_BACKWARD] = len(functions) - applied[_FORWARD]
+        applied[_BACKWARD] = len(functions) - num_applied
         phases = ((_FORWARD, forward), (_BACKWARD, backward), (_WEIGHTS, weights))
         return {
             "operations": [row for phase, record in phases for row in _rows(phase, record)],
@@ -247,13 +248,14 @@ def _rows(phase: int, record: StepRecord) -> Iterator[list[float]]:
     for each in record.operations:
         kind, gemm = _kind(each), each.gemm
         sizes = (gemm.batch, gemm.rows, gemm.inner, gemm.columns) if kind == GEMM and gemm is not None else (0, 0, 0, 0)
-        yield [phase, kind, each.itemsize, *sizes, each.num_bytes, each.flops, int(each.is_recomputed)]
+        flags = int(each.is_recomputed), int(each.is_expert)
+        yield [phase, kind, each.itemsize, *sizes, each.num_bytes, each.flops, *flags]
 
 
 def _launches(record: StepRecord, num_functions: int) -> list[int]:
-    """Return the numbers of `LAUNCH_KINDS` in a pass; the name of a Triton program has its module's before a dot."""
-    num_programs = sum("." in each.name for each in record.operations)
-    return [len(record.operations) - num_programs, num_programs, num_functions]
+    """Return the numbers of `LAUNCH_KINDS` in a pass; the name of a Triton kernel has its module's before a dot."""
+    num_kernels = sum("." in each.name for each in record.operations)
+    return [len(record.operations) - num_kernels, num_kernels, num_functions]
 
 
 def _kind(operation: Operation) -> int:

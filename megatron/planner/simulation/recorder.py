@@ -37,6 +37,8 @@ _PROJECT = Path(__file__).resolve().parents[3]
 _NAMED = (f"{_PROJECT / 'megatron'}/", str(_PROJECT / "pretrain_gpt.py"))
 # Nor what makes copies for others.
 _PASSED_OVER = (str(Path(__file__).resolve().parents[1]), str(_PROJECT / "megatron/core/host_memory"))
+_GROUPED_LINEAR = "grouped_linear.py"
+"""How the names of the files with linear layers of experts end."""
 _VIEWS = frozenset(
     (
         *(
@@ -209,6 +211,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 *(self.phase, name, where, shapes, itemsize, num_bytes, work.flops, work.gemm),
                 is_recomputed=is_recomputed,
                 is_uncounted=work.is_uncounted,
+                is_expert=work.gemm is not None and _is_of_experts(),
             )
         )
 
@@ -329,6 +332,17 @@ def _is_recomputed() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         if frame.f_code.co_filename == _RECOMPUTATION and frame.f_code.co_name == "unpack_hook":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_of_experts() -> bool:
+    """Return whether a linear layer of experts, or the sum of its weight gradients, runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(_GROUPED_LINEAR) or code.co_name == "_add_grouped_matmul_now":
             return True
         frame = frame.f_back
     return False

@@ -23,7 +23,8 @@ class Operation:
     what it computes of a product or of attention (masked scores left out), and ``where`` the line of this project that
     asked for it; for an operation of autograd, the line whose gradient it computes. ``gemm`` are the sizes of a GEMM.
     ``is_recomputed`` says that activation recomputation runs it a second time, and ``is_uncounted`` that it may compute
-    more than is known: a custom operator, a Triton program with ``tl.dot``.
+    more than is known: a custom operator, a Triton program with ``tl.dot``. ``is_expert`` says that it is a GEMM of MoE
+    experts.
     """
 
     phase: str
@@ -36,6 +37,7 @@ class Operation:
     gemm: Gemm | None = None
     is_recomputed: bool = False
     is_uncounted: bool = False
+    is_expert: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,20 @@ def test_figures_read_back_as_they_were(tmp_path: Path) -> None:
     assert read_gpu(file) == dataclasses.replace(H100)
 
 
+def test_files_of_earlier_versions_have_one_share_for_all_matmuls(tmp_path: Path) -> None:
+    file, values = tmp_path / "h100.json", gpu_to_json(H100)
+    del values["float8_share"]
+    file.write_text(json.dumps(values))
+    assert read_gpu(file).float8_share == H100.product_share
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         ({"half_flops": 0}, "half_flops 0, where a number above 0"),
         ({"memory_bandwidth": 1e999}, "memory_bandwidth inf"),
         ({"product_share": True}, "product_share True"),
+        ({"float8_share": 0}, "float8_share 0 beside float8_flops"),
         ({"memory_bytes": "80"}, "memory_bytes '80'"),
         ({"capability": [9]}, "capability"),
         ({"flash": {"64": {}}}, "forward None"),

@@ -19,7 +19,7 @@ from tests.unit.training.config.command_lines import MINIMAL
 def record_of(size: int, *, in_blocks: bool) -> Mapping[str, Any]:
     """Return what a tracer says of an operation of 10 bytes, and 100 bytes per sample, in blocks of two samples."""
     count = -(-size // 2) if in_blocks else 1
-    operations = [[0, 2, 2, 0, 0, 0, 0, 10 + 100 * size / count, 0, 0]] * count
+    operations = [[0, 2, 2, 0, 0, 0, 0, 10 + 100 * size / count, 0, 0, 0]] * count
     memory = [7 * size, 8 * size, 9 * size, 0, 0]
     return {"operations": operations, "sent": [], "launches": [[count, 0, 1], [0, 0, 0]], "memory": memory}
 

@@ -231,7 +231,7 @@ def continuous_results(engine: InferenceEngine, request: GenerationRequest) -> I
 def failed_results(engine: InferenceEngine) -> Iterator[tuple[str, Any]]:
     """Yield what happens to requests whose prompts fail: one whose logits are not finite, one without a token left.
 
-    The requests beside them go on, and a later one takes the slots of the failed.
+    The other requests continue, and a later one takes the slots of the failed.
     """
     for name, weight in engine.model.named_parameters():
         if "word_embeddings" in name:

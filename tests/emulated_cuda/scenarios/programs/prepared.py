@@ -155,24 +155,24 @@ def take_peers_from_rank_1() -> None:
 
 
 def write_late() -> None:
-    """Let each thread of a save begin when its result is asked for, as with a slow file system."""
+    """Let each thread of a save begin when the caller waits for its result, as with a slow file system."""
     begin, wait, result = BackgroundTask.__init__, BackgroundTask.wait, BackgroundTask.result
 
     def begin_late(self: Any, work: Callable[[], Any], name: str) -> None:
-        self.is_asked_for = threading.Event()
+        self.is_awaited = threading.Event()
 
         def work_late() -> Any:
-            self.is_asked_for.wait()
+            self.is_awaited.wait()
             return work()
 
         begin(self, work_late, name)
 
     def ask_and_wait(self: Any) -> None:
-        self.is_asked_for.set()
+        self.is_awaited.set()
         wait(self)
 
     def ask_for_result(self: Any) -> Any:
-        self.is_asked_for.set()
+        self.is_awaited.set()
         return result(self)
 
     task: Any = BackgroundTask
@@ -244,7 +244,10 @@ def make_padded_samples() -> None:
 def write_two_data_sets() -> None:
     """Write the token files of two data sets into this folder, and a file that names each."""
     if os.environ.get("RANK", "0") != "0":
+        limit = time.monotonic() + 60.0
         while not Path("second.txt").exists():
+            if time.monotonic() > limit:
+                raise TimeoutError("rank 0 did not write second.txt")
             time.sleep(0.01)
         return
     for name, step in (("first", 1), ("second", 3)):
@@ -252,7 +255,8 @@ def write_two_data_sets() -> None:
             for document in range(16):
                 builder.add_document(((document + step * np.arange(70)) % 60).astype(np.uint16))
             builder.finalize()
-        Path(f"{name}.txt").write_text(f"{name}\n")
+        Path(f"{name}.new").write_text(f"{name}\n")
+        Path(f"{name}.new").rename(f"{name}.txt")
 
 
 def look_at_device() -> None:

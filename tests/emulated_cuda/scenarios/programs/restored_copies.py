@@ -41,7 +41,7 @@ def main() -> None:
             tensor.copy_(values)
         copies.save(tensors, {"iteration": iteration})
         for tensor in tensors:
-            tensor.zero_()  # Training goes on at once.
+            tensor.zero_()  # Training continues at once.
     any_rank(False, state.world)
     if state.rank == REPLACED:
         for path in folder.iterdir():
@@ -55,7 +55,7 @@ def main() -> None:
     loading.load(found, tensors)
     for tensor, values in zip(tensors, state_of(state.rank, 2), strict=True):
         assert torch.equal(tensor.cpu(), values), "what is loaded is not what was saved"
-    # The copies of the next iterations go on from these.
+    # The copies of the next iterations continue from these.
     loading.save(tensors, {"iteration": 3})
     later = loading.find()
     assert later is not None

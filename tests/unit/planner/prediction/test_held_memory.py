@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.errors import ConfigurationError
+from megatron.planner.implementations import OURS
 from megatron.planner.plan import Plan
+from megatron.planner.stage_memory import stage_state
 from megatron.planner.step_flops import megatron_step_flops
 from megatron.verification.attention_cells import make_attention_cell
 from megatron.verification.cells import MODULES, Cell, Layout, make_cell
@@ -283,6 +285,25 @@ def test_memory_of_random_configurations_matches_the_plan() -> None:
     assert len(cells) >= 18
     for cell in cells:
         assert_memory_matches_the_plan(cell, saved_bytes_per_token=40, checks_flops=False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        (Layout(dp=2, sharding="optim_grads"), "gpt2"),
+        (Layout(dp=2, sharding="optim_grads", overlap=True), "gpt2"),
+        (Layout(dp=2, pp=2, sharding="optim_grads", schedule="zero-bubble"), "gpt2"),
+        (Layout(dp=2, sharding="optim_grads_params", overlap=True, recompute=FULL), "llama"),
+    ],
+)
+def test_full_buckets_of_sharded_gradients_are_counted(layout: Layout, shape: str) -> None:
+    cell = make_cell(shape, layout, extra=(*SIZES, *UNCHECKED, "--num-layers", "4", "--ddp-bucket-size", "20000"))
+    config = resolve_cell(cell.flags, cell.world_size, "bfloat16")
+    plan = Plan.of(config)
+    for stage in range(plan.parallel_sizes.pp):
+        state = stage_state(plan, stage, OURS)
+        held = held_by_step(config, stage * layout.dp, cell.data)
+        assert held.gradients == state.gradients + state.gradient_pool
 
 
 def test_unfused_attention_computes_all_scores() -> None:
