@@ -54,12 +54,7 @@ NOT_REPORTED: dict[str, str] = {
         "`_send` waits for the slot's last copy before the host writes to the slot, and `finish` lets the current "
         "stream wait for the last copy, which follows the others on their stream"
     ),
-    "megatron/core/pipeline_parallel/executor.py:_Run.run: self.activations_out.finish()": _SEND,
     "megatron/core/pipeline_parallel/executor.py:_Run.run: self.gradients_out.finish()": _SEND,
-    "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.send: self._unfinished.popleft()[0].wait()": _SEND,
-    "megatron/core/pipeline_parallel/p2p_communication.py:SendQueue.finish: self._unfinished.popleft()[0].wait()": (
-        _SEND
-    ),
     "megatron/core/pipeline_parallel/p2p_communication.py:_connect: (link.send(element) if rank == link.sender else "
     "link.receive(element)).wait()": (
         "no work reads the element, and NCCL runs the operations of a communicator in order, so that later messages "
