@@ -21,13 +21,11 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a CPU build of 
 
 @pytest.mark.long
 def test_operands_of_late_weight_gradients_and_pools_of_full_buckets_are_counted() -> None:
-    wanted = ZERO_BUBBLE, (*TWO_CHUNKS, *SHARDED)
-    several = [
-        case
-        for more in wanted
-        for case in layout_cases()
-        if case.name.startswith("8B tp 2 pp 2") and case.flags[-len(more) :] == more
-    ]
+    wanted = {
+        f"8B tp 2 pp 2 cp 1 of 8 {' '.join(word.removeprefix('--') for word in more)}"
+        for more in (ZERO_BUBBLE, (*TWO_CHUNKS, *SHARDED))
+    }
+    several = [case for case in layout_cases() if case.name in wanted]
     assert len(several) == len(wanted)
     assert_close([LayoutCase(case.name, case.flags, case.world_size, case.stages[-1:]) for case in several])
 
@@ -42,7 +40,7 @@ def test_experts_tokens_are_counted_where_they_are_sorted_and_sent() -> None:
 @pytest.mark.long
 def test_peaks_of_all_layouts_are_within_two_hundredths() -> None:
     several = list(layout_cases())
-    assert len({case.name for case in several}) >= 30
+    assert len({case.name for case in several}) >= 60
     assert_close(several)
 
 
