@@ -7,7 +7,6 @@ parameter that a layer gains is therefore counted wherever parameters are.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -70,13 +69,14 @@ _OTHER_FIELDS = (
 )
 """Fields that a search varies and that parameters do not depend on, or on the kind of a layer alone."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(GPTConfig) if field.name not in _OTHER_FIELDS)
-_pieces: dict[Hashable, _Piece] = {}
+_pieces: dict[Hashable, dict[Hashable, _Piece]] = {}
 
 
 def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParameter]:
     """Return a chunk's parameters in the order of the model."""
-    ends = _ends(model, chunk)
-    layers = (_layer(model, number) for number in chunk.layer_numbers)
+    known = _known_pieces(model)
+    ends = _ends(known, model, chunk)
+    layers = (_layer(known, model, number) for number in chunk.layer_numbers)
     return [*ends.front, *(parameter for layer in layers for parameter in layer.back), *ends.back]
 
 
@@ -86,20 +86,24 @@ def gathered_units(model: GPTConfig, chunk: StageContents) -> list[int]:
 
     A layer's label is its number. Outside the layers labels are those of `unit_labels`.
     """
-    ends = _ends(model, chunk)
-    layers = [number for number in chunk.layer_numbers for _ in _layer(model, number).back]
+    known = _known_pieces(model)
+    ends = _ends(known, model, chunk)
+    layers = [number for number in chunk.layer_numbers for _ in _layer(known, model, number).back]
     return [*ends.front_labels, *layers, *ends.back_labels]
 
 
-def _ends(model: GPTConfig, chunk: StageContents) -> _Piece:
+def _ends(known: dict[Hashable, _Piece], model: GPTConfig, chunk: StageContents) -> _Piece:
     contents = StageContents((), has_embedding=chunk.has_embedding, has_loss=chunk.has_loss)
     # The kind of the MTP modules' layers is that of the last one.
     kind = (chunk.has_embedding, chunk.has_loss, _kind(model, model.num_layers - 1), _kind(model, model.num_layers))
-    return _piece(model, contents, kind)
+    return _piece(known, model, contents, kind)
 
 
-def _layer(model: GPTConfig, number: int) -> _Piece:
-    return _piece(model, StageContents((number,), has_embedding=False, has_loss=False), _kind(model, number))
+def _layer(known: dict[Hashable, _Piece], model: GPTConfig, number: int) -> _Piece:
+    kind = _kind(model, number)
+    if kind in known:
+        return known[kind]
+    return _piece(known, model, StageContents((number,), has_embedding=False, has_loss=False), kind)
 
 
 def _kind(model: GPTConfig, number: int) -> tuple[bool, bool]:
@@ -107,18 +111,19 @@ def _kind(model: GPTConfig, number: int) -> tuple[bool, bool]:
     return model.moe_layers[model.kind_of(number)], model.is_in_float8(number, model.num_layers)
 
 
-def _piece(model: GPTConfig, contents: StageContents, kind: Hashable) -> _Piece:
-    key = _structure(model), kind
-    if key not in _pieces:
-        _pieces[key] = _build(model, contents)
-    return _pieces[key]
+def _piece(known: dict[Hashable, _Piece], model: GPTConfig, contents: StageContents, kind: Hashable) -> _Piece:
+    if kind not in known:
+        known[kind] = _build(model, contents)
+    return known[kind]
 
 
-# A search asks for the same configurations thousands of times.
-@functools.lru_cache(maxsize=4096)
-def _structure(model: GPTConfig) -> Hashable:
-    """Return the fields of a configuration that parameters depend on."""
-    return tuple(getattr(model, name) for name in _FIELDS)
+def _known_pieces(model: GPTConfig) -> dict[Hashable, _Piece]:
+    """Return the pieces of all configurations that have the same fields of those that parameters depend on."""
+    # A search asks for the same configurations thousands of times.
+    known = _pieces.get(model)
+    if known is None:
+        known = _pieces[model] = _pieces.setdefault(tuple(getattr(model, name) for name in _FIELDS), {})
+    return known
 
 
 def _build(model: GPTConfig, contents: StageContents) -> _Piece:
