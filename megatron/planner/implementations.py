@@ -140,14 +140,16 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
 """Implementations by the names that ``--implementation`` takes."""
 
 
-def find_implementation(name: str, expert_imbalance: float = 1.0) -> Implementation:
-    """Return an implementation by name, with the load of its experts.
+def find_implementation(name: str, expert_imbalance: float | None = None) -> Implementation:
+    """Return an implementation by name; ``expert_imbalance`` is 1 if it is not given.
 
     Raises:
         ConfigurationError: nothing is known of this name, or the load of the experts is below the mean.
     """
     if name not in IMPLEMENTATIONS:
         raise ConfigurationError(f"--implementation {name} is not known; possible: {', '.join(IMPLEMENTATIONS)}")
+    if expert_imbalance is None:
+        return IMPLEMENTATIONS[name]
     if not 1.0 <= expert_imbalance < math.inf:
         raise ConfigurationError(
             f"--expert-imbalance {expert_imbalance:g} is below 1 or not finite; give how many times the mean number of "

@@ -79,10 +79,8 @@ def layer_time(
         time = _of_other_program(plan, gpu, trace, time, passes, launches * LAUNCH_S)
     elif plan.uses_cuda_graphs:
         # A replayed pass is one launch.
-        phases = {field.name: getattr(time, field.name) for field in dataclasses.fields(time)}
-        time = PieceTime(
-            **{name: dataclasses.replace(each, host=min(each.host, OPERATOR_S)) for name, each in phases.items()}
-        )
+        phases = (time.forward, time.backward, time.weights)
+        time = PieceTime(*(dataclasses.replace(each, host=min(each.host, OPERATOR_S)) for each in phases))
     forward = time.forward.total
     return LayerTime(
         products=time.part("products"),

@@ -131,14 +131,14 @@ def _trained_state(
         sizes = [parameter.size for parameter in trained]
         tied = [index for index, parameter in enumerate(trained) if parameter.is_tied]
         num_trained += sum(sizes)
-        of_matrices = sum(each.size for each in trained if each.is_matrix)
-        optimizer_bytes += of_matrices * state_bytes(plan.optimizer, is_matrix=True)
+        in_matrices = sum(each.size for each in trained if each.is_matrix)
+        optimizer_bytes += in_matrices * state_bytes(plan.optimizer, is_matrix=True)
         gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
         layout = plan_buckets(sizes, tied, plan.ddp, replicas, units if shards_weights else ())
         whole = whole.after(whole_weights(units, layout)) if shards_weights else whole
         num_elements += layout.num_elements
         num_held = layout.num_elements if is_sharded else sum(sizes)
-        optimizer_bytes += (num_held - of_matrices) * state_bytes(plan.optimizer)
+        optimizer_bytes += (num_held - in_matrices) * state_bytes(plan.optimizer)
         # Gradients of experts are not deferred.
         deferred = [_defers(plan, each) and not of_experts for each in trained]
         trains_ends = any(each.name.startswith(("embedding.", "output_layer.")) for each in trained)
@@ -198,14 +198,14 @@ def _pooled_elements(layout: ParamLayout, plan: Plan, deferred: Sequence[bool], 
     bucket, or the first of the next micro-batch, is filled while one is reduced.
     """
     buckets, overlaps = layout.buckets, plan.ddp.overlap_grad_reduce
-    ends_in_layer = not plan.ddp.shards_weights
+    ends_in_layer, has_deferred = not plan.ddp.shards_weights, False
     num_open = num_allocated = int(has_shared)
     for index, bucket in enumerate(buckets):
         is_next_filled = ends_in_layer and index + 1 < len(buckets)
         is_open = has_shared and index == len(buckets) - 1
         num_allocated = max(num_allocated, num_open + (not is_open) + is_next_filled)
-        is_deferred = any(deferred[slot.index] for slot in bucket.slots)
-        num_open += not is_open and (is_deferred or num_open > has_shared)
+        has_deferred = has_deferred or any(deferred[slot.index] for slot in bucket.slots)
+        num_open += has_deferred and not is_open
     num_allocated = min(len(buckets), num_allocated)
     if overlaps:
         num_allocated = max(num_allocated, min(len(buckets) * plan.num_microbatches, MIN_POOL_SIZE))

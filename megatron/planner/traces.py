@@ -78,7 +78,7 @@ class PieceTrace:
     operations: np.ndarray
     sent: tuple[Sent, ...]
     memory: PieceMemory
-    launches: tuple[tuple[int, ...], ...] = ()
+    launches: tuple[tuple[int, ...], ...]
     prices: dict[Any, Any] = field(default_factory=dict)
 
     def column(self, name: str) -> np.ndarray:

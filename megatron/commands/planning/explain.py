@@ -77,12 +77,8 @@ def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         ConfigurationError: the flags are wrong, or a file cannot be written.
     """
     check_world_size("--world-size", arguments.world_size)
-    gpu, implementation = (
-        find_platform(arguments.gpu),
-        find_implementation(
-            arguments.implementation, 1.0 if arguments.expert_imbalance is None else arguments.expert_imbalance
-        ),
-    )
+    gpu = find_platform(arguments.gpu)
+    implementation = find_implementation(arguments.implementation, arguments.expert_imbalance)
     where = arguments.world_size, read_planned_run, gpu, implementation
     if arguments.verify:
         prepare_to_verify(implementation)

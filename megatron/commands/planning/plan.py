@@ -54,7 +54,7 @@ from megatron.planner.comparison import describe_comparison
 from megatron.planner.evaluation import describe_errors, evaluate
 from megatron.planner.explanation import explain
 from megatron.planner.gpu import GPUS
-from megatron.planner.implementations import IMPLEMENTATIONS, Implementation, find_implementation
+from megatron.planner.implementations import IMPLEMENTATIONS, find_implementation
 from megatron.planner.measured_runs import read_runs
 from megatron.planner.page import to_page
 from megatron.planner.ranking import describe_ranking, launch_command, ranking_json
@@ -176,7 +176,8 @@ def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> No
         raise ConfigurationError(f"--top {top} is not positive; give the number of layouts to print")
     check_world_size("--gpus", arguments.gpus)
     gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
-    implementation = _implementation(arguments)
+    name = arguments.implementation or _DEFAULT_IMPLEMENTATION
+    implementation = find_implementation(name, arguments.expert_imbalance)
     if arguments.verify:
         prepare_to_verify(implementation)
     tokens = None if arguments.train_tokens is None else _number(arguments.train_tokens)
@@ -264,7 +265,8 @@ def compare_files(arguments: argparse.Namespace, training_flags: Sequence[str]) 
         raise ConfigurationError("--gpus is missing; give the number of GPUs of the runs")
     check_world_size("--gpus", arguments.gpus)
     gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
-    implementation = _implementation(arguments)
+    name = arguments.implementation or _DEFAULT_IMPLEMENTATION
+    implementation = find_implementation(name, arguments.expert_imbalance)
     trace_in_this_process()
     preset = preset_words(arguments.model_preset) if arguments.model_preset else ()
     explanations = []
@@ -282,11 +284,6 @@ def compare_files(arguments: argparse.Namespace, training_flags: Sequence[str]) 
     for name, explanation in zip(names, explanations):
         if explanation.prediction.reason:
             print(f"{name}: {explanation.prediction.reason}")
-
-
-def _implementation(arguments: argparse.Namespace) -> Implementation:
-    imbalance = 1.0 if arguments.expert_imbalance is None else arguments.expert_imbalance
-    return find_implementation(arguments.implementation or _DEFAULT_IMPLEMENTATION, imbalance)
 
 
 def evaluate_file(arguments: argparse.Namespace) -> None:

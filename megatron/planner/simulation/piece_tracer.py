@@ -43,8 +43,8 @@ def take_traces(requests: Mapping[str, TraceRequest]) -> dict[str, dict[str, Any
     for key, request in requests.items():
         _warm_up(request)
         # Each request has a recorder of its own: what an earlier piece leaves to the garbage collector is not seen.
-        with _simulated(request) as tracer, _counted_functions() as counts, _garbage_collection_disabled():
-            taken[key] = tracer.trace(request.micro_batch_size, counts)
+        with _simulated(request) as tracer, _garbage_collection_disabled():
+            taken[key] = tracer.trace(request.micro_batch_size)
     return taken
 
 
@@ -60,7 +60,7 @@ def _warm_up(request: TraceRequest) -> None:
     kind = request.capability, model.fp8_format, recipe, model.num_experts is None, request.contents.has_loss
     if kind not in _warmed:
         with _simulated(request) as tracer:
-            tracer.trace(1, [])
+            tracer.trace(1)
         _warmed.add(kind)
 
 
@@ -77,7 +77,7 @@ def _garbage_collection_disabled() -> Iterator[None]:
 
 
 @contextmanager
-def _counted_functions() -> Iterator[list[str]]:
+def _applied_functions() -> Iterator[list[str]]:
     """Yield a list to which the name of each autograd function is added when it is applied."""
     applied: list[str] = []
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
@@ -98,26 +98,27 @@ def _simulated(request: TraceRequest) -> Iterator[_Tracer]:
     sizes, gpu = model.parallel_sizes, _gpu_of(request.capability)
     alone = ParallelSizes(tp=sizes.tp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
     ranks = math.lcm(sizes.tp * sizes.cp, sizes.ep * sizes.expert_tp)
-    with simulated_gpu(recorder, gpu, model, 0, ranks, request.seq_length // 2) as device:
+    with (
+        simulated_gpu(recorder, gpu, model, 0, ranks, request.seq_length // 2) as device,
+        _applied_functions() as functions,
+    ):
         state = create_parallel_state(alone, observer=recorder.communicate, cp_inner_size=model.cp_inner_size)
-        yield _Tracer(request, recorder, device, state)
+        yield _Tracer(request, recorder, device, state, functions)
 
 
 @dataclass
 class _Tracer:
-    """Run a piece in a simulated world."""
+    """Run a piece in a simulated world; ``functions`` has the names of the autograd functions that were applied."""
 
     request: TraceRequest
     recorder: Recorder
     device: PretendedDevice
     state: ParallelState
+    functions: list[str]
 
-    def trace(self, batch: int, functions: list[str]) -> dict[str, Any]:
-        """Return operations, communications, memory and launches of a micro-batch of so many samples.
-
-        ``functions`` has the names of the autograd functions that were applied.
-        """
-        request, recorder, memory = self.request, self.recorder, self.recorder.memory
+    def trace(self, batch: int) -> dict[str, Any]:
+        """Return operations, communications, memory and launches of a micro-batch of so many samples."""
+        request, recorder, memory, functions = self.request, self.recorder, self.recorder.memory, self.functions
         model, contents = request.model, request.contents
         width = model.padded_vocab_size // model.tensor_model_parallel_size
         memory.logits_widths = range(width - (model.padded_vocab_size - model.vocab_size), width + 1)

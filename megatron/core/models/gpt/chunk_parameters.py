@@ -100,10 +100,8 @@ def _ends(known: dict[Hashable, _Piece], model: GPTConfig, chunk: StageContents)
 
 
 def _layer(known: dict[Hashable, _Piece], model: GPTConfig, number: int) -> _Piece:
-    kind = _kind(model, number)
-    if kind in known:
-        return known[kind]
-    return _piece(known, model, StageContents((number,), has_embedding=False, has_loss=False), kind)
+    contents = StageContents((number,), has_embedding=False, has_loss=False)
+    return _piece(known, model, contents, _kind(model, number))
 
 
 def _kind(model: GPTConfig, number: int) -> tuple[bool, bool]:
