@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed.param_layout import MIN_POOL_SIZE, ParamLayout, plan_buckets
@@ -142,7 +142,8 @@ def _trained_state(
         # Gradients of experts are not deferred.
         deferred = [_defers(plan, each) and not of_experts for each in trained]
         trains_ends = any(each.name.startswith(("embedding.", "output_layer.")) for each in trained)
-        pool += _pooled_elements(layout, plan, deferred, has_shared=trains_ends and _shares_ends(plan, chunk))
+        has_shared = trains_ends and _shares_ends(plan, chunk)
+        pool += _pooled_elements(layout, plan, deferred, tied, has_shared=has_shared)
     gradient = _gradient_bytes(plan, implementation)
     shards_gradients = plan.ddp.shards_gradients and is_sharded
     return StageState(
@@ -188,20 +189,24 @@ def stage_memory(
     )
 
 
-def _pooled_elements(layout: ParamLayout, plan: Plan, deferred: Sequence[bool], *, has_shared: bool) -> int:
+def _pooled_elements(
+    layout: ParamLayout, plan: Plan, deferred: Sequence[bool], tied: Collection[int], *, has_shared: bool
+) -> int:
     """Return the elements of full buckets that a chunk keeps if its gradients are sharded.
 
     ``deferred`` says of each parameter whether its gradient is deferred. Buckets are filled in their order, and each is
     reduced when it and those before it are full. The last bucket stays open if it has weights that embedding and output
     layer share (``has_shared``), and so do all buckets from the first in which a gradient is deferred. Where a bucket
-    ends within a layer, gradients of the next bucket come before the last of this one. If reductions overlap, the next
-    bucket, or the first of the next micro-batch, is filled while one is reduced.
+    ends within a layer, gradients of the next bucket come before the last of this one. ``tied`` parameters have buckets
+    of their own. If reductions overlap, the next bucket, or the first of the next micro-batch, is filled while one is
+    reduced.
     """
     buckets, overlaps = layout.buckets, plan.ddp.overlap_grad_reduce
     ends_in_layer, has_deferred = not plan.ddp.shards_weights, False
     num_open = num_allocated = int(has_shared)
+    is_tied = [any(slot.index in tied for slot in bucket.slots) for bucket in buckets]
     for index, bucket in enumerate(buckets):
-        is_next_filled = ends_in_layer and index + 1 < len(buckets)
+        is_next_filled = ends_in_layer and index + 1 < len(buckets) and not any(is_tied[index : index + 2])
         is_open = has_shared and index == len(buckets) - 1
         num_allocated = max(num_allocated, num_open + (not is_open) + is_next_filled)
         has_deferred = has_deferred or any(deferred[slot.index] for slot in bucket.slots)
