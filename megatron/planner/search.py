@@ -7,7 +7,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.errors import ConfigurationError
@@ -17,6 +17,7 @@ from megatron.planner.bounds import Bounds
 from megatron.planner.choice import RECOMPUTES, ZERO_BUBBLE, Choice
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
+from megatron.planner.layer_kinds import layer_kinds
 from megatron.planner.links import GPUS_A_MACHINE
 from megatron.planner.piece_memory import ModelPieces
 from megatron.planner.pieces import model_pieces
@@ -308,10 +309,24 @@ def _states(
         *(choice.sharding, choice.precision, choice.schedule),
     )
     if key not in found.states:
-        plan = make_plan()
-        stages = range(plan.parallel_sizes.pp)
-        found.states[key] = [stage_state(plan, stage, implementation) for stage in stages]
+        found.states[key] = _states_of(make_plan(), implementation)
     return found.states[key]
+
+
+def _states_of(plan: Plan, implementation: Implementation) -> Sequence[StageState]:
+    """Return what the stages hold between steps. Stages with layers of the same kinds hold the same."""
+    kinds = layer_kinds(plan.model, plan.seq_length)
+    states: dict[Hashable, StageState] = {}
+    of_stages = []
+    for stage in range(plan.parallel_sizes.pp):
+        contents = tuple(
+            (chunk.has_embedding, chunk.has_loss, *(kinds[number] for number in chunk.layer_numbers))
+            for chunk in plan.stage_layout.chunks(stage)
+        )
+        if contents not in states:
+            states[contents] = stage_state(plan, stage, implementation)
+        of_stages.append(states[contents])
+    return of_stages
 
 
 def _pieces(found: Search, plan: Plan, choice: Choice, gpu: Gpu, implementation: Implementation) -> ModelPieces:

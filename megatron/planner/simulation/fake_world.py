@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.kernels import attention_choice, dot_product_attention
@@ -22,6 +21,7 @@ from megatron.planner.simulation.flex_attention import PretendedFlexAttention
 from megatron.planner.simulation.host_copies import RecordedCopies
 from megatron.planner.simulation.links import observed_links
 from megatron.planner.simulation.operators import CudaOperators, LowerRightMask
+from megatron.planner.simulation.quick_fake_tensors import QuickFakeTensorMode
 from megatron.planner.simulation.recorder import Recorder
 from megatron.planner.simulation.triton import recorded_programs
 
@@ -57,7 +57,7 @@ def simulated_gpu(
         followed_storages(recorder),
         observed_links(recorder),
         without_triton() if second_document is None else with_triton(recorder, second_document),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        QuickFakeTensorMode(allow_non_fake_inputs=True),
         recorder,
         CudaOperators(recorder, gpu.capability),
         BalancedExperts(model, recorder.wait).taking_calls() if model.num_experts else nullcontext(),

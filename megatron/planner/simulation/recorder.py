@@ -66,6 +66,7 @@ _CROSSING = ("_to_copy", "copy_")
 _HEADS_BEHIND = "_flash_attention_"
 """Kernels that take ``[b, s, heads, d]``, where all others of attention take ``[b, heads, s, d]``."""
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+_DEVICE_OF = torch.ops.prim.device.default
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -139,6 +140,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation without values, and note it."""
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
         namespace, name = func._schema.name.split("::")
         # Operations are many: nothing more is asked of those of which there is nothing to note.

@@ -1,0 +1,106 @@
+"""The quick mode of fake tensors gives what torch's own gives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron.planner.simulation.pretended_cuda import find_compiler
+from tests.harness.dry_runs import REPOSITORY
+
+PROGRAM = """
+import json, sys
+from unittest.mock import patch
+from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+load_pretended_cuda()
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from megatron.commands.arguments.planned_run import read_planned_run
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.planner import pieces
+from megatron.planner.plan import Plan
+from megatron.planner.simulation import fake_world, piece_tracer
+from megatron.planner.simulation.quick_fake_tensors import QuickFakeTensorMode
+
+def described(result):
+    if isinstance(result, torch.Tensor):
+        storage = result.untyped_storage()
+        where = result.device, result.dtype, storage.nbytes(), result.storage_offset()
+        return [list(result.shape), list(result.stride()), *map(str, where)]
+    return [described(each) for each in result] if isinstance(result, (tuple, list)) else str(result)
+
+x, y = torch.empty(4, 6, device="meta"), None
+calls = {
+    "view": lambda x: x.view(6, 4),
+    "slice": lambda x: x[1:3, ::2],
+    "select": lambda x: x.select(1, 2),
+    "unbind": lambda x: x.unbind(0),
+    "split": lambda x: x.split([1, 3]),
+    "int": lambda x: x.int() + 1,
+    "float": lambda x: x.int() + 1.0,
+    "bool": lambda x: x.int() + True,
+    "strided": lambda x: torch.exp(x.t()),
+    "number on the host": lambda x: x * torch.tensor(2.0, dtype=torch.float64),
+    "two devices": lambda x: x.to("cpu"),
+    "like": lambda x: torch.empty_like(x.t(), dtype=torch.bfloat16),
+    "new": lambda x: x.new_zeros(3, device="cpu"),
+    "in place": lambda x: x.add_(1).mul_(2),
+    "topk": lambda x: torch.topk(x, 2),
+    "cat": lambda x: torch.cat([x, x], 1),
+    "dtype": lambda x: x.view(torch.int16),
+    "foreach": lambda x: torch._foreach_mul([x, x.t()], 2.0),
+    "where": lambda x: torch.where(x > 0, x, torch.zeros((), device=x.device)),
+    "scalar": lambda x: torch.scalar_tensor(2.0, device=x.device),
+    "index": lambda x: x[torch.zeros(2, dtype=torch.int64, device=x.device)],
+}
+both = {}
+for mode in (FakeTensorMode, QuickFakeTensorMode):
+    with mode(allow_non_fake_inputs=True):
+        for name, call in calls.items():
+            # Twice: the second result is made from the first one's layout.
+            for _ in range(2):
+                x = torch.empty(4, 6, device="cuda")
+                result = call(x)
+                shares = isinstance(result, torch.Tensor) and (
+                    result.untyped_storage()._cdata == x.untyped_storage()._cdata
+                )
+                both.setdefault(name, []).append([described(result), shares])
+
+flags = (
+    "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 1"
+    " --global-batch-size 64 --vocab-size 999 --tokenizer-type NullTokenizer --bf16 --mock-data"
+    " --train-iters 1 --lr 1e-4 --tensor-model-parallel-size 2"
+)
+for name, more in json.loads(sys.argv[1]).items():
+    plan = Plan.of(read_planned_run([*flags.split(), *more.split()], 8).config)
+    contents = StageContents((0,)), StageContents((), has_embedding=True), StageContents((), has_loss=True)
+    requests = {str(number): pieces._request(plan, (9, 0), each) for number, each in enumerate(contents)}
+    both[name] = [piece_tracer.take_traces(requests)]
+    with patch.object(fake_world, "QuickFakeTensorMode", FakeTensorMode):
+        both[name].append(piece_tracer.take_traces(requests))
+print(json.dumps(both))
+"""
+MODELS = {
+    "dense": "--sequence-parallel",
+    "fp8": "--fp8-format hybrid --sequence-parallel",
+    "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "ring": "--context-parallel-size 4",
+    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "experts": "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --sequence-parallel",
+}
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="a simulated GPU needs a C++ compiler here")
+def test_results_and_traces_are_those_of_the_mode_of_torch() -> None:
+    command = [sys.executable, "-c", PROGRAM, json.dumps(MODELS)]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert finished.returncode == 0, finished.stderr
+    for name, results in json.loads(finished.stdout).items():
+        assert all(result == results[0] for result in results), name
+        assert len(results) == (2 if name in MODELS else 4)
+    kinds = json.loads(finished.stdout)
+    dtypes = {name: kinds[name][0][0][3] for name in ("int", "float", "bool")}
+    assert dtypes == {"int": "torch.int32", "float": "torch.float32", "bool": "torch.int32"}
