@@ -89,7 +89,7 @@ MODELS = {
     "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
     "ring": "--context-parallel-size 4",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "experts": "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --sequence-parallel",
+    "experts": "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2",
 }
 
 
