@@ -1,130 +1,17 @@
-"""Pretrain a GPT: how its model and its data sets are made, and what a forward step computes."""
+"""Pretrain a GPT: how its model and its data sets are made, and what a forward step computes.
+
+A script of your own calls `megatron.training.pretrain.pretrain` with functions in place of these.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import parse_arguments_or_exit
-from megatron.training.config.run_config import RunConfig
-from megatron.training.process.initialize import Runtime
+from megatron.commands.training.pretrain import main
+from megatron.training.gpt import forward_step, provide_datasets, provide_model
 from megatron.training.process.process_exit import run_program
-from megatron.training.process.refusal import launch_environment_or_exit
 
-if TYPE_CHECKING:
-    import torch
-
-    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-    from megatron.core.datasets.samples.batch import Batch
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.models.model import Model
-    from megatron.core.pipeline_parallel.executor import ChunkResult
-    from megatron.core.pipeline_parallel.stage_layout import StageContents
-    from megatron.core.tokenizers.tokenizer import Tokenizer
-    from megatron.training.data.data_plan import SampleTargets
-
-# Whatever needs torch is imported by the functions that use it: a wrong command line or wrong data is refused before.
-
-
-def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
-    """Return one model chunk of this rank, initialised: the whole model where there is no pipeline."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.moe.expert_groups import ExpertGroups
-
-    return GPTModel(
-        config.model,
-        runtime.state.tp,
-        runtime.rng,
-        seed=config.initialization.seed,
-        device=runtime.device.torch_device,
-        layer_numbers=contents.layer_numbers,
-        pre_process=contents.has_embedding,
-        post_process=contents.has_loss,
-        cp=runtime.state.cp,
-        experts=ExpertGroups.of(runtime.state),
-        fills_later=config.ddp.shards_weights,
-        parallel_state=runtime.state,
-    )
-
-
-def provide_datasets(
-    config: RunConfig, tokenizer: Tokenizer, targets: SampleTargets, report: Callable[[str], None]
-) -> BlendedDatasetBuilder:
-    """Return what builds the training, validation and test data that the flags name."""
-    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-    from megatron.training.data.data_plan import dataset_config, run_position
-
-    if config.data.dataloader_type == "external":
-        raise ConfigurationError(
-            "--dataloader-type external: this script makes no samples of its own; give single or cyclic, or call "
-            "pretrain() with a data sets provider that does"
-        )
-    samples = (targets.train, targets.valid, targets.test)
-    position = run_position(config, targets.done)
-    return BlendedDatasetBuilder(dataset_config(config, tokenizer), samples, report, position=position)
-
-
-def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
-    """Return the masked loss sum of a micro-batch and the number of tokens in it.
-
-    A model chunk that is not the last returns its hidden states; one that is not the first is given ``hidden``. The
-    layers' auxiliary losses, if there are any, go with either.
-
-    Each context-parallel rank computes the losses of its own part of the sequences and counts an equal share of the
-    whole micro-batch's tokens, whatever its own mask drops: gradients are averaged over these ranks, and their average
-    is then that of the mean loss of the whole micro-batch. The shares add up to the count.
-    """
-    import torch
-
-    from megatron.core.kernels.attention_pattern import AttentionPattern
-    from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
-    from megatron.core.pipeline_parallel.executor import MicrobatchLoss
-
-    pattern, losses = AttentionPattern(document_ids=batch.document_ids), list[AuxiliaryLoss]()
-    output: torch.Tensor = model(
-        batch.tokens,
-        batch.position_ids,
-        labels=batch.labels,
-        loss_mask=batch.loss_mask,
-        padding_mask=batch.padding_mask,
-        pattern=pattern,
-        hidden=hidden,
-        losses=losses,
-        dropout_samples=batch.dropout_samples,
-    )
-    if not model.post_process:
-        return LayerOutput(output, tuple(losses))
-    assert batch.loss_mask is not None, "the last stage is given what the loss needs"
-    assert batch.num_tokens is not None, "the last stage is given what the loss needs"
-    num_tokens = batch.num_tokens.to(output.dtype) / model.config.context_parallel_size
-    mask = batch.loss_mask.to(output.dtype)
-    counted = output * mask
-    samples = None
-    if batch.data_sets is not None:
-        samples = torch.stack([each.sum(dim=1, dtype=torch.float64) for each in (counted.detach(), mask)], dim=-1)
-    return MicrobatchLoss(counted.sum(), num_tokens, losses, samples)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit status."""
-    launch = launch_environment_or_exit()
-    if "--explain" in argv:
-        from megatron.commands.planning import explain
-
-        return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
-    config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
-    # Neither --help nor a wrong command line waits for these.
-    from megatron.training.process.preflight import prepare_data_or_exit
-    from megatron.training.process.restart.keeper import keep_rank
-
-    kept = keep_rank(config, launch)
-    tokenizer = prepare_data_or_exit(config, launch, provide_datasets)
-    from megatron.training.pretrain import pretrain
-
-    return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step, kept)
-
+__all__ = ["forward_step", "main", "provide_datasets", "provide_model"]
 
 if __name__ == "__main__":
     run_program(lambda: main(sys.argv[1:]))

@@ -42,10 +42,10 @@ def verify_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
     Raises:
         ConfigurationError: the dry run refuses the configuration.
     """
-    import pretrain_gpt
     from megatron.planner.verified_stage import stages_to_verify, verify_stage
+    from megatron.training.gpt import forward_step, provide_model
 
-    made_of = pretrain_gpt.provide_model, pretrain_gpt.forward_step
+    made_of = provide_model, forward_step
     stages, verified = stages_to_verify(config, gpu), []
     with waiting("trying the plan's stages") as tried:
         for stage in stages:

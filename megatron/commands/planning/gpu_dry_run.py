@@ -77,12 +77,12 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     for note in parsed.notes:
         print(note)
     load_pretended_cuda()
-    import pretrain_gpt
     from megatron.planner.simulation.dry_run import dry_run
     from megatron.planner.simulation.estimate import EstimatedRun, estimate_step, slowest_of
     from megatron.planner.simulation.memory_picture import draw_memory
     from megatron.planner.simulation.report import to_json, to_text
     from megatron.planner.simulation.triton import has_triton_package
+    from megatron.training.gpt import forward_step, provide_model
 
     if not (arguments.without_triton or has_triton_package()):
         print("Triton is not installed: the kernels of this project are counted from their source code")
@@ -90,7 +90,7 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     estimated = []
     for rank in ranks_to_run(config.parallel_sizes, arguments.rank):
         run = dry_run(
-            *(config, rank, gpu, pretrain_gpt.provide_model, pretrain_gpt.forward_step),
+            *(config, rank, gpu, provide_model, forward_step),
             has_triton=not arguments.without_triton,
         )
         estimated.append(EstimatedRun(run, estimate_step(run, gpu)))

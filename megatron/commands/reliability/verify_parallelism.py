@@ -165,18 +165,18 @@ def _verify_on_emulated_devices(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _open_cpu_verifier(size: int, dtype: str, tolerance: Tolerance | None) -> Iterator[Verifier]:
-    import pretrain_gpt
+    from megatron.training.gpt import forward_step, provide_model
     from megatron.verification.verifier import Verifier
     from megatron.verification.worker_pool import WorkerPool
 
     with WorkerPool(size) as pool:
-        yield Verifier(pool, pretrain_gpt.provide_model, pretrain_gpt.forward_step, dtype, tolerance)
+        yield Verifier(pool, provide_model, forward_step, dtype, tolerance)
 
 
 def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
     """Record and replay the cells, and print one line each, with a line more for each rule that is broken."""
-    import pretrain_gpt
     from megatron.core.errors import ConfigurationError, TrainingError
+    from megatron.training.gpt import forward_step, provide_model
     from megatron.verification.collective_recorder import record_cell
     from megatron.verification.communication_replay import communication_problems
 
@@ -185,7 +185,7 @@ def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
     for number, cell in enumerate(cells):
         bar.show("replaying", number, len(cells), cell.name)
         try:
-            logs = record_cell(cell, pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+            logs = record_cell(cell, provide_model, forward_step)
         except ConfigurationError as error:
             outcome, reasons = "refused", list(error.problems)
         except TrainingError as error:

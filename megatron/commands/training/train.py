@@ -17,25 +17,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-import megatron
 from megatron.commands.training.continued_run import ContinuedRun
 from megatron.commands.training.rank_launcher import Place, launch
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.files.departed_reader import reader_may_leave
 from megatron.training.config.arguments import parse_arguments, resolve_arguments
+from megatron.training.gpt import training_script
 from megatron.training.process.console import print_line
 from megatron.training.process.refusal import reasons_of, refuse
 
 _ASKING = ("-h", "--help", "--print-config")
 _MOST_RANKS = 4096
 _DEFAULT_PORT = 29500
-
-
-def training_script() -> Path:
-    """Return the script of GPT models, which lies beside the package in a checkout and where pip installs it."""
-    package = megatron.__file__
-    assert package is not None
-    return Path(package).resolve().parents[1] / "pretrain_gpt.py"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,7 +84,7 @@ def _train(argv: Sequence[str]) -> int:
         print_line(f"starting {place.nproc} process{'es' if place.nproc > 1 else ''} ...", sys.stderr)
     if place.world_size > 1 or "script" in own:
         return launch(script, words, place)
-    from pretrain_gpt import main as pretrain
+    from megatron.commands.training.pretrain import main as pretrain
 
     _end_on_interrupt()
     return pretrain(words)

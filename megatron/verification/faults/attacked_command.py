@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError
+from megatron.training.gpt import training_script
 from megatron.verification.faults import spoiled_script
 
 MOST_DATA_BYTES = 2**30
@@ -88,8 +89,6 @@ def small_command(folder: Path, num_processes: int, iterations: int, flags: Sequ
     Raises:
         OSError: the data cannot be written.
     """
-    import pretrain_gpt
-
     folder.mkdir(parents=True, exist_ok=True)
     prefix = folder / "made_up"
     generator = np.random.default_rng(1)
@@ -98,6 +97,6 @@ def small_command(folder: Path, num_processes: int, iterations: int, flags: Sequ
             builder.add_document(generator.integers(0, 255, _SMALL_DOCUMENT_TOKENS))
         builder.finalize()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
-    words = [sys.executable, *(launcher if num_processes > 1 else ()), str(pretrain_gpt.__file__), *_SMALL_RUN.split()]
+    words = [sys.executable, *(launcher if num_processes > 1 else ()), str(training_script()), *_SMALL_RUN.split()]
     words += ["--train-iters", str(iterations), "--lr-decay-iters", str(iterations), "--data-path", str(prefix)]
     return AttackedCommand((*words, "--data-cache-path", str(folder / "cache"), *flags))

@@ -1,0 +1,28 @@
+"""Pretrain a GPT: the command line of pretrain_gpt.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.training.config.arguments import parse_arguments_or_exit
+from megatron.training.gpt import forward_step, provide_datasets, provide_model
+from megatron.training.process.refusal import launch_environment_or_exit
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return the exit status."""
+    launch = launch_environment_or_exit()
+    if "--explain" in argv:
+        from megatron.commands.planning import explain
+
+        return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
+    config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
+    # Neither --help nor a wrong command line waits for these.
+    from megatron.training.process.preflight import prepare_data_or_exit
+    from megatron.training.process.restart.keeper import keep_rank
+
+    kept = keep_rank(config, launch)
+    tokenizer = prepare_data_or_exit(config, launch, provide_datasets)
+    from megatron.training.pretrain import pretrain
+
+    return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step, kept)

@@ -1,0 +1,112 @@
+"""What a GPT run is made of: its model, its data sets, and what a forward step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import megatron
+from megatron.core.errors import ConfigurationError
+from megatron.training.config.run_config import RunConfig
+from megatron.training.process.initialize import Runtime
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
+    from megatron.core.datasets.samples.batch import Batch
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.model import Model
+    from megatron.core.pipeline_parallel.executor import ChunkResult
+    from megatron.core.pipeline_parallel.stage_layout import StageContents
+    from megatron.core.tokenizers.tokenizer import Tokenizer
+    from megatron.training.data.data_plan import SampleTargets
+
+# Functions import what needs torch: wrong data are rejected before torch is imported.
+
+
+def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
+    """Return one model chunk of this rank, initialised: the whole model where there is no pipeline."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.moe.expert_groups import ExpertGroups
+
+    return GPTModel(
+        config.model,
+        runtime.state.tp,
+        runtime.rng,
+        seed=config.initialization.seed,
+        device=runtime.device.torch_device,
+        layer_numbers=contents.layer_numbers,
+        pre_process=contents.has_embedding,
+        post_process=contents.has_loss,
+        cp=runtime.state.cp,
+        experts=ExpertGroups.of(runtime.state),
+        fills_later=config.ddp.shards_weights,
+        parallel_state=runtime.state,
+    )
+
+
+def provide_datasets(
+    config: RunConfig, tokenizer: Tokenizer, targets: SampleTargets, report: Callable[[str], None]
+) -> BlendedDatasetBuilder:
+    """Return what builds the training, validation and test data that the flags name."""
+    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
+    from megatron.training.data.data_plan import dataset_config, run_position
+
+    if config.data.dataloader_type == "external":
+        raise ConfigurationError(
+            "--dataloader-type external: this script makes no samples of its own; give single or cyclic, or call "
+            "pretrain() with a data sets provider that does"
+        )
+    samples = (targets.train, targets.valid, targets.test)
+    position = run_position(config, targets.done)
+    return BlendedDatasetBuilder(dataset_config(config, tokenizer), samples, report, position=position)
+
+
+def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
+    """Return the masked loss sum of a micro-batch and the number of tokens in it.
+
+    A model chunk that is not the last returns its hidden states; one that is not the first is given ``hidden``. The
+    layers' auxiliary losses, if there are any, go with either.
+
+    Each context-parallel rank computes the losses of its own part of the sequences and counts an equal share of the
+    whole micro-batch's tokens, whatever its own mask drops: gradients are averaged over these ranks, and their average
+    is then that of the mean loss of the whole micro-batch. The shares add up to the count.
+    """
+    import torch
+
+    from megatron.core.kernels.attention_pattern import AttentionPattern
+    from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
+    from megatron.core.pipeline_parallel.executor import MicrobatchLoss
+
+    pattern, losses = AttentionPattern(document_ids=batch.document_ids), list[AuxiliaryLoss]()
+    output: torch.Tensor = model(
+        batch.tokens,
+        batch.position_ids,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        padding_mask=batch.padding_mask,
+        pattern=pattern,
+        hidden=hidden,
+        losses=losses,
+        dropout_samples=batch.dropout_samples,
+    )
+    if not model.post_process:
+        return LayerOutput(output, tuple(losses))
+    assert batch.loss_mask is not None, "the last stage is given what the loss needs"
+    assert batch.num_tokens is not None, "the last stage is given what the loss needs"
+    num_tokens = batch.num_tokens.to(output.dtype) / model.config.context_parallel_size
+    mask = batch.loss_mask.to(output.dtype)
+    counted = output * mask
+    samples = None
+    if batch.data_sets is not None:
+        samples = torch.stack([each.sum(dim=1, dtype=torch.float64) for each in (counted.detach(), mask)], dim=-1)
+    return MicrobatchLoss(counted.sum(), num_tokens, losses, samples)
+
+
+def training_script() -> Path:
+    """Return the script of GPT models, which lies beside the package in a checkout and where pip installs it."""
+    package = megatron.__file__
+    assert package is not None
+    return Path(package).resolve().parents[1] / "pretrain_gpt.py"
