@@ -30,7 +30,6 @@ from megatron.core.collectives import barrier
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
-from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import (
     MicrobatchLoss,
     ModelChunk,
@@ -39,7 +38,7 @@ from megatron.core.pipeline_parallel.executor import (
     run_schedule,
 )
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
-from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.schedules import SCHEDULES, StagePlace
 from megatron.core.pipeline_parallel.timeline import Timeline
 from tests.harness.distributed import run_distributed
 

@@ -56,8 +56,8 @@ def measure(dropout: float, with_graphs: bool) -> list[float]:
     import torch
 
     from megatron.core.device import Device
-    from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
     from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+    from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.kernels.dropout_keys import DropoutSamples
     from megatron.core.models.gpt.gpt_config import GPTConfig
     from megatron.core.models.gpt.gpt_model import GPTModel

@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import record_flight
 from megatron.core.process_group import Group
 

@@ -48,7 +48,10 @@ SUBJECTS = {
         "megatron/core/dist_checkpointing/", "megatron/training/checkpointing/", "megatron/interop/",
         "megatron/conversion/", "megatron/commands/checkpoint/",
     ),
-    "Files and object stores": ("megatron/core/files/",),
+    "Files and object stores": (
+        "megatron/core/files/", "megatron/core/object_store.py", "megatron/core/safe_io.py",
+        "megatron/core/ranged_file.py",
+    ),
     "While a run starts, trains and ends": ("megatron/training/",),
     "Planning and explaining": (
         "megatron/planner/", "megatron/commands/planning/",
@@ -86,6 +89,9 @@ ADVICE = {
     "megatron/core/datasets/history/": "resume with the data the run began with, or start anew with `--finetune`",
     "megatron/core/tokenizers/": "name the tokenizer's own files; `--tokenizer-type` says of which kind they are",
     "megatron/core/files/": "look at the path, its permissions, and the store's own message",
+    "megatron/core/object_store.py": "look at the path, its permissions, and the store's own message",
+    "megatron/core/safe_io.py": "look at the path, its permissions, and the store's own message",
+    "megatron/core/ranged_file.py": "look at the path, its permissions, and the store's own message",
     "megatron/core/dist_checkpointing/": _ANOTHER,
     "megatron/core/inference/": "change the request; see [generation](text_generation.md)",
     "megatron/corpus/": "mend the input that is named, or leave it out; see [preparing text](preprocessing.md)",

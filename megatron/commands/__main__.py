@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.commands.arguments.parser import dispatcher
-from megatron.core.files.departed_reader import reader_may_leave
+from megatron.core.broken_pipe import reader_may_leave
 from megatron.training.process.process_exit import run_program
 
 COMMANDS = {

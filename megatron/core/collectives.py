@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.errors import MegatronError
-from megatron.core.flight.communication import PendingWork
+from megatron.core.flight_recorder import PendingWork
 from megatron.core.process_group import Group
 
 Result = TypeVar("Result")

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from megatron.core.available_host_memory import HostRoom, available_bytes, machine_memory
 from megatron.core.cuda_graph import CudaGraphBackend, GraphBackend
 from megatron.core.errors import ConfigurationError
-from megatron.core.flight.communication import DeviceMark
-from megatron.core.host_memory.host_copies import CudaHostCopies, HostCopies
-from megatron.core.host_memory.machine_memory import HostRoom, available_bytes, machine_memory
+from megatron.core.flight_recorder import DeviceMark
+from megatron.core.host_memory import CudaHostCopies, HostCopies
 
 _MIB = 1024 * 1024
 _MAX_MEMORY_EVENTS = 100_000

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.flight.communication import PendingWork
-from megatron.core.flight.recorder import Channel, Entry
+from megatron.core.flight_recorder import Channel, Entry, PendingWork
 
 if TYPE_CHECKING:
     import torch

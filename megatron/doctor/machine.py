@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.host_memory.machine_memory import machine_memory
+from megatron.core.available_host_memory import machine_memory
 from megatron.doctor.finding import Finding, judge
 
 _GIB = 2**30

@@ -10,7 +10,7 @@ from typing import Literal
 
 from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import CheckpointError
-from megatron.core.files.object_path import ObjectPath, as_path
+from megatron.core.object_store import ObjectPath, as_path
 from megatron.interop.torch_dist.folder_files import BACKEND_FILE, COMMON_FILE, METADATA_FILE
 
 CheckpointFormat = Literal["native", "torch", "torch_dist", "torchtitan", "peft", "hf"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.interop.adapters.peft_settings import base_of
 from megatron.interop.adapters.peft_source import PeftSource
 from megatron.interop.checkpoint_format import FORMAT_MARKS, detect_format, refuse_objects

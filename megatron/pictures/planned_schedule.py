@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from statistics import median
 
-from megatron.core.pipeline_parallel.action import Pass
+from megatron.core.pipeline_parallel.schedules import Pass
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
 

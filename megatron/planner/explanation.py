@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.parallel_sizes import ParallelSizes
-from megatron.core.pipeline_parallel.action import StagePlace
-from megatron.core.pipeline_parallel.schedules import build_schedule, with_deferred_grads
+from megatron.core.pipeline_parallel.schedules import StagePlace, build_schedule, with_deferred_grads
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.timeline import Timeline
 from megatron.planner.data_need import DataNeed, data_need

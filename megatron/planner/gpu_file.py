@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.files.plain_file import parse_json, read_plain_text
+from megatron.core.safe_io import parse_json, read_plain_text
 from megatron.planner.gpu import AttentionRate, Gpu
 
 _MOST_BYTES = 1 << 20

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.pipeline_parallel.action import Action, Pass
+from megatron.core.pipeline_parallel.schedules import Action, Pass
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.plan import Plan
 from megatron.planner.traces import PieceMemory

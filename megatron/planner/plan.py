@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_sizes import ParallelSizes
-from megatron.core.pipeline_parallel.action import Action
-from megatron.core.pipeline_parallel.in_flight import first_actions, most_passes_in_flight
+from megatron.core.pipeline_parallel.schedules import Action, first_actions, most_passes_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageLayout
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.context_parallel.key_value_heads import key_value_heads_of_rank
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planner.expert_layer import ExpertLayer

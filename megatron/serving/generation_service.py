@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.collectives import all_gather_objects, all_reduce, broadcast_object
 from megatron.core.errors import TrainingError
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.continuous.progress import Progress, PromptEnded, PromptFailed, PromptSearched
 from megatron.core.inference.continuous.running_batch import News

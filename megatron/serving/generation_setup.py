@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError, choices
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
@@ -35,7 +35,7 @@ from megatron.training.process.progress_bar import waiting
 if TYPE_CHECKING:
     from megatron.core.device import Device
     from megatron.core.dist_checkpointing.load import Progress
-    from megatron.core.flight.recorder import FlightRecorder
+    from megatron.core.flight_recorder import FlightRecorder
     from megatron.core.inference.engine import InferenceEngine
     from megatron.core.models.gpt.gpt_config import GPTConfig
     from megatron.core.models.gpt.gpt_model import GPTModel

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.pipeline_parallel.in_flight import first_actions, most_in_flight
+from megatron.core.pipeline_parallel.schedules import first_actions, most_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.training.saved_activations import hidden_bytes, saved_layer_bytes
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_tensors,
 )
 from megatron.core.errors import InputError
-from megatron.core.files.object_path import ObjectPath, as_path
+from megatron.core.object_store import ObjectPath, as_path
 from megatron.interop.new_iteration import iteration_folder
 from megatron.training.checkpointing.folder import candidate_folders, iteration_of_folder, saved_iterations
 from megatron.training.checkpointing.local_copies.local_copies import FoundCopies, LocalCopies

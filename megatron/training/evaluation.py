@@ -9,9 +9,8 @@ import torch
 
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.models.model import Model
-from megatron.core.pipeline_parallel.action import Action
 from megatron.core.pipeline_parallel.executor import ChunkResult, ModelChunk, run_schedule
-from megatron.core.pipeline_parallel.schedules import forward_only
+from megatron.core.pipeline_parallel.schedules import Action, forward_only
 from megatron.training.agreement import agree
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.microbatches import Microbatches, MicrobatchSource

@@ -13,7 +13,7 @@ from megatron.core.cuda_graph import GraphBackend
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
 from megatron.core.fp8.float8_state import Float8State
-from megatron.core.host_memory.host_copies import HostCopies
+from megatron.core.host_memory import HostCopies
 from megatron.core.kernels.accumulation import why_no_wide_products
 from megatron.core.kernels.attention_choice import describe_missing_flash
 from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
@@ -25,14 +25,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import Model
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
-from megatron.core.pipeline_parallel.action import StagePlace
 from megatron.core.pipeline_parallel.executor import PipelineConnection
-from megatron.core.pipeline_parallel.message_order import MessageOrders
-from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
+from megatron.core.pipeline_parallel.p2p_communication import MessageOrders, create_pipeline_links
+from megatron.core.pipeline_parallel.schedules import StagePlace
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.precision import dtype_from_name
-from megatron.core.tensor_parallel.activation_offload import ActivationOffload
-from megatron.core.tensor_parallel.weight_offload import WeightOffload
+from megatron.core.tensor_parallel.cpu_offload import ActivationOffload, WeightOffload
 from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.graphed_layers import GraphedLayers
 from megatron.core.transformer.moe.expert_load import ExpertLoads

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.core.collectives import broadcast_object
 from megatron.core.errors import InputError
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.checkpointing.native import is_release
 from megatron.training.config.checkpoint_arguments import recorded_config

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
+from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig

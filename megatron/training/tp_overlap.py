@@ -11,10 +11,10 @@ import torch
 from megatron.core.collectives import all_reduce
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.linear import tensor_parallel_linear
+from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearOverlap, linear_overlap
+from megatron.core.tensor_parallel.layers import tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
-from megatron.core.tensor_parallel.overlap.linear_overlap import WHOLE, LinearOverlap, linear_overlap
-from megatron.core.tensor_parallel.overlap.symmetric_memory import why_no_symmetric_memory
+from megatron.core.tensor_parallel.symmetric_memory import why_no_symmetric_memory
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime
 from megatron.training.recorded_choice import AUTO, recorded_choice

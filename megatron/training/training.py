@@ -9,7 +9,7 @@ from functools import partial
 
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.datasets.history.sample_keys import ReadCounter
-from megatron.core.distributed.replica_check import check_replicas_equal, compare_over_replicas
+from megatron.core.distributed.weight_checks import check_replicas_equal, compare_over_replicas
 from megatron.core.errors import TrainingError
 from megatron.core.timers import Timers, format_report
 from megatron.training.agreement import Agreement, agree_to_exit

@@ -18,15 +18,8 @@ from megatron.core.errors import TrainingError
 from megatron.core.kernels.dropout_keys import DropoutSamples
 from megatron.core.models.model import Model
 from megatron.core.optimizer.optimizer import StepOutcome
-from megatron.core.pipeline_parallel.action import Action, StagePlace
-from megatron.core.pipeline_parallel.executor import (
-    ChunkForward,
-    ChunkResult,
-    ModelChunk,
-    ScheduleResult,
-    run_schedule,
-)
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, with_deferred_grads
+from megatron.core.pipeline_parallel.executor import ChunkForward, ChunkResult, ModelChunk, ScheduleResult, run_schedule
+from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, StagePlace, with_deferred_grads
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.expert_load import LoadReport
 from megatron.training.agreement import Agreement, agree, read_agreement, sum_over_ranks

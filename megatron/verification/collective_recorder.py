@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.collectives import any_rank
 from megatron.core.device import Device
-from megatron.core.distributed.replica_check import check_replicas_equal
+from megatron.core.distributed.weight_checks import check_replicas_equal
 from megatron.core.process_group import CollectiveCall
 from megatron.core.timers import Timers
 from megatron.training.config.run_config import RunConfig

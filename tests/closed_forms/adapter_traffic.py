@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron.core.tensor_parallel.overlap.linear_overlap import ROW_PARALLEL, LinearName
+from megatron.core.tensor_parallel.comm_overlap_config import ROW_PARALLEL, LinearName
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
+from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.parallel_sizes import ParallelSizes
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.context_parallel.key_value_heads import key_value_heads_of_rank
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
+from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.pipeline_parallel.in_flight import most_in_flight
+from megatron.core.pipeline_parallel.schedules import most_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.layer_kinds import LayerKind, layer_kinds

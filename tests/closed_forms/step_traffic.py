@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.core.tensor_parallel.overlap.linear_overlap import ROW_PARALLEL, linear_overlap
+from megatron.core.tensor_parallel.comm_overlap_config import ROW_PARALLEL, linear_overlap
 from megatron.planner.layer_kinds import layer_numbers
 from megatron.planner.step_traffic import CP, TP, StepRank, add_gradients, add_scalars, add_sends
 from megatron.verification.traffic import Traffic, TrafficSum

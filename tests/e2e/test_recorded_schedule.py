@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands.planning.visualize_pipeline import main
-from megatron.core.pipeline_parallel.action import Pass
+from megatron.core.pipeline_parallel.schedules import Pass
 from megatron.core.pipeline_parallel.timeline import read_timeline
 from tests.e2e.toy_run import toy_args
 from tests.harness.forked_training import fork_training

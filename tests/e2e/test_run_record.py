@@ -14,7 +14,7 @@ import torch
 from megatron.commands.training import train
 from megatron.commands.training.continued_run import ContinuedRun
 from megatron.core.errors import ConfigurationError
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.sources.printed_config import format_config
 from megatron.training.process.initialize import LaunchEnvironment

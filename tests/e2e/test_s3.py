@@ -148,7 +148,7 @@ def test_credentials_are_not_printed(outputs: str) -> None:
 
 def test_an_object_is_created_by_one_of_many(outputs: str, store: Store) -> None:
     script = (
-        "import sys; from megatron.core.files.object_path import as_path\n"
+        "import sys; from megatron.core.object_store import as_path\n"
         "try: as_path('s3://bucket/race').create(sys.argv[1].encode()); print('mine')\n"
         "except FileExistsError: print('not mine')"
     )
@@ -168,7 +168,7 @@ def test_an_object_is_created_by_one_of_many(outputs: str, store: Store) -> None
 
 def _create(store: Store, text: str, key: str) -> str:
     return store.run(
-        "from megatron.core.files.object_path import as_path\n"
+        "from megatron.core.object_store import as_path\n"
         f"try: as_path('s3://{key}').create(b'{text}'); print('mine')\n"
         "except FileExistsError: print('not mine')"
     ).strip()
@@ -176,8 +176,8 @@ def _create(store: Store, text: str, key: str) -> str:
 
 def test_an_upload_of_several_parts_is_there_when_it_is_whole(store: Store) -> None:
     said = store.run(
-        "import numpy; from megatron.core.files.object_path import as_path\n"
-        "from megatron.core.files.uploaded_file import UploadedFile\n"
+        "import numpy; from megatron.core.object_store import as_path\n"
+        "from megatron.core.object_store import UploadedFile\n"
         "path, part = as_path('s3://bucket/large'), numpy.arange(1 << 22, dtype='uint32').view('uint8')\n"
         "with UploadedFile(path, 3 * part.nbytes) as file:\n"
         "    for _ in range(3): file.append(part)\n"
@@ -209,7 +209,7 @@ def test_a_second_run_in_the_folder_is_refused(store: Store, outputs: str, tmp_p
 
 WHOLE = """
 from megatron.commands.checkpoint import inspect
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.training.checkpointing.folder import saved_iterations
 found = saved_iterations(as_path("s3://bucket/killed"))
 assert all(inspect.main([f"s3://bucket/killed/iter_{number:07d}", "--verify"]) == 0 for number in found)

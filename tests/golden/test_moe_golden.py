@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.models.gpt.gpt_model import GPTModel

@@ -20,7 +20,6 @@ from megatron.core.context_parallel.partition import positions_of
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.device import Device
-from megatron.core.host_memory.parameter_memory import give_memory
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
@@ -30,6 +29,7 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Routing, TopKRouter
 from megatron.core.transformer.moe.token_rows import TokenRows
+from megatron.core.weight_prefetch import give_memory
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource

@@ -16,9 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_gpt
 from megatron.core.device import Device
+from megatron.core.distributed.fully_sharded_data_parallel import ShardedGradBuffer, ShardedWeightBuffer
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
-from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
-from megatron.core.distributed.sharded_weights import ShardedWeightBuffer
 from megatron.core.kernels.matrix_product import has_library
 from megatron.core.timers import Timers
 from megatron.planner.implementations import OURS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.save_plan import SavePlanner
 from megatron.core.dist_checkpointing.state_dict import RunTensors
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.core.parallel_state import ParallelState
 from megatron.training.checkpointing.recovery import SaveFolders, one_folder
 from megatron.training.checkpointing.save import CommonState, SaveTarget, save_in_steps

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron.core.broken_pipe import STATUS, has_lost_reader
 from megatron.core.config_base import field_docs
 from megatron.core.errors import InputError, MegatronError, StorageError
-from megatron.core.files.departed_reader import STATUS, has_lost_reader
-from megatron.core.files.object_path import as_path, is_url
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.object_store import as_path, is_url
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_flags
 from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS
 from megatron.core.tokenizers.tokenizer import Tokenizer

@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     key = read_key(arguments)
     model = model_request(arguments)
     end = EndRequest()
-    from megatron.core.flight.recorder import FlightRecorder
+    from megatron.core.flight_recorder import FlightRecorder
     from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
     from megatron.serving.generation_service import run_service
     from megatron.serving.job_queue import JobQueue

@@ -13,8 +13,14 @@ from pathlib import Path
 from megatron.commands.arguments.drawing import BarRow, add_drawing_arguments, chosen_format, put_text, write_png
 from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.pipeline_parallel.action import Pass, StagePlace
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule, default_schedule, with_deferred_grads
+from megatron.core.pipeline_parallel.schedules import (
+    SCHEDULES,
+    Pass,
+    StagePlace,
+    build_schedule,
+    default_schedule,
+    with_deferred_grads,
+)
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.timeline import Timeline, read_timeline
 from megatron.planner.pipeline_chart import HUES, LETTERS, draw_svg, label, rows_of, summary, title

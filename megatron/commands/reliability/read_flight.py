@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 from megatron.commands.arguments.drawing import BarRow, add_drawing_arguments, chosen_format, put_text, write_png
 from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import InputError
-from megatron.core.flight.communication import Communication
+from megatron.core.flight_recorder import Communication
 from megatron.training.process.hang.hang_report import HangReport, describe_communication, read_hang_report
 
 WIDTH, ROW_HEIGHT, LABEL_WIDTH, MARGIN = 1600, 26, 190, 10

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import ConfigurationError, StorageError
-from megatron.core.files.object_path import as_path
-from megatron.core.files.plain_file import parse_json, read_plain_text
+from megatron.core.object_store import as_path
+from megatron.core.safe_io import parse_json, read_plain_text
 from megatron.interop.new_iteration import TRACKER_FILE
 from megatron.training.reporting.run_record import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE, RECORD_FOLDER
 

@@ -19,8 +19,8 @@ from types import FrameType
 
 from megatron.commands.training.continued_run import ContinuedRun
 from megatron.commands.training.rank_launcher import Place, launch
+from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.files.departed_reader import reader_may_leave
 from megatron.training.config.arguments import parse_arguments, resolve_arguments
 from megatron.training.gpt import training_script
 from megatron.training.process.console import print_line

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megatron.core.host_memory.pinned_memory import Packing, pack, pack_again, side_by_side
+from megatron.core.host_memory import Packing, pack, pack_again, side_by_side
 
 Result = TypeVar("Result")
 

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, InputError, StorageError
-from megatron.core.files.object_path import ObjectPath
-from megatron.core.files.object_store import ObjectStoreError, reason_of
+from megatron.core.object_store import ObjectPath, ObjectStoreError, reason_of
 
 CHUNK_BYTES = 16 * 1024 * 1024
 _ALIGNMENT = 4096

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.disk import read_error, write_text
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
-from megatron.core.files.plain_file import is_plain_name, parse_json, read_plain_text
+from megatron.core.safe_io import is_plain_name, parse_json, read_plain_text
 from megatron.core.sharding import Box
 
 INDEX_FILE = "index.json"

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import DamagedCheckpointError
-from megatron.core.files.plain_file import is_plain_name
+from megatron.core.safe_io import is_plain_name
 
 _LARGEST_COUNT = 1 << 63
 

@@ -20,10 +20,9 @@ from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of, piece_key
 from megatron.core.dist_checkpointing.save_plan import SavePlan
 from megatron.core.errors import DamagedCheckpointError
-from megatron.core.files.object_path import ObjectPath
-from megatron.core.files.plain_file import parse_json
-from megatron.core.files.ranged_file import open_ranged, read_range
-from megatron.core.files.uploaded_file import UploadedFile
+from megatron.core.object_store import ObjectPath, UploadedFile
+from megatron.core.ranged_file import open_ranged, read_range
+from megatron.core.safe_io import parse_json
 
 _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",

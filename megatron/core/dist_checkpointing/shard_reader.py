@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
 from megatron.core.dist_checkpointing.load_plan import Cell, PieceRead
 from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, InputError
-from megatron.core.files.ranged_file import RangedFile, open_ranged, read_range
 from megatron.core.process_group import Group
+from megatron.core.ranged_file import RangedFile, open_ranged, read_range
 from megatron.core.sharding import Box
 
 _Place = tuple[str, int, int]

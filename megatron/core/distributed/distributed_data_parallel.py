@@ -13,19 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_parameters import ParamPart
-from megatron.core.distributed.float8_parameters import is_sent_in_float8
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.flat_parameters import ParamPart, is_sent_in_float8
+from megatron.core.distributed.fully_sharded_data_parallel import (
+    ShardedGradBuffer,
+    ShardedWeightBuffer,
+    ShardedWeights,
+    unit_labels,
+)
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan, await_in_forward
 from megatron.core.distributed.param_layout import plan_buckets
-from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
-from megatron.core.distributed.sharded_weights import ShardedWeightBuffer, ShardedWeights, unit_labels
-from megatron.core.host_memory.parameter_memory import give_memory
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
+from megatron.core.weight_prefetch import give_memory
 
 
 class DistributedDataParallel(nn.Module):

@@ -1,15 +1,20 @@
-"""Flat parameters: one buffer for each dtype, gathered from shards, and the part of each that a rank updates."""
+"""Flat parameters: one buffer per dtype, all-gathered from shards, and the part of each that a rank updates.
+
+Weights that only FP8 matmuls use are all-gathered in FP8.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from megatron.core.collectives import all_gather_into
-from megatron.core.distributed.param_layout import ParamLayout
-from megatron.core.flight.communication import PendingWork
+from megatron.core.collectives import all_gather_into, all_reduce
+from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
+from megatron.core.flight_recorder import PendingWork
+from megatron.core.kernels.float8.quantised import E4M3, WHOLE, Quantised, quantise, scale_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, flat_range_boxes, spec_of
 
@@ -99,3 +104,109 @@ class ParamPart:
             spec = self.spec.within(box)
             if spec.pieces:
                 yield spec, view
+
+
+def send_in_float8(parameter: torch.nn.Parameter, num_scales: int = 1) -> None:
+    """Let a parameter travel in fp8 when it is gathered from shards, with scales for equal parts along its first dim.
+
+    Each part has the rows of a product of its own: an expert's.
+    """
+    assert len(parameter) % num_scales == 0
+    parameter.num_float8_scales = num_scales  # type: ignore[attr-defined]
+
+
+def is_sent_in_float8(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter travels in fp8."""
+    return "num_float8_scales" in parameter.__dict__
+
+
+def num_float8_scales(parameter: torch.Tensor) -> int:
+    """Return the number of scales of a parameter that travels in fp8."""
+    return int(parameter.__dict__["num_float8_scales"])
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Hold elements of a flat buffer that share a scale: ``[start, end)``, and the scale's place among all."""
+
+    scale: int
+    start: int
+    end: int
+
+
+class Float8FlatParameters(FlatParameters):
+    """Gather parameters as E4M3 with their scales, and leave what the fp8 numbers stand for in the flat buffer.
+
+    All ranks then hold the same numbers, the owner of a shard too. A scale is a power of two from all of the local
+    parameter, or of its part, whose amax the ranks find together in a small all-reduce before they send.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: ParamLayout, group: Group) -> None:
+        super().__init__(parameters, layout, group)
+        numbers = [num_float8_scales(parameter) for parameter in parameters]
+        self._lengths = [parameter.numel() // number for parameter, number in zip(parameters, numbers)]
+        self._first_scales = list(accumulate(numbers, initial=0))
+        # By bucket: what is on its way, and all scales, of which the bucket's are set.
+        self._payloads: dict[int, torch.Tensor] = {}
+        self._scales: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def start_gather(self, async_op: bool) -> None:
+        """All-gather every bucket; with ``async_op`` do not wait."""
+        assert not self._works, "a gather is still under way"
+        indices = range(len(self.layout.buckets))
+        scales = self._common_scales(indices)
+        for index in reversed(indices):
+            self._send(index, scales, async_op)
+
+    @torch.no_grad()
+    def start_gather_of(self, bucket_index: int, async_op: bool) -> None:
+        """All-gather one bucket, whose parameters are updated; with ``async_op`` do not wait for its numbers."""
+        self._send(bucket_index, self._common_scales([bucket_index]), async_op)
+
+    def wait(self, bucket_index: int) -> None:
+        """Wait until a bucket is gathered and unpacked; return at once where it is."""
+        super().wait(bucket_index)
+        if bucket_index in self._payloads:
+            self._unpack(bucket_index)
+
+    def _pieces(self, bucket: BucketLayout, start: int, end: int) -> Iterator[_Piece]:
+        """Yield what lies in the range ``[start, end)`` of the layout, scale by scale."""
+        for part in parts_of_range(bucket.slots, start, end):
+            length, begin = self._lengths[part.index], start + part.position - part.start
+            for number in range(part.start // length, -(-part.end // length)):
+                first, last = max(part.start, number * length), min(part.end, (number + 1) * length)
+                yield _Piece(self._first_scales[part.index] + number, begin + first, begin + last)
+
+    def _common_scales(self, bucket_indices: Sequence[int]) -> torch.Tensor:
+        """Return every scale of the parameters of some buckets, the same on all ranks; 1 of others."""
+        amax = torch.zeros(self._first_scales[-1], device=self.data.device)
+        for bucket in (self.layout.buckets[index] for index in bucket_indices):
+            for piece in self._pieces(bucket, *bucket.shard(self.group.rank, self.group.size)):
+                amax[piece.scale] = self.data[piece.start : piece.end].abs().amax()
+        all_reduce(amax, self.group, "max")
+        return scale_of(amax, E4M3)
+
+    def _send(self, bucket_index: int, scales: torch.Tensor, async_op: bool) -> None:
+        bucket = self.layout.buckets[bucket_index]
+        start, end = bucket.shard(self.group.rank, self.group.size)
+        payload = torch.zeros(bucket.num_elements, dtype=torch.uint8, device=self.data.device)
+        for piece in self._pieces(bucket, start, end):
+            values = self.data[piece.start : piece.end].unsqueeze(0)
+            rounded = quantise(values, E4M3, WHOLE, scales[piece.scale].view(1, 1)).data.view(torch.uint8)[0]
+            payload[piece.start - bucket.start : piece.end - bucket.start] = rounded
+        self._payloads[bucket_index], self._scales[bucket_index] = payload, scales
+        work = all_gather_into(payload, payload[start - bucket.start : end - bucket.start], self.group, async_op)
+        if work is not None:
+            self._works[bucket_index] = work
+        else:
+            self._unpack(bucket_index)
+
+    @torch.no_grad()
+    def _unpack(self, bucket_index: int) -> None:
+        bucket, payload = self.layout.buckets[bucket_index], self._payloads.pop(bucket_index)
+        scales = self._scales.pop(bucket_index)
+        for piece in self._pieces(bucket, bucket.start, bucket.end):
+            sent = payload[piece.start - bucket.start : piece.end - bucket.start].view(E4M3)
+            numbers = Quantised(sent.unsqueeze(0), scales[piece.scale].view(1, 1), WHOLE)
+            self.data[piece.start : piece.end] = numbers.values()[0]

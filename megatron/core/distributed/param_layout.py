@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 
 PARAM_ALIGNMENT = 128
 """Elements at a multiple of which each parameter starts; norms are summed block by block of this size."""

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.device import compute_capability
-from megatron.core.host_memory.reused_memory import ReusedMemory
+from megatron.core.host_memory import ReusedMemory
 
 _HAS_ONEDNN: bool = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _MIN_ROWS = 32

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.host_memory.parameter_memory import has_memory
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.model import Model
 from megatron.core.parallel_state import ParallelState
+from megatron.core.weight_prefetch import has_memory
 
 
 def wrap_model(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron.core.distributed.float8_parameters import send_in_float8
+from megatron.core.distributed.flat_parameters import send_in_float8
 from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.fp8.float8_recipe import Float8Recipe
 from megatron.core.fp8.float8_state import Float8State

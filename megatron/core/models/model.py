@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import attach_spec, held_of, spec_of
-from megatron.core.tensor_parallel.divided_initialization import initialize_divided
+from megatron.core.tensor_parallel.initialization import initialize_divided
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 

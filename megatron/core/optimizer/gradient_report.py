@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.collectives import all_gather_objects
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.weight_check import (
+from megatron.core.distributed.weight_checks import (
     BadWeightsError,
     describe_bad_weights,
     find_bad_weights,

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, round_up
-from megatron.core.host_memory.host_copies import Copied, HostCopies
+from megatron.core.host_memory import Copied, HostCopies
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, split_part
 

@@ -14,7 +14,7 @@ from megatron.core.collectives import all_gather_objects, all_reduce, any_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import ConfigurationError, TrainingError
-from megatron.core.host_memory.host_copies import HostCopies
+from megatron.core.host_memory import HostCopies
 from megatron.core.optimizer.clip_grads import (
     Counting,
     GradMeter,

@@ -1,4 +1,4 @@
-"""Run a schedule: call the chunks, pass on what the neighbours need, and run the backward passes."""
+"""Run a pipeline schedule: call the model chunks, exchange activations with neighbors, run the backward passes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -14,20 +14,45 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.collectives import all_gather_objects
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import WeightGradQueue
-from megatron.core.pipeline_parallel.action import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
-from megatron.core.pipeline_parallel.chunk_entrance import ChunkEntrance
-from megatron.core.pipeline_parallel.message_order import MessageOrders, Transfer
 from megatron.core.pipeline_parallel.p2p_communication import (
     HandOver,
     Link,
+    MessageOrders,
     MessageShape,
     PipelineLinks,
     ReceiveQueue,
     SendQueue,
+    Transfer,
 )
+from megatron.core.pipeline_parallel.schedules import RECEIVES_AHEAD, Action, Pass, StagePlace, sends_in_flight
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
 from megatron.core.process_group import Group
 from megatron.core.timers import Timer, Timers
+
+
+class ChunkEntrance:
+    """Catch the gradient of hidden states that come from the chunk before, without holding them."""
+
+    def __init__(self) -> None:
+        self.grad: torch.Tensor | None = None
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states as the beginning of a graph."""
+        result: torch.Tensor = _Enter.apply(self._anchor, hidden, self)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, entrance: ChunkEntrance) -> torch.Tensor:
+        ctx.entrance = entrance
+        return hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        ctx.entrance.grad = grad
+        return None, None, None
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,120 @@
 """Pipeline schedules as data: the order in which a rank runs the passes of its micro-batches.
 
 A pipeline schedule is a pure function of the pipeline's size, a rank, the number of micro-batches, the number of model
-chunks on each rank, and the size of the groups in which interleaved chunks take micro-batches.
+chunks on each rank, and the size of the groups in which interleaved chunks take micro-batches. It returns actions: an
+action is one pass of one micro-batch through one model chunk, with its receives and sends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
 from types import MappingProxyType
+from typing import NamedTuple
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace
+
+RECEIVES_AHEAD = 1
+"""Number of receives that a rank posts ahead on each link, before it needs the messages."""
+
+
+class Pass(Enum):
+    """Name a forward pass, a backward pass, one of the halves of a split backward pass, or what a backward pass left.
+
+    A pipeline schedule has, for each micro-batch and chunk, either BACKWARD, or BACKWARD_INPUT and later
+    BACKWARD_WEIGHT. OUTPUT_WEIGHT may follow a BACKWARD.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    """Compute the input gradient, which the previous stage waits for."""
+    BACKWARD_WEIGHT = "backward_weight"
+    """Compute the weight gradient, which no other stage waits for."""
+    OUTPUT_WEIGHT = "output_weight"
+    """Compute the gradient of the output layer's weight alone, which the backward pass has left out."""
+
+    # The hash that Enum defines formats a string each time, and a large schedule is hashed often.
+    __hash__ = object.__hash__
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Return whether the pass ends with a gradient for the previous stage."""
+        return self in (Pass.BACKWARD, Pass.BACKWARD_INPUT)
+
+    @property
+    def frees_activations(self) -> bool:
+        """Return whether the activations of the forward pass can be freed afterwards."""
+        return self in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
+
+
+class Action(NamedTuple):
+    """Run one pass of one micro-batch through one model chunk of this rank."""
+
+    kind: Pass
+    microbatch: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Name one rank of a pipeline of ``pp`` ranks that hold ``num_chunks`` model chunks each.
+
+    Chunk ``c`` of rank ``r`` is the global stage ``c * pp + r``. A forward pass receives the activation of the global
+    stage before, a backward pass the gradient of the global stage after. Both are on neighbouring ranks, where the
+    first rank follows the last one.
+    """
+
+    pp: int = 1
+    rank: int = 0
+    num_chunks: int = 1
+
+    @property
+    def next_rank(self) -> int:
+        """Return the rank that holds the global stages after this rank's."""
+        return (self.rank + 1) % self.pp
+
+    @property
+    def previous_rank(self) -> int:
+        """Return the rank that holds the global stages before this rank's."""
+        return (self.rank - 1) % self.pp
+
+    def is_first(self, chunk: int) -> bool:
+        """Return whether a chunk is the model's first."""
+        return chunk == 0 and self.rank == 0
+
+    def is_last(self, chunk: int) -> bool:
+        """Return whether a chunk is the model's last."""
+        return chunk == self.num_chunks - 1 and self.rank == self.pp - 1
+
+    def receives(self, kind: Pass, chunk: int) -> bool:
+        """Return whether a pass of a chunk needs a message from another stage."""
+        if kind is Pass.FORWARD:
+            return not self.is_first(chunk)
+        return kind.sends_gradient and not self.is_last(chunk)
+
+    def sends(self, kind: Pass, chunk: int) -> bool:
+        """Return whether a pass of a chunk leaves a message for another stage."""
+        if kind is Pass.FORWARD:
+            return not self.is_last(chunk)
+        return kind.sends_gradient and not self.is_first(chunk)
+
+
+def sends_in_flight(pp: int, actions: Sequence[Action]) -> int:
+    """Return the number of sends in flight on a link at which a rank neither deadlocks nor waits needlessly.
+
+    One is enough where neighbours are at most one message apart. Where a chunk takes more than ``pp`` micro-batches in
+    a row, the surplus of the group is in flight between the last rank and the first, and waiting for those sends would
+    deadlock. The tests compare the times with those of unlimited sends.
+    """
+    forwards = (action.chunk for action in actions if action.kind is Pass.FORWARD)
+    longest_run = max((sum(1 for _ in run) for _, run in groupby(forwards)), default=0)
+    one_chunk = all(action.chunk == 0 for action in actions)
+    return 1 if one_chunk else max(1, longest_run - pp + 1)
+
 
 PipelineSchedule = Callable[[int, int, int, int, int | None], tuple[Action, ...]]
 """Return a rank's actions from (pp, rank, num_microbatches, num_chunks, microbatch_group_size)."""
@@ -203,3 +307,42 @@ def build_schedule(
         raise ConfigurationError(problems)
     schedule = SCHEDULES[name]
     return tuple(schedule(pp, rank, num_microbatches, num_chunks, microbatch_group_size) for rank in range(pp))
+
+
+_ROUNDS, _MOST_ROUNDS = 3, 64
+"""After so many micro-batches for each stage a schedule only repeats itself, if rounds are equal and if not."""
+
+
+# A search asks for the same lists thousands of times.
+@functools.lru_cache(maxsize=1024)
+def first_actions(
+    name: str, pp: int, stage: int, num_microbatches: int, num_chunks: int, group_size: int | None
+) -> tuple[Action, ...]:
+    """Return a stage's actions of one step in a pipeline schedule; of many rounds of micro-batches only the first."""
+    round_size = max(group_size or 0, pp)
+    if num_microbatches % round_size == 0:
+        num_microbatches = min(num_microbatches, _ROUNDS * round_size)
+    elif num_microbatches > _MOST_ROUNDS * round_size:
+        num_microbatches = _MOST_ROUNDS * round_size + num_microbatches % round_size
+    return SCHEDULES[name](pp, stage, num_microbatches, num_chunks, group_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def most_passes_in_flight(
+    name: str, pp: int, stage: int, num_microbatches: int, num_chunks: int, group_size: int | None
+) -> int:
+    """Return how many forward passes of a stage's chunks wait for their backward passes at once, at most."""
+    actions = first_actions(name, pp, stage, num_microbatches, num_chunks, group_size)
+    return most_in_flight(actions, [1] * num_chunks)
+
+
+def most_in_flight(actions: Iterable[Action], sizes: Sequence[int]) -> int:
+    """Return the most that waits for backward passes at once, if a pass of each chunk keeps its one of ``sizes``."""
+    in_flight = most = 0
+    for kind, _, chunk in actions:
+        if kind is Pass.FORWARD:
+            in_flight += sizes[chunk]
+            most = max(most, in_flight)
+        elif kind in (Pass.BACKWARD, Pass.BACKWARD_INPUT):
+            in_flight -= sizes[chunk]
+    return most

@@ -11,12 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.collectives import (
-    all_gather_first_dim,
-    all_gather_last_dim,
-    all_reduce,
-    reduce_scatter_first_dim,
-)
+from megatron.core.collectives import all_gather_first_dim, all_gather_last_dim, all_reduce, reduce_scatter_first_dim
 from megatron.core.errors import ConfigurationError
 from megatron.core.main_grad import Receiver, bias_gradient
 from megatron.core.process_group import Group

@@ -1,14 +1,156 @@
-"""Activation recompute (checkpointing): drop the activations of a region and compute them again in the backward pass.
+"""Activation recomputation (gradient checkpointing), and saved tensors kept as inputs or sharded over ranks.
 
+The contexts that change what autograd saves can be nested. Each passes on the tensors that it does not keep itself, and
+also its own replacement for the tensors that it does.
 Chen et al. 2016, https://arxiv.org/abs/1604.06174.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+from megatron.core.collectives import all_gather_first_dim
+from megatron.core.process_group import Group
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what names the memory behind a tensor for as long as something holds that memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def outer_hooks() -> tuple[Pack, Unpack]:
+    """Return how a tensor that is saved here is kept, and how that becomes the tensor again."""
+    hooks: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks or (_same, _same)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Recipe:
+    """Say how results are computed again, what is kept for that, and how a saved tensor lies in one of them.
+
+    The saved tensors of one region share a list of ``results``, which the first that is asked for fills.
+    """
+
+    again: Callable[[], Sequence[torch.Tensor]]
+    results: list[torch.Tensor]
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@contextmanager
+def saved_as_inputs(
+    output: torch.Tensor, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> Iterator[None]:
+    """Keep, wherever ``output`` or a view of it is saved inside, ``inputs`` in its place.
+
+    The backward pass calls ``function(*inputs)``, which must give the same bits again. An output that does not fill its
+    memory in the plain order is kept as it is.
+    """
+    with several_saved_as_inputs((output,), lambda *given: (function(*given),), *inputs, shares=False):
+        yield
+
+
+@contextmanager
+def several_saved_as_inputs(
+    outputs: Sequence[torch.Tensor],
+    function: Callable[..., Sequence[torch.Tensor]],
+    *inputs: torch.Tensor,
+    shares: bool = True,
+) -> Iterator[None]:
+    """Keep, wherever one of the ``outputs`` or a view of it is saved inside, ``inputs`` in its place.
+
+    The backward pass calls ``function(*inputs)`` for all outputs. With ``shares`` it does so once, and what it gives is
+    held until the last saved tensor is gone.
+    """
+    outer_pack, outer_unpack = outer_hooks()
+    keys = {
+        storage_key(output): number
+        for number, output in enumerate(outputs)
+        if output.is_contiguous() and output.storage_offset() == 0
+    }
+    # Autograd holds the hooks as long as what they have packed: they must hold no tensor.
+    held, kept = list(inputs), list[tuple[Callable[[], Sequence[torch.Tensor]], list[torch.Tensor]]]()
+    del outputs, inputs
+
+    def pack(tensor: torch.Tensor) -> Any:
+        number = keys.get(storage_key(tensor))
+        if number is None:
+            return outer_pack(tensor)
+        if not kept:
+            kept.append((_call_of(function, [outer_pack(each.detach()) for each in held], outer_unpack), []))
+        again, results = kept[0]
+        return _Recipe(again, results, number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Recipe):
+            return outer_unpack(packed)
+        results: Sequence[torch.Tensor] = packed.results or packed.again()
+        if shares and not packed.results:
+            packed.results.extend(results)
+        return results[packed.number].as_strided(packed.size, packed.stride, packed.offset)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+    held.clear()
+    kept.clear()
+
+
+def _call_of(
+    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Any], unpack: Unpack
+) -> Callable[[], Sequence[torch.Tensor]]:
+    def call() -> Sequence[torch.Tensor]:
+        with torch.no_grad():
+            return function(*(unpack(each) for each in inputs))
+
+    return call
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Hold what one rank keeps of a saved tensor."""
+
+    part: Any
+    size: torch.Size
+
+
+@contextmanager
+def saved_in_parts(tensor: torch.Tensor, tp: Group) -> Iterator[None]:
+    """Keep, wherever ``tensor`` is saved inside, an equal part of it on each rank; the backward pass gathers them.
+
+    Every rank of the group holds the same values. The number of elements must be a multiple of the group's size.
+    """
+    outer_pack, outer_unpack = outer_hooks()
+    key = storage_key(tensor)
+
+    def pack(saved: torch.Tensor) -> Any:
+        if storage_key(saved) != key:
+            return outer_pack(saved)
+        return _Part(outer_pack(saved.reshape(tp.size, -1)[tp.rank].clone()), saved.size())
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Part):
+            return outer_unpack(packed)
+        return all_gather_first_dim(outer_unpack(packed.part), tp).view(packed.size)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
 
 Result = TypeVar("Result")
 

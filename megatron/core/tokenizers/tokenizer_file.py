@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import TokenizerError
-from megatron.core.files.plain_file import parse_json, read_plain_text
+from megatron.core.safe_io import parse_json, read_plain_text
 
 ADDED_TOKENS_FILE = "added_tokens.json"
 """Tokens that were added to a vocabulary, with their ids."""

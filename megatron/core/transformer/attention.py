@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megatron.core.context_parallel.exchange import with_context_parallel
-from megatron.core.context_parallel.head_sharing import key_value_heads_of_rank
+from megatron.core.context_parallel.attention import with_context_parallel
+from megatron.core.context_parallel.key_value_heads import key_value_heads_of_rank
 from megatron.core.kernels.attention_block import AttentionBlocks
 from megatron.core.kernels.attention_choice import PLAIN_BACKENDS, AttentionCall, select_attention_core
 from megatron.core.kernels.attention_pattern import AttentionPattern
@@ -19,8 +19,8 @@ from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
+from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
 from megatron.core.transformer.attention_kinds.softmax_offset import SoftmaxOffset

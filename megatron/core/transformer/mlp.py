@@ -14,8 +14,8 @@ from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -12,10 +12,9 @@ from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter
-from megatron.core.tensor_parallel.linear import tensor_parallel_linear
+from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
-from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

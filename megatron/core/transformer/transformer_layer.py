@@ -12,9 +12,8 @@ from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.layer_output import LayerOutput
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.low_rank import LowRankAdapter
-from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.tensor_parallel.saved_tensors import saved_as_inputs
+from megatron.core.tensor_parallel.lora import LowRankAdapter
+from megatron.core.tensor_parallel.recompute import recompute, saved_as_inputs
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache

@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.core.dist_checkpointing.mapping import dtype_name
 from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES
 from megatron.core.errors import CheckpointError
-from megatron.core.files.local_copy import local_copy
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.object_store import local_copy
 from megatron.core.sharding import split_box
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.families import family_for, read_model

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.files.plain_file import parse_json, read_plain_text
+from megatron.core.safe_io import parse_json, read_plain_text
 from megatron.interop.huggingface.stored.stored_names import stored_names
 
 CONFIG_FILE = "config.json"

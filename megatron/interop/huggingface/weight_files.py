@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron.core.errors import CheckpointError
-from megatron.core.files.plain_file import parse_json
+from megatron.core.safe_io import parse_json
 from megatron.core.sharding import Box
 
 SINGLE_FILE = "model.safetensors"

@@ -11,8 +11,8 @@ import torch
 
 from megatron.core.config_base import config_from_dict
 from megatron.core.dist_checkpointing.disk import sync_folder
-from megatron.core.files.local_copy import local_copy
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.object_store import local_copy
 from megatron.core.sharding import Piece, split_box
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.checkpoint_source import CheckpointSource

@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.run_state import check_run_state
 from megatron.core.dist_checkpointing.shard_file import check_file
 from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, RNG_PREFIX
 from megatron.core.errors import DamagedCheckpointError
-from megatron.core.files.object_path import as_path
-from megatron.core.files.ranged_file import RangedFile, open_ranged
+from megatron.core.object_store import as_path
+from megatron.core.ranged_file import RangedFile, open_ranged
 from megatron.core.sharding import Box, describe_box, uncovered
 from megatron.interop.checkpoint_source import TensorInfo
 

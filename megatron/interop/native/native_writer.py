@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.index import (
     write_index,
 )
 from megatron.core.dist_checkpointing.mapping import dtype_name
-from megatron.core.files.local_copy import local_copy
+from megatron.core.object_store import local_copy
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.native.streamed_shard import plan_files, write_streamed_shard

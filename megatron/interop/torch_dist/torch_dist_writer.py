@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.files.local_copy import local_copy
+from megatron.core.object_store import local_copy
 from megatron.core.sharding import split_box
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.interop.checkpoint_source import CheckpointSource

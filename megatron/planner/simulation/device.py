@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from megatron.core.available_host_memory import HostRoom
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import Device, MemoryUse
 from megatron.core.errors import ConfigurationError
-from megatron.core.flight.communication import DeviceMark
-from megatron.core.host_memory.host_copies import HostCopies
-from megatron.core.host_memory.machine_memory import HostRoom
+from megatron.core.flight_recorder import DeviceMark
+from megatron.core.host_memory import HostCopies
 from megatron.planner.gpu import Gpu
 
 _GENERATOR_STATE_BYTES = 16

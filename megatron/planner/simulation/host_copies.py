@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.host_memory.host_copies import Copied, HostCopies
+from megatron.core.host_memory import Copied, HostCopies
 from megatron.planner.simulation.recorder import Recorder
 from megatron.planner.simulation.step_record import TO_DEVICE, TO_HOST
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import WeightGradQueue, main_grad_of
 from megatron.core.models.data_parallel import wrap_model
@@ -22,7 +22,7 @@ from megatron.core.models.float8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.core.pipeline_parallel.chunk_entrance import ChunkEntrance
+from megatron.core.pipeline_parallel.executor import ChunkEntrance
 from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups

@@ -36,7 +36,11 @@ _PROJECT = Path(__file__).resolve().parents[3]
 # Not the whole folder: an environment may lie in it.
 _NAMED = (f"{_PROJECT / 'megatron'}/", str(_PROJECT / "pretrain_gpt.py"))
 # Nor what makes copies for others.
-_PASSED_OVER = (str(Path(__file__).resolve().parents[1]), str(_PROJECT / "megatron/core/host_memory"))
+_PASSED_OVER = (
+    str(Path(__file__).resolve().parents[1]),
+    str(_PROJECT / "megatron/core/host_memory.py"),
+    str(_PROJECT / "megatron/core/weight_prefetch.py"),
+)
 _GROUPED_LINEAR = "grouped_linear.py"
 """How the names of the files with linear layers of experts end."""
 _VIEWS = frozenset(

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from megatron.core.collectives import all_gather_objects, any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.folder import (

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import CheckpointError
-from megatron.core.files.object_path import ObjectPath
-from megatron.core.files.ranged_file import open_ranged, read_range
+from megatron.core.object_store import ObjectPath
+from megatron.core.ranged_file import open_ranged, read_range
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 

@@ -21,10 +21,9 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_tensors,
 )
 from megatron.core.dist_checkpointing.strictness import STRICT, STRICTNESS, Strictness
-from megatron.core.distributed.weight_check import not_finite
+from megatron.core.distributed.weight_checks import not_finite
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
-from megatron.core.files.local_copy import local_copy
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path, local_copy
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.huggingface.model_record import MODEL_RECORD

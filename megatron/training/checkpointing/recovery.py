@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import CheckpointError, InputError
-from megatron.core.files.object_path import ObjectPath, as_path
+from megatron.core.object_store import ObjectPath, as_path
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.load import Progress, untold
 from megatron.core.dist_checkpointing.save_plan import SavePlanner
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError, TrainingError
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.interop.new_iteration import iteration_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.errors import TokenizerError
-from megatron.core.files.object_path import ObjectPath
+from megatron.core.object_store import ObjectPath
 from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
 from megatron.training.checkpointing.choice import Log
 

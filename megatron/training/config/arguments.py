@@ -16,9 +16,9 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.files.departed_reader import reader_may_leave
 from megatron.core.tokenizers.build_tokenizer import unused_flags
 from megatron.training.config.checkpoint_arguments import (
     PRECISION,

@@ -11,8 +11,7 @@ from typing import Any
 from megatron.core.config_base import IDENTITY, Role, field_specs
 from megatron.core.dist_checkpointing.index import read_index_file
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, TokenizerError
-from megatron.core.files.local_copy import local_copy
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path, local_copy
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_file import read_json_object
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, recorded_arguments

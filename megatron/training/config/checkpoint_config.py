@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
-from megatron.core.files.object_path import is_url
+from megatron.core.object_store import is_url
 
 NATIVE_FORMAT = "safetensors"
 """The name of the native format on the command line."""

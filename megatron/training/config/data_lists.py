@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.core.datasets.samples.gpt_dataset_config import ValidationSet, parse_blend
 from megatron.core.errors import ConfigurationError
-from megatron.core.files.plain_file import MAX_TEXT_BYTES, parse_json
+from megatron.core.safe_io import MAX_TEXT_BYTES, parse_json
 from megatron.training.config.training_config import ValidationConfig
 
 PER_SPLIT_KEYS = ("train", "valid", "test")

@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron.core.batch_size_rampup import read_batch_size_schedule
 from megatron.core.config_base import field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.files.object_path import as_path
 from megatron.core.fp8.float8_config import Float8Config
-from megatron.core.tensor_parallel.overlap.overlap_file import read_overlap_methods
+from megatron.core.object_store import as_path
+from megatron.core.tensor_parallel.comm_overlap_config import read_overlap_methods
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.checkpoint_config import CheckpointConfig
 from megatron.training.config.data_config import RAW_DATASETS

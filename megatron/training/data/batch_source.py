@@ -25,7 +25,7 @@ from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDa
 from megatron.core.datasets.samples.micro_batch_reader import MicroBatchReader
 from megatron.core.datasets.samples.read_ahead import ReadAhead
 from megatron.core.device import Device
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.data_setup import sample_order
 from megatron.training.process.initialize import Runtime

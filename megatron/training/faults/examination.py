@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.collectives import all_gather_objects
-from megatron.core.distributed.replica_check import differing_replicas
-from megatron.core.distributed.weight_check import (
+from megatron.core.distributed.weight_checks import (
     ABSURD_RATIO,
     OUTLIER_RATIO,
     BadWeightsError,
     describe_bad_weights,
+    differing_replicas,
     find_huge_weights,
     find_outlying_weights,
     gather_bad_weights,

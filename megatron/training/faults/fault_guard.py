@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.core.datasets.history.left_out import LeftOut, LeftOutSamples
-from megatron.core.distributed.weight_check import BadWeightsError
+from megatron.core.distributed.weight_checks import BadWeightsError
 from megatron.core.errors import TrainingError
 from megatron.core.optimizer.optimizer import StepOutcome
 from megatron.core.pipeline_parallel.executor import ChunkResult

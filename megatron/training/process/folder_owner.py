@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.files.object_path import ObjectPath
-from megatron.core.files.plain_file import parse_json, read_plain_text
+from megatron.core.object_store import ObjectPath
+from megatron.core.safe_io import parse_json, read_plain_text
 from megatron.training.process.initialize import elastic_run_id
 from megatron.training.process.launcher import find_launcher
 from megatron.training.process.process_identity import ProcessIdentity, identify

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from megatron.core.available_host_memory import HostRoom
 from megatron.core.errors import ConfigurationError
-from megatron.core.host_memory.machine_memory import HostRoom
 from megatron.core.optimizer.state_memory import host_state_bytes
 from megatron.training.activation_estimate import least_offloaded_bytes, offloaded_bytes
 from megatron.training.config.run_config import RunConfig

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line
 from megatron.training.process.cuda_settings import choose_cuda_settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+from megatron.core.available_host_memory import HostRoom, available_bytes
 from megatron.core.datasets.indexed.lost_pages import report_lost_pages
 from megatron.core.errors import InputError
-from megatron.core.host_memory.machine_memory import HostRoom, available_bytes
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.run_config import RunConfig

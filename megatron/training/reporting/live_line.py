@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import CLEAR_LINE
 from megatron.training.process.progress_bar import format_bar, format_duration

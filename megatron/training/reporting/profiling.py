@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.model import Model
-from megatron.core.pipeline_parallel.action import Action
+from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.timers import Timer, Timers
 from megatron.training.config.checks.profiling import NO_PROFILE_FOLDER
 from megatron.training.config.run_config import RunConfig

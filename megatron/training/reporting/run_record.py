@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import StorageError
-from megatron.core.files.object_path import ObjectPath, as_path
-from megatron.core.files.ranged_file import open_ranged, read_range
+from megatron.core.object_store import ObjectPath, as_path
+from megatron.core.ranged_file import open_ranged, read_range
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.sources.printed_config import format_config
 from megatron.training.process.initialize import LaunchEnvironment

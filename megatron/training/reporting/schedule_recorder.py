@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron.core.pipeline_parallel.action import Action
 from megatron.core.pipeline_parallel.executor import gather_timeline
+from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.timeline import RankTimeline, write_timeline
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.console import print_line

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.collectives import all_gather_into
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import ParallelState
 
 PARTS = ("forward", "backward", "data", "other", "communication")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.errors import TrainingError
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.continuous.progress import NewToken, Progress, PromptEnded
 from megatron.core.inference.request import GenerationRequest

@@ -15,7 +15,7 @@ import torch
 import pretrain_gpt
 from megatron.core.device import Device
 from megatron.core.sharding import attach_spec, held_of, spec_of
-from megatron.core.tensor_parallel import divided_initialization
+from megatron.core.tensor_parallel import initialization
 from megatron.core.tensor_parallel.initialization import initialize_parameter
 from megatron.training.model_setup import build_training_parts
 from megatron.training.process.initialize import make_runtime
@@ -63,7 +63,7 @@ def draw(flags: str, world_size: int, dtype: str) -> tuple[int, int, tuple[int, 
     runtime = make_runtime(config, Device("cpu"))
     torch.set_num_threads(2)
     # Rounds as small as a block: there are several.
-    with counted_values() as divided, patch.object(divided_initialization, "_GATHERED_ELEMENTS", 1):
+    with counted_values() as divided, patch.object(initialization, "_GATHERED_ELEMENTS", 1):
         parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
     wrong = []
     with counted_values() as alone:

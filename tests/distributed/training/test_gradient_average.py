@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import CollectiveCall
 from megatron.training import model_setup

@@ -28,7 +28,7 @@ ARGUED: dict[str, str] = {
     ),
     "megatron/core/kernels/triton_programs/probe.py:": "runs if Triton cannot compile a program; its interpreter can",
     "megatron/core/kernels/triton_programs/rotary.py:_launch": "is for tensors without elements, which no training has",
-    "megatron/core/tensor_parallel/overlap/symmetric_memory.py:": (
+    "megatron/core/tensor_parallel/symmetric_memory.py:": (
         "runs with a torch without symmetric memory, with devices without peer access, and on two nodes"
     ),
     "megatron/training/model_setup.py:describe_rounded_gradients": (

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.available_host_memory import machine_memory
 from megatron.core.device import Device, MemoryUse, driver_capability, seeded_generator, select_device
 from megatron.core.errors import ConfigurationError
-from megatron.core.host_memory.machine_memory import machine_memory
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 
 CPU = Device("cpu")

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
-from megatron.core.host_memory import pinned_memory
-from megatron.core.host_memory.host_copies import Copied, CudaHostCopies, HostCopies
+from megatron.core import host_memory
+from megatron.core.host_memory import Copied, CudaHostCopies, HostCopies
 
 
 def test_bytes_are_counted_by_direction_and_targets_are_filled() -> None:
@@ -74,7 +74,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(next(names), log))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", enter)
-    monkeypatch.setattr(pinned_memory, "_pinned", make)
+    monkeypatch.setattr(host_memory, "_pinned", make)
     return log
 
 

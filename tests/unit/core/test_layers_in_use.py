@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron.core.host_memory.layers_in_use import LayersInUse
+from megatron.core.weight_prefetch import LayersInUse
 
 
 class Weights:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.host_memory.machine_memory import available_bytes, machine_memory
+from megatron.core.available_host_memory import available_bytes, machine_memory
 
 MIB = 2**20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron.core.host_memory.parameter_memory import give_memory, has_memory, take_memory
+from megatron.core.weight_prefetch import give_memory, has_memory, take_memory
 
 
 def test_memory_is_taken_and_given_again() -> None:

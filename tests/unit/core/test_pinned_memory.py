@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron.core.host_memory.pinned_memory import PinnedMemory, pack, pack_again, side_by_side
+from megatron.core.host_memory import PinnedMemory, pack, pack_again, side_by_side
 
 MIB, GIB = 2**20, 2**30
 

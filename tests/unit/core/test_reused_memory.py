@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from megatron.core.host_memory.reused_memory import MIN_BYTES, ReusedMemory
+from megatron.core.host_memory import MIN_BYTES, ReusedMemory
 from megatron.core.kernels.matrix_product import linear
 
 _ROWS = MIN_BYTES // (4 * 1024)

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.commands.pictures.dashboard import main
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, write_index
-from megatron.core.flight.communication import Communication
+from megatron.core.flight_recorder import Communication
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.timeline import write_timeline

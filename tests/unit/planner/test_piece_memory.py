@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron.core.pipeline_parallel.action import Action, Pass
+from megatron.core.pipeline_parallel.schedules import Action, Pass
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.piece_memory import NOTHING, ModelPieces, chunk_memory, fullest_moment, in_sequence
 from megatron.planner.plan import Plan

@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron.core.pipeline_parallel.action import Action, Pass
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, build_schedule
+from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, Pass, build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import IMPLEMENTATIONS, MEGATRON_TE, OURS

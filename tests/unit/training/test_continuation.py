@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.training import continuation
 from megatron.training.checkpointing.saver import RunCheckpoints
 from megatron.training.config.checkpoint_config import CheckpointConfig

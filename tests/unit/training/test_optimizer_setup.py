@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import pretrain_gpt
+from megatron.core.available_host_memory import HostRoom
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
-from megatron.core.host_memory.machine_memory import HostRoom
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import create_parallel_state

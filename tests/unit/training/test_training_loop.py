@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.core.errors import TrainingError
-from megatron.core.flight.recorder import FlightRecorder, GivenUpError
+from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.timers import Timers
 from megatron.training import training

@@ -18,7 +18,7 @@ from megatron.core.datasets.conversations.template_choice import choose_template
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, idx_path, optimal_dtype
 from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.errors import DataError, InputError
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.core.tokenizers.tokenizer import Tokenizer
 
 MASK_DTYPE: Final = np.dtype("<u1")

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from megatron.core.datasets.indexed.indexed_dataset import bin_path, idx_path
 from megatron.core.errors import DataError
-from megatron.core.files.plain_file import parse_json, read_plain_text
+from megatron.core.safe_io import parse_json, read_plain_text
 
 CHECKSUM_BLOCK_BYTES: Final = 1 << 20
 _FORMAT: Final = 1

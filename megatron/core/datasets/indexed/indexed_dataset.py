@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.errors import DataError
-from megatron.core.files.local_copy import fetch, machine_cache
-from megatron.core.files.object_path import ObjectPath, as_path, is_url
-from megatron.core.files.read_ahead import ReadAheadFile
+from megatron.core.object_store import ObjectPath, ReadAheadFile, as_path, fetch, is_url, machine_cache
 
 INDEX_MAGIC: Final = b"MMIDIDX\x00\x00"
 INDEX_VERSION: Final = 1

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.indices.mirrored_cache import CacheMirror
-from megatron.core.files.local_copy import machine_cache
-from megatron.core.files.object_path import ObjectPath, as_path
+from megatron.core.object_store import ObjectPath, as_path, machine_cache
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron.core.files.local_copy import fetch
-from megatron.core.files.object_path import ObjectPath
-from megatron.core.files.uploaded_file import UploadedFile
+from megatron.core.object_store import ObjectPath, UploadedFile, fetch
 
 _CHUNK_BYTES = 16 << 20
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from megatron.core.datasets.conversations.conversation_file import ConversationOptions
 from megatron.core.datasets.samples.fill_in_the_middle import FillInTheMiddle
 from megatron.core.errors import ConfigurationError
-from megatron.core.files.local_copy import machine_cache
-from megatron.core.files.object_path import as_path, is_url
+from megatron.core.object_store import as_path, is_url, machine_cache
 
 SPLIT_NAMES = ("train", "valid", "test")
 

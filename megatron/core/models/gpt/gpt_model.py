@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megatron.core.host_memory.parameter_memory import take_memory
-from megatron.core.host_memory.reused_memory import ReusedMemory
+from megatron.core.host_memory import ReusedMemory
 from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
 from megatron.core.layer_output import AuxiliaryLoss
@@ -22,14 +21,13 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import attach_spec, spec_of, tie_over_pipeline
+from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
 from megatron.core.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
     vocab_parallel_losses_and_normalizers,
 )
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.linear import tensor_parallel_linear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
-from megatron.core.tensor_parallel.overlap.linear_overlap import linear_overlap
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.adapters.adapted_layers import add_adapters
 from megatron.core.transformer.dropout import keys_of_rank
@@ -46,6 +44,7 @@ from megatron.core.transformer.multi_token_prediction.prediction_layers import (
 from megatron.core.transformer.mup.width_scaling import scale_with_width
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.weight_prefetch import take_memory
 
 _WORD_EMBEDDING = "embedding.word_embeddings"
 

@@ -16,7 +16,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece, even_pieces, full_pieces, spec_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.low_rank import (
+from megatron.core.tensor_parallel.lora import (
     AdapterOptions,
     ColumnAdapter,
     LinearAdapters,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from megatron.core.sharding import ParamSpec, spec_of
-from megatron.core.tensor_parallel.low_rank import AdapterOptions, LowRankAdapter
+from megatron.core.tensor_parallel.lora import AdapterOptions, LowRankAdapter
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.experts import GroupedLinear, expert_pieces
 from megatron.core.transformer.moe.grouped_linear import grouped_linear

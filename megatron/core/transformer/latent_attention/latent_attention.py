@@ -16,14 +16,18 @@ from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter, replicated_spec
-from megatron.core.tensor_parallel.linear import tensor_parallel_linear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    make_parameter,
+    replicated_spec,
+    tensor_parallel_linear,
+)
 from megatron.core.tensor_parallel.mappings import (
     InputRegion,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.saved_tensors import several_saved_as_inputs
+from megatron.core.tensor_parallel.recompute import several_saved_as_inputs
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm

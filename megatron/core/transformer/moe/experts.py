@@ -12,7 +12,7 @@ from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box, ParamSpec, Piece
 from megatron.core.tensor_parallel.layers import make_parameter
-from megatron.core.tensor_parallel.saved_tensors import saved_as_inputs
+from megatron.core.tensor_parallel.recompute import saved_as_inputs
 from megatron.core.transformer.mlp import activation_of
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.float8_grouped_linear import float8_grouped_linear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core.files.plain_file import parse_json, read_plain_text
+from megatron.core.safe_io import parse_json, read_plain_text
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_HEADER_BYTES = 100_000_000

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, index_text
-from megatron.core.files.object_path import ObjectPath
+from megatron.core.object_store import ObjectPath
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.folder import names_iteration
 from megatron.training.checkpointing.publication import Retention

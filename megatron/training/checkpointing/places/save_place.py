@@ -12,7 +12,7 @@ from typing import Protocol
 
 from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.dist_checkpointing.index import CheckpointIndex, write_index
-from megatron.core.files.object_path import ObjectPath
+from megatron.core.object_store import ObjectPath
 from megatron.training.checkpointing.places.object_place import ObjectPlace
 from megatron.training.checkpointing.publication import (
     Retention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads, key_value_heads_of_rank
+from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.errors import choices
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig

@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.files.object_path import is_url, url_problem
-from megatron.core.files.object_store import PACKAGES
+from megatron.core.object_store import PACKAGES, is_url, url_problem
 from megatron.training.config.checkpoint_config import NATIVE_FORMAT
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.core.errors import ConfigurationError, StorageError
-from megatron.core.files.object_path import as_path
-from megatron.core.files.plain_file import read_plain_text
+from megatron.core.object_store import as_path
+from megatron.core.safe_io import read_plain_text
 
 _TOML, _YAML = (".toml",), (".yaml", ".yml")
 

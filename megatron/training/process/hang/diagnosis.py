@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from megatron.core.flight.communication import Communication, parse_ranks
+from megatron.core.flight_recorder import Communication, parse_ranks
 from megatron.training.process.hang.rank_state import RankState
 
 

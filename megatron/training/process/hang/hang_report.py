@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import InputError
-from megatron.core.flight.communication import Communication, format_ranks
+from megatron.core.flight_recorder import Communication, format_ranks
 from megatron.training.process.hang.diagnosis import Culprit, Diagnosis
 from megatron.training.process.hang.rank_state import RankState, at_work, is_waiting
 from megatron.training.process.hang.short_path import short_path

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.training.process.hang.processes import bytes_moved
 
 _DEFAULT_S = 60.0

@@ -9,8 +9,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.flight.communication import Communication
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import Communication, FlightRecorder
 from megatron.training.process.hang.processes import ProcessName
 from megatron.training.process.hang.short_path import short_path
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.errors import MegatronError
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.training.process.console import print_line
 from megatron.training.process.hang.diagnosis import Diagnosis, diagnose
 from megatron.training.process.hang.ending import end_ranks

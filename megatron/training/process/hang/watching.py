@@ -17,7 +17,7 @@ import torch
 from megatron.core.collectives import all_gather_first_dim, all_gather_objects, any_rank, broadcast_object
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import ParallelState
 from megatron.training.process.console import print_line
 from megatron.training.process.hang.locked_stacks import StackFile

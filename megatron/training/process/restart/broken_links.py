@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megatron.core.flight.recorder import FlightRecorder, GivenUpError
+from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.training.process.restart.rendezvous import Generation
 
 _STORE_TIMEOUT = timedelta(minutes=5)

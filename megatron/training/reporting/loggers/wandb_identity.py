@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.files.object_path import ObjectPath
+from megatron.core.object_store import ObjectPath
 
 FILE = "wandb_run.json"
 

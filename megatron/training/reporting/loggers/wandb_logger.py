@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reporting.loggers.wandb_identity import identify_run
 

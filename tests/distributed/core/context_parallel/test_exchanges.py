@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.context_parallel.all_gather_attention import AllGatherAttention
-from megatron.core.context_parallel.exchange import with_context_parallel
+from megatron.core.context_parallel.attention import (
+    AllGatherAttention,
+    RingAttention,
+    UlyssesAttention,
+    with_context_parallel,
+)
 from megatron.core.context_parallel.partition import cut_sequence, to_sequence_order
-from megatron.core.context_parallel.ring_attention import RingAttention
-from megatron.core.context_parallel.ulysses_attention import UlyssesAttention
 from megatron.core.kernels.attention_block import AttentionBlocks
 from megatron.core.kernels.attention_choice import select_attention_core
 from megatron.core.kernels.attention_pattern import AttentionPattern

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from megatron.core.collectives import all_reduce
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.replica_check import check_replicas_equal
+from megatron.core.distributed.weight_checks import check_replicas_equal
 from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_sizes import ParallelSizes

@@ -7,22 +7,14 @@ import torch
 from torch import nn
 
 from megatron.core import collectives
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
-from megatron.core.sharding import (
-    Box,
-    ParamSpec,
-    Piece,
-    attach_spec,
-    even_pieces,
-    full_pieces,
-    tie_over_pipeline,
-)
+from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, even_pieces, full_pieces, tie_over_pipeline
 from tests.harness.distributed import run_distributed
 
 

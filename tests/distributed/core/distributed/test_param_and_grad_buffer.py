@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fully_sharded_data_parallel import ShardedGradBuffer
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 from tests.harness.distributed import run_distributed

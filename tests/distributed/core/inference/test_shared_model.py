@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import Device
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.request import GenerationRequest
 from megatron.core.inference.sampling_config import SamplingConfig

@@ -12,8 +12,8 @@ import torch
 from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, model_tensors, optimizer_tensors
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.optimizer import inner_optimizer

@@ -11,10 +11,10 @@ from torch import nn
 
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, model_tensors, optimizer_tensors
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.sharded_grad_buffer import ShardedGradBuffer
+from megatron.core.distributed.fully_sharded_data_parallel import ShardedGradBuffer
 from megatron.core.main_grad import main_grad_of
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig

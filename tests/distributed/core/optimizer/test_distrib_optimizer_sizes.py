@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig

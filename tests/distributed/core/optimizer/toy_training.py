@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome

@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.core.main_grad import MainGrad, WeightGradQueue, attach_main_grad, main_grad_of
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
-from megatron.core.pipeline_parallel.action import Action, StagePlace
 from megatron.core.pipeline_parallel.executor import (
     MicrobatchLoss,
     ModelChunk,
@@ -25,11 +24,10 @@ from megatron.core.pipeline_parallel.executor import (
     gather_timeline,
     run_schedule,
 )
-from megatron.core.pipeline_parallel.message_order import MessageOrders
-from megatron.core.pipeline_parallel.p2p_communication import SendQueue, create_pipeline_links
-from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from megatron.core.pipeline_parallel.p2p_communication import MessageOrders, SendQueue, create_pipeline_links
+from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, StagePlace
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.linear import tensor_parallel_linear
+from megatron.core.tensor_parallel.layers import tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
 from tests.harness.distributed import run_distributed
 

@@ -9,9 +9,9 @@ import torch
 
 from megatron.core import collectives
 from megatron.core.process_group import CollectiveCall, Group
+from megatron.core.tensor_parallel import overlapped_linear, symmetric_memory
+from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearOverlap
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.overlap import overlapped_linear, symmetric_memory
-from megatron.core.tensor_parallel.overlap.linear_overlap import WHOLE, LinearOverlap
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import tensor_parallel_group
 

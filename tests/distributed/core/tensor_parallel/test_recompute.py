@@ -11,7 +11,7 @@ import torch
 from megatron.core.kernels.dropout_keys import DropoutSamples
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
-from megatron.core.tensor_parallel.saved_tensors import saved_in_parts
+from megatron.core.tensor_parallel.recompute import saved_in_parts
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import load_global_weights, make_batch, make_model, tensor_parallel_group
 

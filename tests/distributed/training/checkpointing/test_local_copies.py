@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.core import collectives
 from megatron.core.errors import CheckpointError
-from megatron.core.flight.recorder import FlightRecorder, GivenUpError
+from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.training.checkpointing.local_copies.copy_file import CopyFile

@@ -13,7 +13,7 @@ import torch
 from megatron.core.dist_checkpointing import shard_reader
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError, StorageError
-from megatron.core.files.object_store import ObjectStoreError
+from megatron.core.object_store import ObjectStoreError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
 from megatron.training.checkpointing.folder import saved_iterations

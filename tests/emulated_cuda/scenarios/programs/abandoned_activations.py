@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.device import select_device
-from megatron.core.tensor_parallel.activation_offload import ActivationOffload
+from megatron.core.tensor_parallel.cpu_offload import ActivationOffload
 
 SIZE = 1 << 18
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron.core.device import select_device
-from megatron.core.tensor_parallel.weight_offload import WeightOffload
+from megatron.core.tensor_parallel.cpu_offload import WeightOffload
 
 WIDTH = 96
 NUM_LAYERS = 4

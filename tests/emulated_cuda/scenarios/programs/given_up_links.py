@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import select_device
-from megatron.core.flight.recorder import FlightRecorder, GivenUpError
+from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.training.process.restart import broken_links
 from megatron.training.process.restart.broken_links import GroupLinks, leave_groups
 

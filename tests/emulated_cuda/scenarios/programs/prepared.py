@@ -25,7 +25,7 @@ from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatase
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.datasets.samples.gpt_dataset import GPTSample
 from megatron.core.dist_checkpointing.background import BackgroundTask
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.executor import ChunkResult
@@ -38,15 +38,15 @@ STAND_INS = Path(__file__).resolve().parents[3] / "unit" / "core" / "kernels"
 SMALL: dict[str, dict[str, Any]] = {
     "megatron.core.collectives": {"_PIECE_BYTES": 4096},
     "megatron.core.dist_checkpointing.disk": {"CHUNK_BYTES": 8192},
-    "megatron.core.distributed.replica_check": {"_CHUNK_ELEMENTS": 1000},
-    "megatron.core.flight.recorder": {"_CAPACITY": 16},
-    "megatron.core.host_memory.pinned_memory": {"_BLOCKS": (2**14, 2**15, 2**16), "_SMALLEST_OF_MANY": 2**11},
+    "megatron.core.distributed.weight_checks": {"_CHUNK_ELEMENTS": 1000},
+    "megatron.core.flight_recorder": {"_CAPACITY": 16},
+    "megatron.core.host_memory": {"_BLOCKS": (2**14, 2**15, 2**16), "_SMALLEST_OF_MANY": 2**11},
     "megatron.core.inference.continuous.running_batch": {"_PROMPT_TOKENS_AT_ONCE": 8},
     "megatron.core.inference.prompt_batch": {"_PROMPT_TOKENS_AT_ONCE": 8},
     "megatron.core.kernels.cross_entropy": {"_CUDA_SLAB_ELEMENTS": 500},
     "megatron.core.kernels.dropout": {"_BLOCK": 300},
     "megatron.core.optimizer.lion": {"_PIECE": 700},
-    "megatron.core.tensor_parallel.divided_initialization": {"_GATHERED_ELEMENTS": 4000},
+    "megatron.core.tensor_parallel.initialization": {"_GATHERED_ELEMENTS": 4000},
     "megatron.training.reporting.attention_logits": {"_BLOCK_ELEMENTS": 600},
 }
 """Sizes of what is worked on at once, with which a small model takes several turns."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.core.collectives import any_rank
 from megatron.core.device import select_device
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.training.checkpointing.local_copies.local_copies import LocalCopies

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
 from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
 from megatron.core.inference.continuous.progress import Progress

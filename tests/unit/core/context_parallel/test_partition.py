@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.context_parallel.head_sharing import copies_of_key_value_heads
+from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads
 from megatron.core.context_parallel.partition import (
     chunks_of,
     cut_sequence,

@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.dist_checkpointing import background
 from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
-from megatron.core.host_memory.pinned_memory import pack
+from megatron.core.host_memory import pack
 
 
 def test_the_result_waits_for_whoever_asks() -> None:

@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec, whole_tensor
 from megatron.core.dist_checkpointing.strictness import STRICTNESS, Misfits, Strictness
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
-from megatron.core.files.ranged_file import RangedFile, open_ranged
 from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.ranged_file import RangedFile, open_ranged
 from megatron.core.sharding import Box, ParamSpec, Piece
 from tests.unit.core.dist_checkpointing.toy import (
     SHAPES,

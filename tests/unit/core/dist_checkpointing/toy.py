@@ -17,15 +17,7 @@ from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES, SavePlan
 from megatron.core.dist_checkpointing.shard_file import build_index, take_share
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.parallel_state import ParallelState, gather_from_world
-from megatron.core.sharding import (
-    Box,
-    ParamSpec,
-    Piece,
-    attach_spec,
-    even_pieces,
-    full_pieces,
-    stacked_pieces,
-)
+from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
 
 VOCAB_SIZE = 11
 PADDED_VOCAB_SIZE = 16

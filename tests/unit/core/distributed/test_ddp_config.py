@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_layout import plan_buckets
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.replica_check import bit_hash
+from megatron.core.distributed.weight_checks import bit_hash
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import describe_parallel_state
 from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.distributed.weight_check import not_finite
+from megatron.core.distributed.weight_checks import not_finite
 
 
 def test_empty_tensors_and_integers_are_passed_over() -> None:

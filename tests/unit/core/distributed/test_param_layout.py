@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.distributed.param_layout import (
-    ParamSlot,
-    SlotPart,
-    default_bucket_size,
-    parts_of_range,
-    plan_layout,
-)
+from megatron.core.distributed.param_layout import ParamSlot, SlotPart, default_bucket_size, parts_of_range, plan_layout
 
 
 def test_parameters_lie_last_used_first_at_aligned_starts() -> None:

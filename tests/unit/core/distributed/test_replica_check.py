@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed import replica_check
-from megatron.core.distributed.replica_check import bit_hash, compare_replicas
+from megatron.core.distributed import weight_checks
+from megatron.core.distributed.weight_checks import bit_hash, compare_replicas
 from megatron.core.process_group import Group
 
 RANKS = (10, 11, 12, 13, 14)
@@ -21,7 +21,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, changed: dict[int, int], num_tenso
             of_ranks[place, :count] += 1 + place
         return of_ranks.flatten()
 
-    monkeypatch.setattr(replica_check, "all_gather_first_dim", gather)
+    monkeypatch.setattr(weight_checks, "all_gather_first_dim", gather)
     tensors = [(f"w{number}", torch.full((2,), float(number))) for number in range(num_tensors)]
     return compare_replicas(tensors, Group(("dp",), RANKS, 0))
 
@@ -56,6 +56,6 @@ def test_one_rank_or_no_tensor_needs_no_comparison() -> None:
 def test_a_hash_is_the_same_whatever_part_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(3, 7)
     whole = bit_hash(values)
-    monkeypatch.setattr(replica_check, "_CHUNK_ELEMENTS", 4)
+    monkeypatch.setattr(weight_checks, "_CHUNK_ELEMENTS", 4)
     assert bit_hash(values) == whole
     assert bit_hash(values.t()) != whole

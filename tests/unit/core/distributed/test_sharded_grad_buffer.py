@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.distributed.sharded_grad_buffer import BucketPool
+from megatron.core.distributed.fully_sharded_data_parallel import BucketPool
 
 
 def test_memory_that_came_back_is_lent_again() -> None:

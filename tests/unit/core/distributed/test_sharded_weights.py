@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.distributed.fully_sharded_data_parallel import (
+    ShardedWeightBuffer,
+    ShardedWeights,
+    WeightShards,
+    unit_labels,
+)
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, ReductionPlan
 from megatron.core.distributed.param_layout import plan_layout
-from megatron.core.distributed.sharded_weights import ShardedWeightBuffer, ShardedWeights, WeightShards, unit_labels
 from megatron.core.main_grad import main_grad_of
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces, held_of

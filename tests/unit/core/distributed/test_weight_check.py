@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.weight_check import (
+from megatron.core.distributed.weight_checks import (
     ABSURD_RATIO,
     BadWeight,
     describe_bad_weights,

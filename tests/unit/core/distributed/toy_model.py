@@ -8,8 +8,7 @@ from torch import nn
 from megatron.core.main_grad import set_gradient_uses
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
-from megatron.core.tensor_parallel.layers import embedding_lookup
-from megatron.core.tensor_parallel.linear import tensor_parallel_linear
+from megatron.core.tensor_parallel.layers import embedding_lookup, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
 
 VOCAB, WIDTH, INNER = 13, 6, 10

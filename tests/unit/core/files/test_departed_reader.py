@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.core.files.departed_reader import STATUS, has_lost_reader, reader_may_leave
+from megatron.core.broken_pipe import STATUS, has_lost_reader, reader_may_leave
 from tests.harness.recorded_calls import record_opened
 
 

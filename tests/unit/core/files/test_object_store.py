@@ -20,14 +20,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron.core import object_store
 from megatron.core.errors import InputError, StorageError
-from megatron.core.files import object_store
-from megatron.core.files.local_copy import fetch, local_copy, machine_cache
-from megatron.core.files.object_path import ObjectPath, as_path, url_problem
-from megatron.core.files.object_store import ObjectStore, ObjectStoreError, missing_package, open_store, reason_of
-from megatron.core.files.plain_file import read_plain_file
-from megatron.core.files.ranged_file import open_ranged, read_range
-from megatron.core.files.uploaded_file import UploadedFile
+from megatron.core.object_store import (
+    ObjectPath,
+    ObjectStore,
+    ObjectStoreError,
+    UploadedFile,
+    as_path,
+    fetch,
+    local_copy,
+    machine_cache,
+    missing_package,
+    open_store,
+    reason_of,
+    url_problem,
+)
+from megatron.core.ranged_file import open_ranged, read_range
+from megatron.core.safe_io import read_plain_file
 from tests.harness.object_faults import MEMORY, Unreachable, empty_memory_store
 from tests.harness.recorded_calls import record_object_reads
 
@@ -474,7 +484,7 @@ def test_a_local_file_is_filled_from_a_place_on(tmp_path: Path, monkeypatch) -> 
 
 
 def test_a_folder_of_objects_is_copied_under_its_name(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("megatron.core.files.local_copy.machine_cache", lambda: tmp_path)
+    monkeypatch.setattr("megatron.core.object_store.machine_cache", lambda: tmp_path)
     remote("models/small/vocab.json").write_bytes(b"{}")
     remote("models/small/deep/other").write_bytes(b"x")
     copy = local_copy(remote("models/small"))
@@ -486,7 +496,7 @@ def test_a_folder_of_objects_is_copied_under_its_name(tmp_path: Path, monkeypatc
 
 
 def test_nothing_is_left_of_a_copy_that_failed(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("megatron.core.files.local_copy._CHUNK_BYTES", 4)
+    monkeypatch.setattr("megatron.core.object_store._CHUNK_BYTES", 4)
     remote("t/a").write_bytes(b"0123456789")
     folder = fetch([remote("t/a")], tmp_path)
     assert (folder / "a").read_bytes() == b"0123456789"
@@ -581,7 +591,7 @@ def test_ranges_are_joined_over_256_kib(gap: int, are_joined: bool, monkeypatch)
 
 
 def test_a_long_range_of_an_object_is_read_alone(monkeypatch) -> None:
-    monkeypatch.setattr("megatron.core.files.ranged_file.PART_BYTES", 10)
+    monkeypatch.setattr("megatron.core.ranged_file.PART_BYTES", 10)
     data = bytes(range(200))
     remote("a/b").write_bytes(data)
     asked = record_object_reads(monkeypatch)

@@ -10,13 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.files.plain_file import (
-    is_plain_name,
-    open_plain_file,
-    parse_json,
-    read_plain_file,
-    read_plain_text,
-)
+from megatron.core.safe_io import is_plain_name, open_plain_file, parse_json, read_plain_file, read_plain_text
 from tests.harness.recorded_calls import record_opened
 
 

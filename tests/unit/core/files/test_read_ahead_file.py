@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.files import read_ahead
-from megatron.core.files.object_path import ObjectPath
-from megatron.core.files.ranged_file import open_ranged
-from megatron.core.files.read_ahead import ReadAheadFile
+from megatron.core import object_store
+from megatron.core.object_store import ObjectPath, ReadAheadFile
+from megatron.core.ranged_file import open_ranged
 from tests.harness.object_faults import empty_memory_store
 from tests.harness.recorded_calls import record_object_reads
 
@@ -21,7 +20,7 @@ DATA = bytes(range(250)) * 4
 def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     """Note the ranges that the store is asked for; windows are of 10 to 40 bytes, and two are kept."""
     for name, value in (("_FIRST_BYTES", 10), ("_MOST_BYTES", 40), ("_NUM_WINDOWS", 2)):
-        monkeypatch.setattr(read_ahead, name, value)
+        monkeypatch.setattr(object_store, name, value)
     asked = record_object_reads(monkeypatch)
     with empty_memory_store():
         ObjectPath("memory://a/b").write_bytes(DATA)

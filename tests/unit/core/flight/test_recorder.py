@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron.core import collectives
-from megatron.core.flight.communication import DeviceMark, format_ranks, parse_ranks
-from megatron.core.flight.recorder import FlightRecorder, GivenUpError
+from megatron.core.flight_recorder import DeviceMark, FlightRecorder, GivenUpError, format_ranks, parse_ranks
 from megatron.core.parallel_state import record_flight
 from megatron.core.process_group import Group
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.kernels.accumulation import add_rows, adds_wide_products
 from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import describe_parallel_state

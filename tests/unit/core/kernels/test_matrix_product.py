@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.core.host_memory.reused_memory import ReusedMemory
+from megatron.core.host_memory import ReusedMemory
 from megatron.core.kernels import matrix_product
 from megatron.core.kernels.matrix_product import (
     grouped_gradient,

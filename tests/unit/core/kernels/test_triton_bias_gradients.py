@@ -8,14 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.main_grad import (
-    MainGrad,
-    Receiver,
-    attach_main_grad,
-    bias_gradient,
-    leave_parts,
-    receive_parts,
-)
+from megatron.core.main_grad import MainGrad, Receiver, attach_main_grad, bias_gradient, leave_parts, receive_parts
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.mlp import ACTIVATIONS, MLP
 from megatron.core.transformer.rotary_pos_embedding import split_projection

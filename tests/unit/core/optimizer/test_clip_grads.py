@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.main_grad import main_grad_of
 from megatron.core.optimizer.clip_grads import (
     GradMeter,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import TrainingError
-from megatron.core.host_memory.host_copies import Copied, HostCopies
+from megatron.core.host_memory import Copied, HostCopies
 from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.optimizer.host_offload import HostOffload, split_groups
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.weight_check import BadWeightsError
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.weight_checks import BadWeightsError
 from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
 from megatron.core.optimizer import optimizer as optimizer_module

@@ -10,9 +10,10 @@ import torch
 
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import MainGrad, WeightGradQueue, attach_main_grad
-from megatron.core.pipeline_parallel.action import Action, Pass
 from megatron.core.pipeline_parallel.executor import MicrobatchLoss, ModelChunk, run_schedule
 from megatron.core.pipeline_parallel.schedules import (
+    Action,
+    Pass,
     forward_only,
     interleaved,
     with_delayed_weight_grads,
@@ -21,7 +22,7 @@ from megatron.core.pipeline_parallel.schedules import (
     zero_bubble,
 )
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.linear import tensor_parallel_linear
+from megatron.core.tensor_parallel.layers import tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
 
 CPU = torch.device("cpu")

@@ -6,9 +6,14 @@ import itertools
 
 import pytest
 
-from megatron.core.pipeline_parallel.action import Pass
-from megatron.core.pipeline_parallel.in_flight import first_actions, most_in_flight, most_passes_in_flight
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, schedule_problems
+from megatron.core.pipeline_parallel.schedules import (
+    SCHEDULES,
+    Pass,
+    first_actions,
+    most_in_flight,
+    most_passes_in_flight,
+    schedule_problems,
+)
 
 
 def counted(name: str, stage: int, pp: int, microbatches: int, chunks: int, group: int | None) -> int:

@@ -8,9 +8,8 @@ from functools import partial
 
 import pytest
 
-from megatron.core.pipeline_parallel.action import RECEIVES_AHEAD, Action, Pass, StagePlace
-from megatron.core.pipeline_parallel.message_order import MessageOrders, Transfer, message_orders
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.p2p_communication import MessageOrders, Transfer, message_orders
+from megatron.core.pipeline_parallel.schedules import RECEIVES_AHEAD, Action, Pass, StagePlace, build_schedule
 from megatron.verification.communication_replay import Call, Operation, communication_problems
 
 RECEIVES = {False: Transfer.RECEIVE_ACTIVATION, True: Transfer.RECEIVE_GRADIENT}

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.pipeline_parallel.action import Action, Pass
 from megatron.core.pipeline_parallel.schedules import (
     SCHEDULES,
+    Action,
+    Pass,
     build_schedule,
     default_schedule,
     microbatch_groups,

@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import DataError
-from megatron.core.pipeline_parallel.action import Action, Pass, StagePlace, sends_in_flight
-from megatron.core.pipeline_parallel.schedules import build_schedule, with_deferred_grads
+from megatron.core.pipeline_parallel.schedules import (
+    Action,
+    Pass,
+    StagePlace,
+    build_schedule,
+    sends_in_flight,
+    with_deferred_grads,
+)
 from megatron.core.pipeline_parallel.simulator import Durations, MessageRules, ScheduleError, simulate
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline, read_timeline, write_timeline
 

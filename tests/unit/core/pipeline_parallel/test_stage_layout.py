@@ -8,8 +8,7 @@ import pytest
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.layout_notation import parse_layout
-from megatron.core.pipeline_parallel.stage_layout import layout_problems, plan_stage_layout
+from megatron.core.pipeline_parallel.stage_layout import layout_problems, parse_layout, plan_stage_layout
 
 
 def config(pp: int, **fields: Any) -> ModelParallelConfig:

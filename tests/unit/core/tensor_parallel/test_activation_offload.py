@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.host_memory.host_copies import Copied, HostCopies
+from megatron.core.host_memory import Copied, HostCopies
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.activation_offload import ActivationOffload
+from megatron.core.tensor_parallel.cpu_offload import ActivationOffload
 from tests.closed_forms.saved_activations import saved_bytes
 from tests.harness.toy_model import load_global_weights, make_batch, make_model, tensor_parallel_group
 

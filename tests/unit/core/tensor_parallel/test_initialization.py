@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import Box, ParamSpec, even_pieces, full_pieces, spec_of, stacked_pieces
-from megatron.core.tensor_parallel.divided_initialization import _divide
 from megatron.core.tensor_parallel.initialization import (
     TILE_COLUMNS,
     TILE_ROWS,
+    _divide,
     initialize_module,
     initialize_parameter,
     normal_box,

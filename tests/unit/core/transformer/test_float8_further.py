@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.distributed.float8_parameters import is_sent_in_float8
+from megatron.core.distributed.flat_parameters import is_sent_in_float8
 from megatron.core.models import float8_layers
 from megatron.core.models.float8_layers import compute_in_float8, describe_float8
 from megatron.core.models.gpt.gpt_model import GPTModel

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.saved_tensors import storage_key
+from megatron.core.tensor_parallel.recompute import storage_key
 from tests.harness.toy_model import load_global_weights, make_batch, make_model
 
 LENGTH, BATCH, WIDTH, TOPK = 14, 3, 8, 2

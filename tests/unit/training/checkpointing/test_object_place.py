@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core import object_store
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError, InputError
-from megatron.core.files import object_store
-from megatron.core.files.object_path import ObjectPath, as_path
+from megatron.core.object_store import ObjectPath, as_path
 from megatron.training.checkpointing import save as saving
 from megatron.training.checkpointing.folder import candidate_folders, complete_iterations, saved_iterations
 from megatron.training.checkpointing.places import save_place

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from megatron.core.available_host_memory import HostRoom
 from megatron.core.errors import ConfigurationError
-from megatron.core.host_memory.machine_memory import HostRoom
 from megatron.training.activation_estimate import (
     kept_layer_bytes,
     least_offloaded_bytes,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.training.config.argument_block import summarize
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.process.console import CLEAR_LINE, print_line

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
-from megatron.core.files.object_path import as_path
+from megatron.core.object_store import as_path
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reporting.loggers.open_loggers import check_packages, check_services

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.training.reporting import stragglers
 from megatron.training.reporting.stragglers import PARTS, PartsClock, StragglerReport, Stragglers, slowest

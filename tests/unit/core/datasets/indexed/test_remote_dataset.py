@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.core import object_store
 from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron.core.datasets.indices.index_cache import Arrays, IndexCache
 from megatron.core.errors import DataError, InputError, StorageError
-from megatron.core.files import object_store, read_ahead
-from megatron.core.files.object_path import ObjectPath, as_path
-from megatron.core.files.read_ahead import ReadAheadFile
+from megatron.core.object_store import ObjectPath, ReadAheadFile, as_path
 from tests.e2e.toy_run import DATA
 from tests.harness.object_faults import MEMORY, Unreachable, empty_memory_store
 
@@ -62,8 +61,8 @@ def test_an_index_is_fetched_once_and_tokens_are_read_ahead(reads) -> None:
 
 
 def test_who_reads_on_gets_more_and_who_jumps_little(reads, monkeypatch) -> None:
-    monkeypatch.setattr(read_ahead, "_FIRST_BYTES", 100)
-    monkeypatch.setattr(read_ahead, "_MOST_BYTES", 400)
+    monkeypatch.setattr(object_store, "_FIRST_BYTES", 100)
+    monkeypatch.setattr(object_store, "_MOST_BYTES", 400)
     path = as_path("memory://data/long.bin")
     assert isinstance(path, ObjectPath)
     data = bytes(range(250)) * 40

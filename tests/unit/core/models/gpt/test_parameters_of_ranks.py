@@ -18,7 +18,7 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, spec_of
-from megatron.core.tensor_parallel.low_rank import LowRankAdapter
+from megatron.core.tensor_parallel.lora import LowRankAdapter
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 

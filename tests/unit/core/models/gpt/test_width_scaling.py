@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.distributed.ddp_config import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import describe_parallel_state

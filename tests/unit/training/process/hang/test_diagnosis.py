@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.core.flight.communication import Communication
+from megatron.core.flight_recorder import Communication
 from megatron.training.process.hang.diagnosis import diagnose
 from megatron.training.process.hang.processes import ProcessName
 from megatron.training.process.hang.rank_state import DeviceState, RankState

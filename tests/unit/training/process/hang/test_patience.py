@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import record_flight
 from megatron.core.process_group import Group
 from megatron.training.process.hang import patience

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from megatron.commands.reliability.read_flight import main
 from megatron.core.device import Device
-from megatron.core.flight.communication import DeviceMark
-from megatron.core.flight.recorder import FlightRecorder
+from megatron.core.flight_recorder import DeviceMark, FlightRecorder
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.process.hang.hang_report import HangReportError, read_hang_report

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
-from megatron.core.flight.recorder import FlightRecorder, GivenUpError
+from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.training import pretrain, training
 from megatron.training.agreement import agree_to_exit
 from megatron.training.config.arguments import resolve_arguments

@@ -1,4 +1,4 @@
-"""Files and objects that are read by ranges: a few bytes here and there, straight into their place."""
+"""Files and objects that are read by byte ranges, straight into their destination."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from megatron.core.files.object_path import ObjectPath
-from megatron.core.files.object_store import PART_BYTES
-from megatron.core.files.plain_file import open_plain_file
-from megatron.core.files.read_ahead import ReadAheadFile
+from megatron.core.object_store import PART_BYTES, ObjectPath, ReadAheadFile
+from megatron.core.safe_io import open_plain_file
 
 _GAP_BYTES = 256 * 1024
 """Two runs that are nearer to each other than this are asked for as one: a request costs as much as so many bytes."""

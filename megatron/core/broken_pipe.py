@@ -1,4 +1,4 @@
-"""Standard output that nobody reads any more, as behind ``| head``."""
+"""Handle a broken stdout pipe, as after ``| head``."""
 
 from __future__ import annotations
 

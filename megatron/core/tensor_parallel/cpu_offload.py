@@ -1,4 +1,4 @@
-"""Activation offload: what layers save for the backward pass waits for it in the machine's memory.
+"""CPU offload: the saved activations and the weights of layers stay in host memory while no pass uses them.
 
 Rhu et al. 2016, https://arxiv.org/abs/1602.08124.
 """
@@ -6,16 +6,18 @@ Rhu et al. 2016, https://arxiv.org/abs/1602.08124.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.core.host_memory.host_copies import Copied, HostCopies
-from megatron.core.tensor_parallel.saved_tensors import outer_hooks, storage_key
+from megatron.core.host_memory import Copied, HostCopies
+from megatron.core.tensor_parallel.recompute import outer_hooks, storage_key
+from megatron.core.weight_prefetch import LayersInUse
 
 
 class ActivationOffload:
@@ -160,3 +162,71 @@ class _Saved:
     def fetch(self) -> torch.Tensor:
         """Return the tensor."""
         return self.moved.fetch().view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+class WeightOffload(LayersInUse):
+    """Take the weights of ``layers`` from the device while a step's passes run, but for the layers that are in use.
+
+    Between `leave` and `come_home` a layer's weights are on the device while it or its neighbour runs. Outside they are
+    where they always were, for the optimizer, checkpoints and evaluation. Each weight fills memory of its own.
+    """
+
+    def __init__(self, copies: HostCopies, layers: Sequence[nn.Module]) -> None:
+        self._layers = [_LayerWeights(copies, list(layer.parameters())) for layer in layers]
+        super().__init__(layers, self._layers)
+
+    def leave(self) -> None:
+        """Copy all weights to the machine's memory and free the device's, before the first pass of a step."""
+        self.is_away = True
+        for layer in self._layers:
+            layer.leave()
+
+    def come_home(self) -> None:
+        """Bring all weights back, after the last pass of a step."""
+        for layer in self._layers:
+            layer.begin()
+        for layer in self._layers:
+            layer.use()
+        self.is_away = False
+
+
+class _LayerWeights:
+    """Hold where one layer's weights are."""
+
+    def __init__(self, copies: HostCopies, weights: Sequence[nn.Parameter]) -> None:
+        self._copies = copies
+        self._weights = weights
+        self._sizes = [weight.untyped_storage().nbytes() for weight in weights]
+        self._on_host: list[Copied] = []
+        self._coming: list[Copied] = []
+        self._is_here = True
+
+    def leave(self) -> None:
+        self._on_host = []  # the memory of the step before serves again
+        self._on_host = [self._copies.to_host(weight.detach()) for weight in self._weights]
+        for copied in self._on_host:
+            self._copies.wait(copied)
+        self.free()
+
+    def begin(self) -> None:
+        """Begin to fetch the weights, unless they are here or on their way."""
+        if self._is_here or self._coming:
+            return
+        for weight, size, copied in zip(self._weights, self._sizes, self._on_host):
+            # The memory behind the weight, of which autograd and the optimizer have views, is filled again.
+            weight.untyped_storage().resize_(size)
+            self._coming.append(self._copies.to_device(copied.tensor, weight.data))
+
+    def use(self) -> None:
+        """Let what is computed from here on wait for the weights."""
+        for copied in self._coming:
+            self._copies.wait(copied)
+        self._coming = []
+        self._is_here = True
+
+    def free(self) -> None:
+        if not self._is_here:
+            return
+        for weight in self._weights:
+            self._copies.free(weight.data)
+        self._is_here = False

@@ -1,4 +1,4 @@
-"""Files that anybody may have written: opened only where they are files, read up to a limit, and parsed as JSON.
+"""Read untrusted files safely: only regular files, only up to a size limit, with bounded JSON parsing.
 
 Importing this module imports no torch.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron.core.files.object_path import ObjectPath
+from megatron.core.object_store import ObjectPath
 
 MAX_TEXT_BYTES = 1 << 28
 """How large a text file may be that is read as a whole: ten times the largest tokenizer that there is."""

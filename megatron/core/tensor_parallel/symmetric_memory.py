@@ -1,7 +1,7 @@
-"""Torch's symmetric memory: products that read other ranks' memory, or write into it, while they are computed.
+"""Torch's symmetric memory: matmuls that read or write other ranks' memory while they are computed.
 
-The copies between ranks are made by copy engines, which leave all multiprocessors to the products. Written by torch's
-sources; no machine with two GPUs has run it.
+Copy engines make the copies between ranks and leave all multiprocessors to the matmuls. Written after torch's sources;
+no node with two GPUs has run it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How gradients are accumulated and reduced over the data-parallel ranks."""
+"""Configuration of gradient accumulation and reduction over the data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Low-rank adapters of column- and row-parallel linear layers: ``y + (alpha / rank) B A x``, of which A and B learn.
+"""LoRA: low-rank adapters of column- and row-parallel linear layers.
 
-The narrow side is what ranks exchange: ``A x`` has only ``rank`` features.
+The result is ``y + (alpha / rank) B A x``, of which A and B are trained.
+Ranks exchange the narrow side: ``A x`` has only ``rank`` features.
 Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
@@ -17,8 +18,7 @@ from megatron.core.kernels.dropout import keyed_dropout
 from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_pieces
-from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
-from megatron.core.tensor_parallel.linear import tensor_parallel_linear
+from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     InputRegion,
     reduce_from_tensor_model_parallel_region,

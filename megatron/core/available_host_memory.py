@@ -1,4 +1,4 @@
-"""How much of the machine's memory can still be had."""
+"""Available host memory of a node, limited by cgroups. Importing this module imports no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Products whose operand is gathered, or whose result is reduce-scattered, in chunks that travel beside them.
+"""Matmuls overlapped with the all-gather of their operand or the reduce-scatter of their result, chunk by chunk.
 
-There are as many chunks as ranks, and they go round a ring: while one is multiplied the next is under way. A rank sends
-what a ring's all-gather or reduce-scatter sends, (n - 1)/n of the whole. The order of the sums differs from a
-collective's where there are more than two ranks. Wang et al. 2023, https://doi.org/10.1145/3567955.3567959.
+There are as many chunks as ranks, and they go around a ring: while one chunk is multiplied, the next is sent. A rank
+sends as much as in a ring all-gather or reduce-scatter, (n - 1)/n of the whole. With more than two ranks the order of
+the sums differs from the order in a collective. Wang et al. 2023, https://doi.org/10.1145/3567955.3567959.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from megatron.core.collectives import RingExchange, start_ring_exchange
 from megatron.core.kernels.matrix_product import linear_into
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.overlap import symmetric_memory
-from megatron.core.tensor_parallel.overlap.linear_overlap import LinearOverlap
+from megatron.core.tensor_parallel import symmetric_memory
+from megatron.core.tensor_parallel.comm_overlap_config import LinearOverlap
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], None]
 """Write into ``[n, b, out]``, the first argument, what ``[n, b, in]`` is multiplied to."""

@@ -1,4 +1,9 @@
-"""Pinned memory for many tensors, cut out of large blocks: torch rounds each block up to a power of two."""
+"""Host memory for tensors: pinned blocks, asynchronous host-device copies, and a reused CPU workspace.
+
+Pinned memory for many tensors is packed into large blocks, because torch rounds each block up to a power of two.
+The CPU workspace exists because the C library returns a freed block of this size to the system. Every page of the next
+tensor would be mapped and zeroed again, which for logits takes longer than their matmul.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 _BLOCKS = tuple(2**exponent for exponent in range(26, 31))
@@ -142,3 +148,121 @@ def _is_filled(size: int, needed: int) -> bool:
 
 def _pinned(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """Hold a copy that is there when ``done`` has happened; None says that it is there."""
+
+    tensor: torch.Tensor
+    done: torch.cuda.Event | None = None
+
+
+class HostCopies:
+    """Copy tensors to the machine's memory and back: on a CPU, which has one memory, at once.
+
+    Copies in one direction follow one another: who waits for one waits for those before it. ``bytes_out`` and
+    ``bytes_in`` count what left the device and what came back.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_out = 0
+        self.bytes_in = 0
+
+    def to_host(self, tensor: torch.Tensor, target: torch.Tensor | None = None) -> Copied:
+        """Begin a copy, to a new tensor or into one of its shape and dtype.
+
+        It holds what the device has been given to compute so far. Until it is done nothing may write to the tensor, and
+        somebody must hold it.
+        """
+        self.bytes_out += tensor.nbytes
+        return self._copy_out(tensor, target)
+
+    def to_device(self, tensor: torch.Tensor, target: torch.Tensor | None = None) -> Copied:
+        """Begin a copy back, to a new tensor or into one; work that reads it must come after `wait`."""
+        self.bytes_in += tensor.nbytes
+        return self._copy_in(tensor, target)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give back the device's memory behind a tensor that stays."""
+        tensor.untyped_storage().resize_(0)
+
+    def wait(self, copied: Copied) -> None:
+        """Let the work that is given to the device from here on begin when a copy is done; the host does not wait."""
+
+    def wait_on_host(self, copied: Copied) -> None:
+        """Return when a copy is done."""
+
+    def _copy_out(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
+        return Copied(tensor.clone() if target is None else target.copy_(tensor))
+
+    def _copy_in(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
+        return Copied(tensor.clone() if target is None else target.copy_(tensor))
+
+
+class CudaHostCopies(HostCopies):
+    """Copy on two streams of their own, one for each direction, from and to pinned memory.
+
+    The machine's memory that is given must be pinned too, or the host waits for each copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._memory = PinnedMemory()
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def wait(self, copied: Copied) -> None:
+        """Let the current stream wait for a copy."""
+        if copied.done is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied.done)
+
+    def wait_on_host(self, copied: Copied) -> None:
+        """Wait for the event behind a copy."""
+        if copied.done is not None:
+            copied.done.synchronize()
+
+    def _copy_out(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
+        return self._copy(tensor, self._memory.empty_like(tensor) if target is None else target, self._out)
+
+    def _copy_in(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
+        return self._copy(tensor, torch.empty_like(tensor, device=self._device) if target is None else target, self._in)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream) -> Copied:
+        # What is copied has been computed by then, and memory that is written to is no longer read.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return Copied(target, stream.record_event())
+
+
+MIN_BYTES = 32 << 20
+"""glibc keeps smaller blocks for itself when they are freed."""
+
+
+class ReusedMemory:
+    """Lend one block of memory to tensors that follow each other; those that overlap in time have blocks of their own.
+
+    A block is lent again when the last tensor that views it is gone.
+    """
+
+    def __init__(self) -> None:
+        self._spare: np.ndarray | None = None
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor on the CPU."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if size < MIN_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        block, self._spare = self._spare, None
+        if block is None or block.nbytes < size:
+            block = torch.empty(size, dtype=torch.uint8).numpy()
+        # The tensor's storage owns the view, which dies with it.
+        view = block[:size]
+        weakref.finalize(view, self._take_back, block).atexit = False
+        return torch.from_numpy(view).view(dtype).view(shape)
+
+    def _take_back(self, block: np.ndarray) -> None:
+        if self._spare is None or self._spare.nbytes < block.nbytes:
+            self._spare = block

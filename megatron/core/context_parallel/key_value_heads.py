@@ -1,4 +1,4 @@
-"""How many key-value heads a tensor-parallel rank has, and how context-parallel ranks share them.
+"""Key-value heads per tensor-parallel rank, and how often context-parallel ranks repeat them.
 
 Importing this module imports no torch.
 """

@@ -1,0 +1,301 @@
+"""Context-parallel attention: all-gather, Ulysses all-to-all, ring, and ring within Ulysses.
+
+All-gather: the keys and values of all ranks are gathered in one collective, for any attention core.
+Ulysses: an all-to-all before attention and another after it shard the heads instead of the sequence.
+Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
+Ring: keys and values go around the ranks while each rank attends to the block that it holds. With the zigzag split no
+rank waits for another: after the rank's own block, every step is half a block of work on every rank.
+Liu et al. 2023, https://arxiv.org/abs/2310.01889.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron.core.collectives import all_to_all_first_dim, start_ring_exchange
+from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads
+from megatron.core.context_parallel.partition import (
+    chunk_length,
+    chunks_of,
+    positions_of,
+    to_rank_order,
+    to_sequence_order,
+)
+from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask, merge_block
+from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.kernels.dot_product_attention import AttentionCore
+from megatron.core.kernels.dropout_keys import AttentionDropout
+from megatron.core.kernels.sinks.sink_merge import merge_sinks, sinks_gradient
+from megatron.core.precision import arithmetic_dtype
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+
+@dataclass(frozen=True)
+class AllGatherAttention:
+    """Attend with this rank's queries to the gathered keys and values of the whole sequence.
+
+    Each of the rank's two chunks is given to ``core`` with the keys that it may look at: up to its own end where
+    attention is causal, and from where its first query's window begins. No mask is made of positions: the core is told
+    which part of the pattern it is. Forward: all-gather of keys and values along s;
+    backward: reduce-scatter of their gradients.
+
+    Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
+    """
+
+    cp: Group
+    core: AttentionCore
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output."""
+        both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), self.cp)
+        keys, values = to_sequence_order(both, self.cp.size, dim=0).unbind(dim=1)
+        chunk = chunk_length(keys.shape[0], self.cp.size)
+        context = []
+        for queries, index in zip(query.chunk(2), chunks_of(self.cp.rank, self.cp.size)):
+            start, end = index * chunk, (index + 1) * chunk
+            first = 0 if pattern.window is None else max(0, start + 1 - pattern.window)
+            last = end if pattern.is_causal else keys.shape[0]
+            part, of_part = pattern.part(range(start, end), range(first, last)), None
+            if dropout:
+                positions = torch.arange(last, device=query.device)
+                of_part = dropout.of_chunk(index, positions[start:end], positions[first:])
+            context.append(self.core(queries, keys[first:last], values[first:last], part, of_part, sinks=sinks))
+        return torch.cat(context)
+
+
+@dataclass(frozen=True)
+class UlyssesAttention:
+    """Attend with a share of the heads to the whole sequence.
+
+    Key-value heads that are too few for the ranks are repeated, and their gradients summed. Forward: all-to-all from
+    the sequence to the heads and back; backward: the same in the other order.
+
+    Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
+    """
+
+    cp: Group
+    core: AttentionCore
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output."""
+        size, num_heads, num_groups = self.cp.size, query.shape[2], key.shape[2]
+        copies = copies_of_key_value_heads(num_heads, num_groups, size)
+        assert copies is not None, f"{num_heads} heads in {num_groups} groups cannot be shared by {size} ranks"
+        key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
+        widths = [tensor.shape[2] // size for tensor in (query, key, value)]
+        local_length, batch, _, head_dim = query.shape
+        shares = [tensor.reshape(local_length, batch, size, -1, head_dim) for tensor in (query, key, value)]
+        # [s/cp, b, cp, heads/cp, d] with the receiving rank first; what arrives has the sending rank first.
+        received = _all_to_all(torch.cat(shares, dim=3).movedim(2, 0), self.cp).flatten(0, 1)
+        queries, keys, values = torch.split(to_sequence_order(received, size, dim=0), widths, dim=2)
+        own = slice(self.cp.rank * widths[0], (self.cp.rank + 1) * widths[0])
+        if dropout:
+            positions = torch.arange(size * local_length, device=query.device)
+            dropout = replace(dropout, queries=positions, heads=dropout.heads[own])
+        of_heads = None if sinks is None else sinks[own]
+        context = self.core(queries, keys, values, pattern, dropout, sinks=of_heads)
+        context = to_rank_order(context, size, dim=0)
+        received = _all_to_all(context.view(size, local_length, *context.shape[1:]), self.cp)
+        return received.movedim(0, 2).flatten(2, 3)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cp: Group) -> torch.Tensor:
+        ctx.cp = cp
+        return all_to_all_first_dim(tensor, cp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_to_all_first_dim(grad, ctx.cp), None
+
+
+def _all_to_all(tensor: torch.Tensor, cp: Group) -> torch.Tensor:
+    """Give row i to rank i. Forward and backward: all-to-all along dim 0. Shapes: ``[cp, …] -> [cp, …]``."""
+    received: torch.Tensor = _AllToAll.apply(tensor, cp)  # type: ignore[no-untyped-call]
+    return received
+
+
+@dataclass(frozen=True)
+class RingAttention:
+    """Attend to the whole sequence with queries, keys and values split by `partition` over the ranks of ``cp``.
+
+    Every rank's keys and values reach every other in ``cp.size − 1`` hops, each under way while the block before it is
+    computed; blocks are merged by their log-sum-exp in at least float32. The backward pass sends keys and
+    values round once more, followed by their gradients, which arrive at home after ``cp.size`` hops. Sinks are merged
+    in last, as one more block that each rank has for its own queries.
+
+    Shapes: ``query: [s/cp, b, n, d]``, ``key, value: [s/cp, b, g, d]`` ``-> [s/cp, b, n, d]``.
+    """
+
+    cp: Group
+    blocks: AttentionBlocks
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output."""
+        ring = _Ring(self.cp, self.blocks, pattern, dropout)
+        output: torch.Tensor = _RingFunction.apply(query, key, value, sinks, ring)  # type: ignore[no-untyped-call]
+        return output
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Hold what a rank computes at one step: queries from ``first_query`` on, keys before ``end_key``."""
+
+    first_query: int
+    end_key: int
+    mask: BlockMask
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Hold what both directions of one call have in common."""
+
+    cp: Group
+    blocks: AttentionBlocks
+    pattern: AttentionPattern
+    dropout: AttentionDropout | None
+
+    def step(self, number: int, query: torch.Tensor) -> _Step:
+        """Return the work of a step for ``query: [s/cp, …]``; keys and values are those of rank ``cp.rank − number``.
+
+        Where attention is causal, both of this rank's chunks see an earlier rank's first chunk whole and its second not
+        at all. Of a later rank's, this rank's first chunk sees nothing and the second sees both whole.
+        """
+        rank, size, pattern, local_length = self.cp.rank, self.cp.size, self.pattern, query.shape[0]
+        source = (rank - number) % size
+        first_query, end_key = 0, local_length
+        if pattern.is_causal:
+            first_query = local_length // 2 if source > rank else 0
+            end_key = local_length // 2 if source < rank else local_length
+        visible, dropout = None, self.dropout
+        if not pattern.is_plain or dropout:
+            length = size * local_length
+            queries, keys = (positions_of(holder, size, length, query.device) for holder in (rank, source))
+            queries, keys = queries[first_query:], keys[:end_key]
+            visible = None if pattern.is_plain else pattern.visible(queries, keys)
+            dropout = replace(dropout, queries=queries, keys=keys) if dropout else None
+        is_causal = pattern.is_plain_causal and number == 0
+        return _Step(first_query, end_key, BlockMask(visible, is_causal, dropout))
+
+
+class _RingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        ring: _Ring,
+    ) -> torch.Tensor:
+        heads_first = query.permute(1, 2, 0, 3)
+        travelling = torch.stack((key, value))
+        for number in range(ring.cp.size):
+            following = start_ring_exchange(travelling, ring.cp) if number < ring.cp.size - 1 else None
+            step = ring.step(number, query)
+            keys, values = travelling[:, : step.end_key].permute(0, 2, 3, 1, 4)
+            block = ring.blocks.forward(heads_first[:, :, step.first_query :], keys, values, step.mask)
+            if number == 0:
+                # A copy, because the kernel may return what it keeps, and merging is in place.
+                output = block[0].to(arithmetic_dtype(query.dtype), copy=True)
+                logsumexp = block[1].to(output.dtype, copy=True)
+            else:
+                merge_block(output[:, :, step.first_query :], logsumexp[:, :, step.first_query :], *block)
+            if following is not None:
+                travelling = following.wait()
+        if sinks is not None:
+            output, logsumexp = merge_sinks(output, logsumexp, sinks)
+        output = output.to(query.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(query, key, value, sinks, output, logsumexp)
+        return output.permute(2, 0, 1, 3)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, output, logsumexp = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        wide = arithmetic_dtype(query.dtype)
+        heads_first, grad = query.permute(1, 2, 0, 3), grad.contiguous().permute(1, 2, 0, 3)
+        grad_sinks = sinks_gradient(grad, output, logsumexp, sinks) if ctx.needs_input_grad[3] else None
+        grad_query = torch.zeros_like(heads_first, dtype=wide)
+        travelling = torch.stack((key, value))
+        grads_under_way = None
+        for number in range(ring.cp.size):
+            following = start_ring_exchange(travelling, ring.cp) if number < ring.cp.size - 1 else None
+            step = ring.step(number, query)
+            keys, values = travelling[:, : step.end_key].permute(0, 2, 3, 1, 4)
+            rows = slice(step.first_query, None)
+            block_grads = ring.blocks.backward(
+                *(grad[:, :, rows], heads_first[:, :, rows], keys, values),
+                *(output[:, :, rows], logsumexp[:, :, rows], step.mask),
+            )
+            grad_query[:, :, rows] += block_grads[0]
+            if grads_under_way is None:
+                grads = torch.zeros(travelling.shape, dtype=wide, device=query.device)
+            else:
+                grads = grads_under_way.wait()
+            for index in (0, 1):
+                grads[index, : step.end_key] += block_grads[1 + index].permute(2, 0, 1, 3)
+            grads_under_way = start_ring_exchange(grads, ring.cp)
+            if following is not None:
+                travelling = following.wait()
+        assert grads_under_way is not None
+        grad_key, grad_value = grads_under_way.wait().to(key.dtype)
+        return grad_query.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, grad_sinks, None
+
+
+def with_context_parallel(
+    core: AttentionCore, exchange: str, cp: Group, *, plain_blocks: bool = False, softcap: float | None = None
+) -> AttentionCore:
+    """Return ``core`` for sequences that are split over ``cp``; the core itself where one rank holds them whole.
+
+    The result takes a pattern without a mask: that of a whole sequence would be larger than anything else that a rank
+    holds. ``plain_blocks`` keeps ring attention from kernels; ``softcap`` must be the core's. With ``a2a+p2p`` the
+    ranks of the group's inner level share the heads, and each of them goes round a ring with the outer level's.
+    """
+    if cp.size == 1:
+        return core
+    if exchange == "a2a+p2p":
+        assert cp.levels is not None, "the group is cut in no levels"
+        inner, outer = cp.levels
+        # Neighbours hold stretches of the two chunks that one rank of a ring of the outer size would hold.
+        core = with_context_parallel(core, "p2p", outer, plain_blocks=plain_blocks, softcap=softcap)
+        return with_context_parallel(core, "a2a", inner)
+    if exchange == "p2p":
+        return RingAttention(cp, AttentionBlocks(plain_blocks, softcap))
+    if exchange == "all_gather":
+        return AllGatherAttention(cp, core)
+    assert exchange == "a2a", exchange
+    return UlyssesAttention(cp, core)

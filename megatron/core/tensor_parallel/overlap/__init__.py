@@ -1,1 +1,0 @@
-"""Communication of linear layers that goes in chunks beside their products."""
