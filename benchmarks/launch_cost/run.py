@@ -58,9 +58,9 @@ def measure(dropout: float, with_graphs: bool) -> list[float]:
     from megatron.core.device import Device
     from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-    from megatron.core.kernels.dropout_keys import DropoutSamples
     from megatron.core.models.gpt.gpt_config import GPTConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.ops.dropout import DropoutSamples
     from megatron.core.parallel_state import create_parallel_state
     from megatron.core.tensor_parallel.random import RngStreams
 

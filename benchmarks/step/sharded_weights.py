@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.machine import describe_machine
 from benchmarks.small_model import LENGTH, SHAPE, VOCABULARY
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.models.data_parallel import wrap_model
+from megatron.core.models.model import wrap_model
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelState, create_parallel_state

@@ -22,7 +22,7 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
-from megatron.core.transformer.adapters.adapter_targets import ADAPTERS
+from megatron.core.transformer.lora_targets import ADAPTERS
 from megatron.interop.adapters.merged_source import MergedSource
 from megatron.interop.adapters.peft_export import write_peft
 from megatron.interop.adapters.peft_source import PeftSource

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from megatron.core.kernels.accumulation import add_rows, add_wide_product
-from megatron.core.kernels.matrix_product import (
+from megatron.core.ops.gemm import (
+    add_rows,
+    add_wide_product,
     gradient_library,
     group_gradient,
     grouped_gradient,
@@ -311,7 +312,7 @@ def receive_parts(parts: torch.Tensor, receivers: Sequence[Receiver]) -> list[to
 
     Shapes: ``parts: [receivers, n, width]`` in float32 ``-> [width]``.
     """
-    from megatron.core.kernels.triton_programs.column_sums import sum_parts
+    from megatron.core.ops.triton.column_sums import sum_parts
 
     totals, adds = [], []
     for dtype, main_grad in receivers:

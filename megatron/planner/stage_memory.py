@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.core.distributed.param_layout import MIN_POOL_SIZE, ParamLayout, plan_buckets
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters, gathered_units
-from megatron.core.optimizer.state_memory import state_bytes
+from megatron.core.optimizer.optimizer_config import state_bytes
 from megatron.core.pipeline_parallel.schedules import StagePlace, with_deferred_grads
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.implementations import Implementation

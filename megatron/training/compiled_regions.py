@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.models.model import Model
+from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm, normalise
 from megatron.training.config.run_config import RunConfig

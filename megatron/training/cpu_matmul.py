@@ -12,8 +12,8 @@ import torch
 
 from megatron.core.collectives import any_rank, broadcast_object
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels.matrix_product import gradient_library, grouped_product, has_library, linear
 from megatron.core.main_grad import MainGrad
+from megatron.core.ops.gemm import gradient_library, grouped_product, has_library, linear
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.training.config.run_config import RunConfig
 from megatron.training.process.initialize import Runtime

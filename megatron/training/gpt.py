@@ -76,8 +76,8 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
     """
     import torch
 
-    from megatron.core.kernels.attention_pattern import AttentionPattern
     from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
+    from megatron.core.ops.attention_pattern import AttentionPattern
     from megatron.core.pipeline_parallel.executor import MicrobatchLoss
 
     pattern, losses = AttentionPattern(document_ids=batch.document_ids), list[AuxiliaryLoss]()

@@ -12,17 +12,16 @@ from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
-from megatron.core.fp8.float8_state import Float8State
 from megatron.core.host_memory import HostCopies
-from megatron.core.kernels.accumulation import why_no_wide_products
-from megatron.core.kernels.attention_choice import describe_missing_flash
-from megatron.core.kernels.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
 from megatron.core.main_grad import WeightGradQueue
-from megatron.core.models.data_parallel import wrap_model
-from megatron.core.models.float8_layers import compute_in_float8, describe_float8
+from megatron.core.models.fp8_layers import compute_in_float8, describe_float8
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.model import Model
+from megatron.core.models.model import Model, wrap_model
+from megatron.core.ops.attention_backend import describe_missing_flash
+from megatron.core.ops.fp8_quantizers import Float8State
+from megatron.core.ops.gemm import why_no_wide_products
+from megatron.core.ops.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
 from megatron.core.pipeline_parallel.executor import PipelineConnection
@@ -32,8 +31,8 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLay
 from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.cpu_offload import ActivationOffload, WeightOffload
 from megatron.core.transformer.attention import describe_attention
-from megatron.core.transformer.graphed_layers import GraphedLayers
-from megatron.core.transformer.moe.expert_load import ExpertLoads
+from megatron.core.transformer.cuda_graphs import GraphedLayers
+from megatron.core.transformer.moe.load_balancing import ExpertLoads
 from megatron.core.transformer.moe.moe_layer import loads_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.interop.huggingface.families import describe_missing_family

@@ -11,14 +11,12 @@ import torch
 from megatron.core.collectives import any_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels.apex import load_fused_adam
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
+from megatron.core.optimizer.inner_optimizer import examine_rule, load_fused_adam
 from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.recipes.param_rates import ParamRates
-from megatron.core.optimizer.state_memory import host_state_bytes, state_bytes
-from megatron.core.optimizer.update_rule import examine_rule
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, host_state_bytes, state_bytes
+from megatron.core.optimizer.param_rates import ParamRates
 from megatron.core.parallel_state import all_gather_from_world
 from megatron.core.sharding import spec_of
 from megatron.training.activation_estimate import activation_bytes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.chunk_parameters import chunk_parameters
-from megatron.core.optimizer.state_memory import state_bytes
+from megatron.core.optimizer.optimizer_config import state_bytes
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.training.activation_estimate import tokens_of_rank
 from megatron.training.saved_activations import saved_layer_bytes

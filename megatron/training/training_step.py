@@ -15,13 +15,13 @@ from megatron.core.collectives import all_reduce
 from megatron.core.datasets.samples.batch import Batch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
-from megatron.core.kernels.dropout_keys import DropoutSamples
 from megatron.core.models.model import Model
+from megatron.core.ops.dropout import DropoutSamples
 from megatron.core.optimizer.optimizer import StepOutcome
 from megatron.core.pipeline_parallel.executor import ChunkForward, ChunkResult, ModelChunk, ScheduleResult, run_schedule
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, StagePlace, with_deferred_grads
 from megatron.core.timers import Timers
-from megatron.core.transformer.moe.expert_load import LoadReport
+from megatron.core.transformer.moe.load_balancing import LoadReport
 from megatron.training.agreement import Agreement, agree, read_agreement, sum_over_ranks
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.data_set_sums import DataSetSums

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
-from megatron.core.kernels.float8.quantised import (
+from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
     ROWS,
@@ -22,9 +22,9 @@ from megatron.core.kernels.float8.quantised import (
     SQUARES_OF_128,
     WHOLE,
     Blocks,
+    device_product,
     quantise,
 )
-from megatron.core.kernels.float8.scaled_product import device_product
 from tests.emulated_cuda.activation import load_bindings
 
 GPU = torch.cuda.get_device_capability()[0]

@@ -28,7 +28,7 @@ from megatron.core.process_group import Group, single_rank_group
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Routing, TopKRouter
-from megatron.core.transformer.moe.token_rows import TokenRows
+from megatron.core.transformer.moe.routing import TokenRows
 from megatron.core.weight_prefetch import give_memory
 from megatron.training.config.arguments import resolve_arguments
 from megatron.training.config.run_config import RunConfig

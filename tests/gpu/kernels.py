@@ -1,4 +1,4 @@
-"""Kernels of core/kernels beside their plain twins: how far apart they are, and how long each takes.
+"""Kernels of core/ops beside their plain twins: how far apart they are, and how long each takes.
 
 A new kernel gets a line in ``kernel_pairs``.
 """
@@ -15,19 +15,17 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.device import Device
-from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask
-from megatron.core.kernels.attention_choice import select_attention_core
-from megatron.core.kernels.attention_pattern import AttentionPattern
-from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
-from megatron.core.kernels.dropout import drop_hidden, keyed_dropout
-from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
-from megatron.core.kernels.flash_attn import load_flash_attention
-from megatron.core.kernels.gated_activation import gated_activation
-from megatron.core.kernels.matrix_product import linear
-from megatron.core.kernels.triton_choice import runs_on_triton
+from megatron.core.ops.attention_backend import load_flash_attention, select_attention_core
+from megatron.core.ops.attention_block import AttentionBlocks, BlockMask
+from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.ops.dot_product_attention import fused_attention, plain_attention
+from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, drop_hidden, keyed_dropout
+from megatron.core.ops.gated_activation import gated_activation
+from megatron.core.ops.gemm import linear
+from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.transformer.residual_norm import ResidualNorm
+from megatron.core.transformer.norm import ResidualNorm
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
     apply_rotary,
@@ -151,7 +149,7 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
     def activated(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         if not runs_on_triton(x, bias):
             return gelu(x + bias)
-        from megatron.core.kernels.triton_programs.activation import activate_with_bias
+        from megatron.core.ops.triton.activation import activate_with_bias
 
         return activate_with_bias(x + bias.detach(), bias, gelu, "gelu_tanh")
 

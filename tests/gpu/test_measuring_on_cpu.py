@@ -235,7 +235,7 @@ def test_measured_lines_have_the_names_of_predicted_ones(report: Report) -> None
     both = {line["where"] for line in row["lines"] if line["measured_ms"] and line["predicted_ms"]}
     for file in ("kernels/matrix_product", "tensor_parallel/cross_entropy", "optimizer/clip_grads"):
         assert any(where.startswith(f"megatron/core/{file}.py:") for where in both), file
-    assert any(where.startswith("gradient of megatron/core/kernels/dot_product_attention.py:") for where in both)
+    assert any(where.startswith("gradient of megatron/core/ops/dot_product_attention.py:") for where in both)
     predicted = [line for line in row["lines"] if line["predicted_ms"]]
     assert len(both) > len(predicted) / 2
     assert row["measured_total_ms"] == pytest.approx(sum(line["measured_ms"] for line in row["lines"]))

@@ -233,7 +233,7 @@ def test_busy_time_counts_overlapping_kernels_once() -> None:
     ],
 )
 def test_what_a_gpu_type_cannot_do_is_unsupported(capability: tuple[int, int], missing: set[str]) -> None:
-    from megatron.core.kernels.float8.quantised import ROWS, SEGMENTS_OF_32, SEGMENTS_OF_128, WHOLE
+    from megatron.core.ops.fp8_tensor import ROWS, SEGMENTS_OF_32, SEGMENTS_OF_128, WHOLE
 
     recipes = {"delayed": WHOLE, "rowwise": ROWS, "blockwise": SEGMENTS_OF_128, "mxfp8": SEGMENTS_OF_32}
     assert {name for name, blocks in recipes.items() if why_no_float8(capability, blocks)} == missing

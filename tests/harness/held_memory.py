@@ -18,7 +18,7 @@ import pretrain_gpt
 from megatron.core.device import Device
 from megatron.core.distributed.fully_sharded_data_parallel import ShardedGradBuffer, ShardedWeightBuffer
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
-from megatron.core.kernels.matrix_product import has_library
+from megatron.core.ops.gemm import has_library
 from megatron.core.timers import Timers
 from megatron.planner.implementations import OURS
 from megatron.planner.plan import Plan

@@ -12,11 +12,11 @@ import torch
 import pretrain_gpt
 from megatron.core.datasets.blended_dataset_builder import DatasetSplits
 from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
-from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
 from megatron.core.models.model import Model
+from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.precision import dtype_from_name

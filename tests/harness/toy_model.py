@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import Device
-from megatron.core.models.float8_layers import compute_in_float8
+from megatron.core.models.fp8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ParallelSizes

@@ -21,7 +21,7 @@ PATCHES = Path(__file__).parent
 USES = {
     "flag": """
 import torch
-from megatron.core.kernels.attention_pattern import CAUSAL
+from megatron.core.ops.attention_pattern import CAUSAL
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.checkpointing.config_changes import compare_configs
@@ -98,7 +98,7 @@ assert min(losses[5:]) < losses[0]
 import dataclasses, os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
-from megatron.core.kernels import triton_choice
+from megatron.core.ops import triton_support as triton_choice
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.mlp import MLP
 config = dataclasses.replace(parse_arguments([*flags, "--mish"]).model, num_experts=None)

@@ -13,8 +13,8 @@ from megatron.core.collectives import all_reduce, reduce_scatter_into
 from megatron.core.distributed.flat_parameters import FlatParameters, Float8FlatParameters, ParamPart, is_sent_in_float8
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
 from megatron.core.flight_recorder import PendingWork
-from megatron.core.kernels.accumulation import adds_wide_products
 from megatron.core.main_grad import MainGrad, attach_main_grad, gradient_uses_of
+from megatron.core.ops.gemm import adds_wide_products
 from megatron.core.process_group import Group
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 
 _PADDING = 0
 

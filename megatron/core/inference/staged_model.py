@@ -8,8 +8,8 @@ import torch
 
 from megatron.core.collectives import broadcast
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks, ReceiveQueue, SendQueue
 from megatron.core.precision import dtype_from_name

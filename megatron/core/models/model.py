@@ -1,4 +1,4 @@
-"""What training asks of a model: one that has this trains at any layout."""
+"""The interface that training requires of a model, and its wrapper for data parallelism."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import attach_spec, held_of, spec_of
 from megatron.core.tensor_parallel.initialization import initialize_divided
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.weight_prefetch import has_memory
 
 
 class Model(nn.Module):
@@ -61,3 +64,30 @@ class Model(nn.Module):
                     held.zero_()
         elif not any(parameter.is_meta for parameter in parameters):
             initialize_divided(parameters, seed, self.parallel_state)
+
+
+def wrap_model(
+    model: Model,
+    config: DistributedDataParallelConfig,
+    state: ParallelState,
+    *,
+    calculate_per_token_loss: bool = False,
+) -> DistributedDataParallel:
+    """Wrap a model chunk; where weights are sharded, its blocks have them while their layers run.
+
+    Parameters without memory have their first values then: all of a parameter, or what this rank holds of it.
+    """
+    unfilled = [parameter for parameter in model.parameters() if not has_memory(parameter)]
+    wrapped = DistributedDataParallel(
+        model,
+        config,
+        state,
+        calculate_per_token_loss=calculate_per_token_loss,
+        layers=[layer for block in model.blocks for layer in block.layers.values()],
+        first=model.first_alone,
+    )
+    if unfilled:
+        model.initialize_parameters(model.seed, unfilled)
+    for block in model.blocks if wrapped.weights is not None else ():
+        block.weights = wrapped.weights
+    return wrapped

@@ -1,20 +1,31 @@
-"""Gradient clipping: the global norm, with every element of the model counted once, and the factor."""
+"""Gradient clipping: the global norm, a maximum norm per kind of parameter, and reports of NaN or Inf.
+
+The norm counts every element of the model once. The kinds are matrices, embeddings and vectors.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron.core.collectives import all_reduce
+from megatron.core.collectives import all_gather_objects, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAndGradBuffer
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, parts_of_range
+from megatron.core.distributed.weight_checks import (
+    BadWeightsError,
+    describe_bad_weights,
+    find_bad_weights,
+    gather_bad_weights,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import arithmetic_dtype
+from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, spec_of
 from megatron.core.timers import Timers
 
@@ -193,3 +204,91 @@ def sum_of_squares(flat: torch.Tensor, block_weights: torch.Tensor | None = None
     if whole < flat.numel():
         total += flat[whole:].double().square().sum()
     return total
+
+
+KINDS = ("matrices", "embeddings", "vectors")
+ALL_KINDS = ""
+"""What stands for all kinds together, where they are not told apart."""
+_EMBEDDINGS = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
+
+
+def kind_of(spec: ParamSpec) -> str:
+    """Return the kind of a parameter; the output layer is one of the embeddings, with which it may be tied."""
+    if spec.name.endswith(_EMBEDDINGS):
+        return "embeddings"
+    return "vectors" if len(spec.global_shape) < 2 or spec.name.endswith("bias") else "matrices"
+
+
+def grad_multipliers(
+    norm: torch.Tensor, of_kinds: torch.Tensor, scale: float, config: OptimizerConfig
+) -> Mapping[str, torch.Tensor]:
+    """Return what the gradients of each kind are multiplied by: clipped by their kind, and then all together.
+
+    ``norm`` is that of all gradients, ``of_kinds`` are the sums of squares of each kind. ``scale`` is that of the
+    loss, and divided out. Where kinds are not told apart there is one number for all; where they are, also one for
+    what is of none.
+
+    Shapes: ``norm: []``, ``of_kinds: [3]``, in float64.
+    """
+    if not config.clips_by_kind:
+        return {ALL_KINDS: clip_coefficient(norm / scale, config.clip_grad) / scale}
+    norms = of_kinds.sqrt() / scale
+    factors = torch.stack([clip_coefficient(norm, limit) for norm, limit in zip(norms, _limits(config), strict=True)])
+    left = torch.linalg.vector_norm(norms * factors)
+    together = clip_coefficient(left, config.clip_grad) / scale
+    return dict(zip(KINDS, (factors * together).unbind())) | {ALL_KINDS: together}
+
+
+def _limits(config: OptimizerConfig) -> tuple[float, ...]:
+    return (config.clip_grad_matrices, config.clip_grad_embeddings, config.clip_grad_vectors)
+
+
+_NUM_NAMED = 4
+_NUM_RANKS_NAMED = 8
+
+
+def check_weights(model_chunks: Sequence[DistributedDataParallel], world: Group) -> None:
+    """Look the weights of all ranks over; collective, and it waits for the device.
+
+    Raises:
+        BadWeightsError: some are not finite; the message names parameters, ranks and elements. All ranks raise.
+    """
+    for chunk in model_chunks:
+        chunk.finish_param_gather()
+    local = find_bad_weights(parameter for chunk in model_chunks for parameter in chunk.parameters())
+    found = gather_bad_weights(local, world)
+    if found:
+        raise BadWeightsError(
+            f"weights are not finite: {describe_bad_weights(found)}; no iteration can mend them: go on from a "
+            "checkpoint before, with --ckpt-step"
+        )
+
+
+def describe_bad_gradients(model_chunks: Sequence[DistributedDataParallel], world: Group, loss_scale: float) -> str:
+    """Return what the reduced gradients are, and which parameters' were not finite before, by rank; collective.
+
+    Finite gradients whose squares overflow are called too large, with the largest values.
+    """
+    bad = [name for chunk in model_chunks for name in chunk.names_of_bad_local_gradients()]
+    parts = [part for chunk in model_chunks for part in chunk.parts if part.gradient.numel()]
+    largest = [(part.spec.name, float(part.gradient.abs().max()) / loss_scale) for part in parts]
+    is_finite = all(bool(torch.isfinite(part.gradient).all()) for part in parts)
+    reports = all_gather_objects((bad, is_finite, sorted(largest, key=lambda each: -each[1])[:_NUM_NAMED]), world)
+    if all(finite for _, finite, _ in reports):
+        values: dict[str, float] = {}
+        for _, _, top in reports:
+            for name, value in top:
+                values[name] = max(value, values.get(name, 0.0))
+        named = sorted(values.items(), key=lambda each: -each[1])[:_NUM_NAMED]
+        return (
+            "the gradient is too large: every element of it is finite, and its norm has overflowed; the largest "
+            f"elements are {', '.join(f'{value:.3g} in {name}' for name, value in named)}"
+        )
+    ranks = [
+        f"rank {rank}: {', '.join(names[:_NUM_NAMED])}"
+        + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")
+        for rank, (names, _, _) in zip(world.ranks, reports)
+        if names
+    ]
+    where = "; ".join(ranks[:_NUM_RANKS_NAMED]) or "each was finite on its rank, but their sum is not"
+    return f"a gradient is not finite before the optimizer step; {where}"

@@ -16,24 +16,27 @@ from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import ConfigurationError, TrainingError
 from megatron.core.host_memory import HostCopies
 from megatron.core.optimizer.clip_grads import (
+    ALL_KINDS,
+    KINDS,
     Counting,
     GradMeter,
     GradStatistics,
+    check_weights,
+    describe_bad_gradients,
+    grad_multipliers,
+    kind_of,
     sum_of_squares,
 )
-from megatron.core.optimizer.compact_state import CompactTensor
+from megatron.core.optimizer.cpu_offloading import HostOffload, split_groups
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
-from megatron.core.optimizer.gradient_report import check_weights, describe_bad_gradients
-from megatron.core.optimizer.host_offload import HostOffload, split_groups
-from megatron.core.optimizer.inner_optimizer import InnerOptimizer
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer, UpdateRule, examine_rule
 from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.recipes.gradient_kinds import ALL_KINDS, KINDS, grad_multipliers, kind_of
-from megatron.core.optimizer.recipes.param_rates import ParamRates, Rate
-from megatron.core.optimizer.recipes.weight_average import AVERAGE, WeightAverage
+from megatron.core.optimizer.param_rates import ParamRates, Rate
+from megatron.core.optimizer.quantized_state import CompactTensor
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets, described_state
-from megatron.core.optimizer.update_rule import UpdateRule, examine_rule
+from megatron.core.optimizer.weight_average import AVERAGE, WeightAverage
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, spec_of
 from megatron.core.timers import Timers
@@ -55,7 +58,7 @@ class MegatronOptimizer:
     and once for the update, which applies the loss scale and the clipping as one factor. Half-precision parameters have
     float32 main parameters that are updated and then rounded into the model. No update is made from a gradient that is
     not finite: the device decides that, so that the host reads the norm when it reads the loss. ``fused_adam`` (apex's
-    class, see ``core.kernels.apex``) is used on CUDA.
+    class, see ``core.optimizer.inner_optimizer``) is used on CUDA.
 
     Where the configuration offloads a fraction (see `HostOffload`), that much of the parameters, in their order and the
     decayed ones first, is updated on the host, which then waits for the norm. ``host_copies`` makes what copies beside

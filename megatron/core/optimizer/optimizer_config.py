@@ -1,10 +1,55 @@
-"""The optimizer, its loss scaling and its clipping."""
+"""OptimizerConfig: the optimizer, loss scaling and clipping; per-parameter overrides; bytes of optimizer state.
+
+Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from megatron.core.config_base import BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag
+from megatron.core.model_parallel_config import ELEMENT_BYTES
+
+
+@dataclass(frozen=True)
+class GroupOverride:
+    """Hold the multipliers of parameters whose names match a pattern; None leaves what they would have without it."""
+
+    pattern: str
+    lr_mult: float | None = None
+    wd_mult: float | None = None
+
+    def matches(self, name: str) -> bool:
+        """Return whether a parameter's global name is meant; ``*`` stands for any characters, dots among them."""
+        return fnmatchcase(name, self.pattern)
+
+
+def parse_override(text: str) -> GroupOverride:
+    """Return what ``PATTERN:lr_mult=X,wd_mult=Y`` says, of which one multiplier may be left out.
+
+    Raises:
+        ValueError: it says something else; the message says what.
+    """
+    pattern, colon, assignments = text.rpartition(":")
+    if not pattern or not colon:
+        raise ValueError("it has no pattern and multipliers with a colon between")
+    values: dict[str, float] = {}
+    for assignment in assignments.split(","):
+        name, equals, number = assignment.partition("=")
+        if name not in ("lr_mult", "wd_mult") or not equals:
+            raise ValueError(f"{assignment!r} is neither lr_mult=NUMBER nor wd_mult=NUMBER")
+        if name in values:
+            raise ValueError(f"{name} is there twice")
+        try:
+            values[name] = float(number)
+        except ValueError:
+            raise ValueError(f"{number!r} of {name} is not a number") from None
+        if not 0.0 <= values[name] < math.inf:
+            raise ValueError(f"{name}={number} must be 0 or more")
+    return GroupOverride(pattern, **values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,3 +223,38 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
         if not self.optimizer_cpu_offload:
             return 0.0
         return 1.0 if self.optimizer_offload_fraction is None else self.optimizer_offload_fraction
+
+
+def state_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int:
+    """Return what a parameter takes on the device beside weight and gradient: main parameter and moments.
+
+    ``is_matrix`` says that it is a weight between the embeddings and the output layer, of which Muon keeps one moment.
+    """
+    sizes = _sizes(optimizer)
+    has_main_copy = ELEMENT_BYTES[optimizer.params_dtype] < sizes["fp32"]
+    main_copy = sizes[optimizer.main_params_dtype] if has_main_copy else 0
+    return main_copy + _average_bytes(optimizer) + _moment_bytes(optimizer, is_matrix=is_matrix)
+
+
+def host_state_bytes(optimizer: OptimizerConfig, num_elements: int) -> int:
+    """Return what the offloaded part of so many parameters takes on the host: there each main parameter is a copy."""
+    of_each = _sizes(optimizer)["fp32"] + _average_bytes(optimizer) + _moment_bytes(optimizer)
+    return math.ceil(optimizer.offload_fraction * num_elements) * of_each
+
+
+def _average_bytes(optimizer: OptimizerConfig) -> int:
+    return 0 if optimizer.ema_decay is None else _sizes(optimizer)["fp32"]
+
+
+def _moment_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int:
+    sizes = _sizes(optimizer)
+    if optimizer.elementwise == "lion" or (optimizer.optimizer == "muon" and is_matrix):
+        return sizes["fp32"]
+    if optimizer.elementwise == "sgd":
+        return sizes["fp32"] if optimizer.sgd_momentum else 0
+    return sizes[optimizer.exp_avg_dtype] + sizes[optimizer.exp_avg_sq_dtype]
+
+
+def _sizes(optimizer: OptimizerConfig) -> dict[str, int]:
+    """Return the bytes of each type of state; the state of a float64 model is as wide as its parameters."""
+    return {"fp32": max(4, ELEMENT_BYTES[optimizer.params_dtype]), "fp16": 2, "bf16": 2, "fp8": 1}

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.distributed.flat_parameters import ParamPart
-from megatron.core.optimizer.compact_state import CompactTensor, RemainderTensor, make_moment
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.matrix_owners import MatrixOwners
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.recipes.param_rates import COMMON_RATE, Rate
+from megatron.core.optimizer.param_rates import COMMON_RATE, Rate
+from megatron.core.optimizer.quantized_state import CompactTensor, RemainderTensor, make_moment
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.sharding import ParamSpec, full_pieces
 from megatron.core.timers import Timers

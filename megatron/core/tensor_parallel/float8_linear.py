@@ -19,11 +19,10 @@ from megatron.core.collectives import (
     reduce_scatter_into,
 )
 from megatron.core.flight_recorder import PendingWork
-from megatron.core.fp8.float8_quantisers import Float8Quantisers
-from megatron.core.kernels.float8.quantised import WHOLE, Quantised
-from megatron.core.kernels.float8.scaled_product import scaled_product
-from megatron.core.kernels.matrix_product import product
 from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
+from megatron.core.ops.fp8_quantizers import Float8Quantisers
+from megatron.core.ops.fp8_tensor import WHOLE, Quantised, scaled_product
+from megatron.core.ops.gemm import product
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.mappings import InputRegion
 

@@ -21,11 +21,10 @@ from megatron.core.collectives import (
     reduce_scatter_into,
 )
 from megatron.core.errors import ConfigurationError
-from megatron.core.fp8.float8_quantisers import Float8Quantisers
 from megatron.core.host_memory import ReusedMemory
-from megatron.core.kernels.accumulation import add_rows
-from megatron.core.kernels.matrix_product import linear, product
 from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
+from megatron.core.ops.fp8_quantizers import Float8Quantisers
+from megatron.core.ops.gemm import add_rows, linear, product
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
 from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearOverlap

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from megatron.core.device import Device
-from megatron.core.kernels.dropout_keys import DropoutSamples, hash_numbers
+from megatron.core.ops.dropout import DropoutSamples, hash_numbers
 from megatron.core.parallel_sizes import Place
 
 DEFAULT = "default"

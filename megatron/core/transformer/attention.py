@@ -1,4 +1,8 @@
-"""Self-attention with grouped queries, its heads sharded over the tensor-parallel group."""
+"""Self-attention with grouped queries (GQA), sharded by head over the tensor-parallel group.
+
+The rows of the fused query, key and value projection are ``[q ... q, k, v]`` per key-value group: Ainslie et al. 2023,
+https://arxiv.org/abs/2305.13245. The softmax may have an attention sink per head, learned or 0.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,28 @@ from torch import nn
 
 from megatron.core.context_parallel.attention import with_context_parallel
 from megatron.core.context_parallel.key_value_heads import key_value_heads_of_rank
-from megatron.core.kernels.attention_block import AttentionBlocks
-from megatron.core.kernels.attention_choice import PLAIN_BACKENDS, AttentionCall, select_attention_core
-from megatron.core.kernels.attention_pattern import AttentionPattern
-from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys
-from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.layer_output import LayerOutput
+from megatron.core.ops.attention_backend import PLAIN_BACKENDS, AttentionCall, select_attention_core
+from megatron.core.ops.attention_block import AttentionBlocks
+from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.fp8_quantizers import Float8Quantisers
+from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
+from megatron.core.sharding import Box, ParamSpec, Piece, even_pieces
 from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    make_parameter,
+    tensor_parallel_linear,
+)
+from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer.across_heads_norm import AcrossHeadsNorm
-from megatron.core.transformer.attention_kinds.softmax_offset import SoftmaxOffset
 from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.query_key_value import make_query_key_value
+from megatron.core.transformer.norm import AcrossHeadsNorm, Norm
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
     apply_rotary_to_both,
@@ -35,6 +44,125 @@ from megatron.core.transformer.rotary_pos_embedding import (
     split_projection,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SoftmaxOffset(nn.Module):
+    """Hold the sinks of this rank's heads, whose exponentials are added to the sums below the softmax.
+
+    A softmax off by one has sinks of 0, which are no parameter.
+
+    Shapes: ``-> [n/tp]``, or None where there are none.
+    """
+
+    def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+        super().__init__()
+        self.softmax_offset: torch.Tensor | None = None
+        heads, dtype = config.num_attention_heads, dtype_from_name(config.params_dtype)
+        if config.softmax_type == "learnable":
+            spec = ParamSpec(
+                "softmax_offset", (heads,), even_pieces((heads,), 0, tp.rank, tp.size), init_std=config.init_method_std
+            )
+            self.softmax_offset = make_parameter((heads // tp.size,), spec, dtype, device)
+        self.is_off_by_one = config.softmax_type == "off-by-one"
+        self.num_heads, self.dtype, self.device = heads // tp.size, dtype, device
+
+    def forward(self) -> torch.Tensor | None:
+        """Return the sinks."""
+        if self.is_off_by_one:
+            return torch.zeros(self.num_heads, dtype=self.dtype, device=self.device)
+        return self.softmax_offset
+
+
+def make_query_key_value(config: TransformerConfig, tp: Group, device: torch.device | str) -> nn.Module:
+    """Return the projection ``[s, b, h] -> [s, b, rows of this rank's groups]``.
+
+    With at least as many groups as tensor-parallel ranks each rank holds whole groups; with fewer, several ranks share
+    a group: each has its own query heads and a copy of the group's key and value.
+    """
+    if config.num_query_groups % tp.size == 0:
+        return ColumnParallelLinear(
+            config.hidden_size,
+            config.query_projection_size + 2 * config.kv_projection_size,
+            tp,
+            has_bias=config.has_qkv_bias,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.init_method_std,
+            dtype=dtype_from_name(config.params_dtype),
+            device=device,
+            library=config.cpu_matmul,
+            overlap=linear_overlap(config, "qkv"),
+            fused_rows=_rows_of_a_group(config),
+        )
+    return SharedGroupQueryKeyValue(config, tp, device)
+
+
+def _rows_of_a_group(config: TransformerConfig) -> tuple[int, int, int]:
+    query_rows = config.query_projection_size // config.num_query_groups
+    return (query_rows, config.kv_channels, config.kv_channels)
+
+
+class SharedGroupQueryKeyValue(nn.Module):
+    """Project to query, key and value where several tensor-parallel ranks share one key-value group.
+
+    The query rows are this rank's alone; the key and value rows are equal on the ranks that share the group, and their
+    gradients are parts that must be summed over those ranks.
+
+    Shapes: ``[s, b, h] -> [s, b, (heads/tp + 2) * d]``; the input is ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+        super().__init__()
+        self.tp = tp
+        self.product_library = config.cpu_matmul
+        self.overlap = linear_overlap(config, "qkv")
+        self.quantisers: Float8Quantisers | None = None
+        self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
+        dtype = dtype_from_name(config.params_dtype)
+        width = config.hidden_size
+        ranks_per_group = tp.size // config.num_query_groups
+        group, member = divmod(tp.rank, ranks_per_group)
+        total_rows = config.query_projection_size + 2 * config.kv_projection_size
+        rows_per_group = total_rows // config.num_query_groups
+        query_rows = config.query_projection_size // tp.size
+        kv_rows = 2 * config.kv_channels
+        query_start = group * rows_per_group + member * query_rows
+        kv_start = (group + 1) * rows_per_group - kv_rows
+
+        def parameter(name: str, start: int, rows: int, shared: bool) -> nn.Parameter:
+            trailing = (width,) if name == "weight" else ()
+            piece = Piece(Box((start, *(0 for _ in trailing)), (rows, *trailing)), (0, *(0 for _ in trailing)))
+            spec = ParamSpec(
+                name,
+                (total_rows, *trailing),
+                (piece,),
+                gradient_sum_axes=("tp",) if shared else (),
+                replica_index=member if shared else 0,
+                num_replicas=ranks_per_group if shared else 1,
+                init_std=config.init_method_std if name == "weight" else 0.0,
+                fused_rows=_rows_of_a_group(config),
+            )
+            return make_parameter((rows, *trailing), spec, dtype, device)
+
+        self.query_weight = parameter("weight", query_start, query_rows, shared=False)
+        self.key_value_weight = parameter("weight", kv_start, kv_rows, shared=True)
+        self.query_bias: nn.Parameter | None = None
+        self.key_value_bias: nn.Parameter | None = None
+        if config.has_qkv_bias:
+            self.query_bias = parameter("bias", query_start, query_rows, shared=False)
+            self.key_value_bias = parameter("bias", kv_start, kv_rows, shared=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's query heads followed by its group's key and value."""
+        weight = torch.cat((self.query_weight, self.key_value_weight))
+        bias = None
+        if self.query_bias is not None and self.key_value_bias is not None:
+            bias = torch.cat((self.query_bias, self.key_value_bias))
+        return tensor_parallel_linear(
+            *(x, weight, bias, self.region, self.tp),
+            library=self.product_library,
+            overlap=self.overlap,
+            quantisers=self.quantisers,
+        )
 
 
 def describe_attention(

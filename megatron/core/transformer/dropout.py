@@ -9,8 +9,7 @@ from torch import nn
 
 from megatron.core.context_parallel.partition import positions_of
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels.dropout import RowKeys, drop_hidden
-from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
+from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, RowKeys, drop_hidden
 from megatron.core.process_group import Group
 
 

@@ -1,4 +1,4 @@
-"""Keys and values of the positions that a model has already seen."""
+"""KV cache: keys and values of the positions that a model has already processed."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.kernels.gated_activation import gated_activation
-from megatron.core.kernels.triton_choice import runs_on_triton
 from megatron.core.layer_output import LayerOutput
+from megatron.core.ops.gated_activation import gated_activation
+from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
@@ -72,7 +72,7 @@ class MLP(nn.Module):
         bias = self.linear_fc1.bias
         if bias is None or not bias.requires_grad or not self.has_program(x, bias):
             return self.activation(self.linear_fc1(x))
-        from megatron.core.kernels.triton_programs.activation import activate_with_bias
+        from megatron.core.ops.triton.activation import activate_with_bias
 
         return activate_with_bias(self.linear_fc1(x, gives_bias_gradient=False), bias, self.activation, self.kind)
 
@@ -83,7 +83,7 @@ class MLP(nn.Module):
         """
         if self.is_gated or self.activation is not ACTIVATIONS[self.kind] or not runs_on_triton(*tensors):
             return False
-        from megatron.core.kernels.triton_programs.activation import KINDS
+        from megatron.core.ops.triton.activation import PLAIN_KINDS as KINDS
 
         return self.kind in KINDS
 

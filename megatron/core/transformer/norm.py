@@ -1,15 +1,26 @@
-"""LayerNorm (Ba et al. 2016, https://arxiv.org/abs/1607.06450) and RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+"""LayerNorm and RMSNorm, RMSNorm across all heads of a token, and the norm of the residual stream.
+
+LayerNorm: Ba et al. 2016, https://arxiv.org/abs/1607.06450. RMSNorm: Zhang and Sennrich 2019,
+https://arxiv.org/abs/1910.07467. The residual classes add a branch to the residual stream and normalize the sum.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.kernels.transformer_engine import EngineNorm, transformer_engine_for
-from megatron.core.precision import arithmetic_dtype
+from megatron.core.ops.dropout import RowKeys, drop_hidden
+from megatron.core.ops.transformer_engine import EngineNorm, transformer_engine_for
+from megatron.core.ops.triton_support import runs_on_triton
+from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.process_group import Group
+from megatron.core.sharding import ParamSpec, even_pieces
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
+from megatron.core.tensor_parallel.mappings import sum_over_tensor_model_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Norm(nn.Module):
@@ -80,3 +91,144 @@ def normalise(
     wide = x.to(arithmetic_dtype(x.dtype))
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
     return (wide * scale).to(x.dtype) * weight
+
+
+class AcrossHeadsNorm(nn.Module):
+    """Normalise the heads of each token as one vector, and scale every channel by a weight of its own.
+
+    Where there are fewer heads than tensor-parallel ranks, several ranks hold copies of one. Forward and backward: an
+    all-reduce of one number a token.
+
+    Shapes: ``[s, b, heads/tp, d] -> [s, b, heads/tp, d]``.
+    """
+
+    def __init__(self, config: TransformerConfig, num_heads: int, tp: Group, device: torch.device | str) -> None:
+        super().__init__()
+        self.tp = tp
+        self.epsilon = config.norm_epsilon
+        self.mean_weight = 1.0 if config.apply_layernorm_1p else 0.0
+        num_shards = min(num_heads, tp.size)
+        self.copies = tp.size // num_shards
+        shard, member = divmod(tp.rank, self.copies)
+        self.width = num_heads * config.kv_channels
+        spec = ParamSpec(
+            "weight",
+            (self.width,),
+            even_pieces((self.width,), 0, shard, num_shards),
+            gradient_sum_axes=("tp",) if self.copies > 1 else (),
+            replica_index=member,
+            num_replicas=self.copies,
+            init_mean=1.0 - self.mean_weight,
+        )
+        dtype = dtype_from_name(config.params_dtype)
+        self.weight = make_parameter((self.width // num_shards,), spec, dtype, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised heads in their own dtype."""
+        wide = x.to(arithmetic_dtype(x.dtype))
+        squares = wide.square().sum(dim=(-2, -1), keepdim=True)
+        mean = sum_over_tensor_model_parallel_region(squares, self.tp) / (self.copies * self.width)
+        normalised = (wide * torch.rsqrt(mean + self.epsilon)).to(x.dtype)
+        return normalised * (self.weight + self.mean_weight).view(x.shape[-2:])
+
+
+def add_branch(x: torch.Tensor, branch: torch.Tensor | None, keys: RowKeys | None, probability: float) -> torch.Tensor:
+    """Return the residual stream ``x`` with a branch added, of which dropout by ``keys`` leaves a part.
+
+    Without keys nothing is dropped, without a branch the stream is returned.
+
+    Shapes: ``x, branch: [s, b, h]``, keys ``[s, b]`` ``-> [s, b, h]``.
+    """
+    if branch is None:
+        return x
+    return x + branch if keys is None else drop_hidden(branch, keys, probability, x)
+
+
+@dataclass
+class NormAhead:
+    """Hand a layer the norm that it begins with, from the end of the layer before, which has a branch to add there.
+
+    ``following`` is with what the next layer reads the stream, and ``normalised`` what came of it; both are None where
+    there is no layer behind, or before.
+    """
+
+    following: ResidualNorm | ResidualSum | None = None
+    normalised: torch.Tensor | None = None
+
+
+class ResidualSum(nn.Module):
+    """Add a branch to the residual stream, which is read without a norm. Called as `ResidualNorm` is."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None = None,
+        keys: RowKeys | None = None,
+        probability: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stream twice."""
+        total = add_branch(x, branch, keys, probability)
+        return total, total
+
+
+class ResidualNorm(Norm):
+    """Add a branch to the residual stream, and normalise the sum.
+
+    ``sums_branch_grad`` says that branches end with a bias, which wants the sum of their gradient.
+
+    Shapes: ``x, branch: [s, b, h]``, keys ``[s, b]`` ``-> [s, b, h]`` twice.
+    """
+
+    sums_branch_grad = False
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None = None,
+        keys: RowKeys | None = None,
+        probability: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stream, to be read further in place of ``x``, and its norm.
+
+        Triton does all of it in one pass, and in one the gradients of both results.
+        """
+        tensors = (x, self.weight) if branch is None else (x, self.weight, branch)
+        is_alike = all(tensor.dtype == x.dtype for tensor in tensors) and self.kind in ("LayerNorm", "RMSNorm")
+        if is_alike and runs_on_triton(*tensors):
+            from megatron.core.ops.triton import residual as programs
+
+            if self.shape[0] <= programs.MAX_WIDTH:
+                return programs.add_and_normalise(
+                    x,
+                    branch,
+                    self.weight,
+                    self.bias,
+                    self.epsilon,
+                    subtracts_mean=self.kind == "LayerNorm",
+                    weight_offset=1.0 if self.centred_weight else 0.0,
+                    keys=keys,
+                    probability=probability,
+                    sums_branch_grad=self.sums_branch_grad,
+                )
+        total = add_branch(x, branch, keys, probability)
+        return total, self._normalise(total)
+
+    def of_stream(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the stream that a call has left: the same bits as the call's."""
+        normalised: torch.Tensor = self(x)[1]
+        return normalised
+
+
+class StreamOfNorms(ResidualNorm):
+    """Add a branch to the residual stream and normalise the sum, which is the stream from here on."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None = None,
+        keys: RowKeys | None = None,
+        probability: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm twice."""
+        _, normalised = super().forward(x, branch, keys, probability)
+        return normalised, normalised

@@ -1,6 +1,8 @@
-"""Rotary positions: rotate pairs of channels by angles that grow with the position.
+"""Rotary position embeddings (RoPE), with the frequency scaling of Llama 3.1 and YaRN.
 
-Su et al. 2021, https://arxiv.org/abs/2104.09864; frequency scaling as in Llama 3.1 (https://arxiv.org/abs/2407.21783).
+RoPE rotates pairs of channels by angles that grow with the position: Su et al. 2021, https://arxiv.org/abs/2104.09864.
+Llama 3.1: https://arxiv.org/abs/2407.21783. YaRN extends the context length: Peng et al. 2023,
+https://arxiv.org/abs/2309.00071.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.kernels.triton_choice import runs_on_triton
+from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
+from megatron.core.transformer.transformer_config import LatentConfig
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def apply_rotary_to_both(
     Shapes: ``query: [s, b, heads, d]``, ``key: [s, b, groups, d]``, and so the results.
     """
     if runs_on_triton(query, key, angles.cos, angles.sin):
-        from megatron.core.kernels.triton_programs import rotary as programs
+        from megatron.core.ops.triton import query_key_value as programs
 
         return programs.rotate_query_and_key(query, key, angles.cos, angles.sin, angles.interleaved)
     return apply_rotary(query, angles), apply_rotary(key, angles)
@@ -160,7 +163,7 @@ def split_projection(
     Shapes: ``[s, b, groups, heads/groups + 2, d] -> [s, b, heads, d], [s, b, groups, d], [s, b, groups, d]``.
     """
     if bias is not None:
-        from megatron.core.kernels.triton_programs.split import split_with_bias
+        from megatron.core.ops.triton.query_key_value import split_with_bias
 
         return split_with_bias(mixed, bias, split_projection)
     query, key, value = mixed.split_with_sizes((mixed.shape[3] - 2, 1, 1), dim=3)
@@ -173,8 +176,28 @@ def split_and_rotate(mixed: torch.Tensor, angles: RotaryAngles) -> tuple[torch.T
     Shapes: as for `split_projection`.
     """
     if runs_on_triton(mixed, angles.cos, angles.sin):
-        from megatron.core.kernels.triton_programs import rotary as programs
+        from megatron.core.ops.triton import query_key_value as programs
 
         return programs.split_and_rotate(mixed, angles.cos, angles.sin, angles.interleaved)
     query, key, value = split_projection(mixed)
     return *apply_rotary_to_both(query, key, angles), value
+
+
+def yarn_frequencies(config: LatentConfig, base: float, width: int) -> torch.Tensor:
+    """Return the frequencies of some channels: fast ones as they are, slow ones divided by the factor, blended between.
+
+    Shapes: ``-> [width / 2]`` float64.
+    """
+    plain = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+    def place(turns: float) -> float:
+        """Return the channel whose frequency turns so often over the original positions."""
+        return width * math.log(config.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = place(config.beta_fast), place(config.beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    span = high - low if high != low else 0.001
+    stretched = ((torch.arange(width // 2, dtype=torch.float64) - low) / span).clamp(0.0, 1.0)
+    return plain / config.rotary_scaling_factor * stretched + plain * (1.0 - stretched)

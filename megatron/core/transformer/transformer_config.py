@@ -1,20 +1,334 @@
-"""The shape and the arithmetic of a stack of transformer layers."""
+"""TransformerConfig: shape and arithmetic of a stack of transformer layers, with MLA, MoE, MTP and muP options.
+
+muP (maximal update parametrization): Yang et al. 2022, https://arxiv.org/abs/2203.03466. Importing this module imports
+no torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 
-from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, flag
-from megatron.core.fp8.float8_config import Float8Config
-from megatron.core.fp8.float8_places import Float8Places
+from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.transformer.adapters.adapter_targets import adapted_parts
-from megatron.core.transformer.attention_kinds.attention_kinds_config import AttentionKindsConfig, without_rotary
-from megatron.core.transformer.latent_attention.latent_config import LatentConfig
+from megatron.core.ops.fp8_config import Float8Config, Float8Places
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
-from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
-from megatron.core.transformer.multi_token_prediction.prediction_config import PredictionConfig
-from megatron.core.transformer.mup.mup_config import MupConfig
+from megatron.core.transformer.lora_targets import adapted_parts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionKindsConfig(Config):
+    """Hold what of attention is neither its widths nor its kernels."""
+
+    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), role="shape", in_args=True)
+    """What attention scores are divided by: the sum of their exponentials (vanilla), that and 1 (off-by-one), or that
+    and the exponential of a number that each head learns, its sink (learnable)."""
+    no_rope_freq: str | None = flag(None, metavar="N", role="meaning", seen_as="layers_without_rotary", in_args=False)
+    """Which layers leave queries and keys as they are where positions are rotary: every Nth, or a list with a 1 for
+    each that does and a 0 for the others: ([0]*3+[1])*4; by default none."""
+
+    @property
+    def has_sinks(self) -> bool:
+        """Tell whether the sum below the softmax has a further summand."""
+        return self.softmax_type != "vanilla"
+
+
+def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it leaves queries and keys as they are.
+
+    Raises:
+        ValueError: the pattern is neither a number nor a list of the layers; the message says why.
+    """
+    if pattern is None:
+        return (False,) * num_layers
+    kinds = parse_layer_pattern(pattern, num_layers)
+    # A number leaves out every Nth layer there, and these are the ones that are left out.
+    return tuple(not kind for kind in kinds) if pattern.strip().isdecimal() else kinds
+
+
+_LATENT = "multi_latent_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig(Config):
+    """Hold the choices of latent attention; without ``multi_latent_attention`` YaRN alone counts."""
+
+    multi_latent_attention: bool = flag(False, role="shape")
+    """Make keys and values of one narrow latent vector a token, which all heads share (DeepSeek-V2)."""
+    q_lora_rank: int | None = flag(None, role="shape", bounds=POSITIVE, needs=_LATENT)
+    """Width of the queries' own latent vector; by default queries are made of the hidden states."""
+    kv_lora_rank: int = flag(32, role="shape", bounds=POSITIVE, needs=_LATENT)
+    """Width of the latent vector of keys and values."""
+    qk_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
+    """Width of a head's query and key without their rotary part."""
+    qk_pos_emb_head_dim: int = flag(64, role="shape", bounds=POSITIVE, needs=_LATENT)
+    """Width of the rotary part of queries and keys; that of the key is one for all heads."""
+    v_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
+    """Width of a head's value."""
+    rope_type: str | None = flag(None, choices=("rope", "yarn"), role="meaning")
+    """Kind of rotary positions: plain (rope), or stretched by --rotary-scaling-factor (yarn); yarn is the default of
+    latent attention, rope that of any other."""
+    rotary_scaling_factor: float = flag(1.0, role="meaning", bounds=POSITIVE)
+    """YaRN: how many times as many positions as the model was first trained with."""
+    original_max_position_embeddings: int = flag(4096, role="meaning", bounds=POSITIVE)
+    """YaRN: number of positions that the model was first trained with."""
+    beta_fast: float = flag(32.0, role="meaning", bounds=POSITIVE)
+    """YaRN: frequencies that turn more often than this over the original positions are kept."""
+    beta_slow: float = flag(1.0, role="meaning", bounds=POSITIVE)
+    """YaRN: frequencies that turn less often than this over the original positions are divided by the factor."""
+    yarn_correction_range_round_to_int: bool = flag(
+        True, negative="--no-yarn-correction-range-round-to-int", role="meaning"
+    )
+    """YaRN: blend frequencies between whole channels. Off: blend frequencies between the exact places of --beta-fast
+    and --beta-slow."""
+    mscale: float = flag(1.0, role="meaning", bounds=NOT_NEGATIVE)
+    """YaRN: how much the rotary part of queries and keys grows with the logarithm of the factor."""
+    mscale_all_dim: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE)
+    """YaRN: how much attention scores grow with the logarithm of the factor, in place of the rotary part."""
+
+    @property
+    def latent_query_width(self) -> int:
+        """Return the width of a head's query and key with latent attention."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+    @property
+    def latent_head_width(self) -> int:
+        """Return the width that queries, keys and values of a head are padded to, as kernels want one for all."""
+        return max(self.latent_query_width, self.v_head_dim)
+
+    @property
+    def stretches_positions(self) -> bool:
+        """Tell whether positions are stretched by YaRN."""
+        kind = self.rope_type or ("yarn" if self.multi_latent_attention else "rope")
+        return kind == "yarn" and self.rotary_scaling_factor != 1.0
+
+    @property
+    def rotary_amplitude(self) -> float:
+        """Return what YaRN multiplies the rotary part of queries and keys by."""
+        if not self.stretches_positions:
+            return 1.0
+        return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+
+    @property
+    def latent_score_factor(self) -> float:
+        """Return what scores are multiplied by, which cores divide by the root of the padded width."""
+        growth = self._growth(self.mscale_all_dim)
+        return growth * growth * math.sqrt(self.latent_head_width / self.latent_query_width)
+
+    @property
+    def scales_latent_scores(self) -> bool:
+        """Tell whether scores of latent attention grow with the scaling factor, beside plain positions too."""
+        return self.multi_latent_attention and self._growth(self.mscale_all_dim) != 1.0
+
+    def _growth(self, scale: float) -> float:
+        factor = self.rotary_scaling_factor
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    @property
+    def num_attention_maps(self) -> int:
+        """Return the number of linear maps of an attention, latent or not."""
+        if not self.multi_latent_attention:
+            return 2
+        return 4 if self.q_lora_rank is None else 5
+
+    def latent_projections(self, hidden_size: int, num_heads: int) -> int:
+        """Return the number of weights of an attention's linear maps."""
+        queries = num_heads * self.latent_query_width
+        of_queries = hidden_size * queries
+        if self.q_lora_rank is not None:
+            of_queries = self.q_lora_rank * (hidden_size + queries)
+        down = hidden_size * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
+        up = self.kv_lora_rank * num_heads * (self.qk_head_dim + self.v_head_dim)
+        return of_queries + down + up + num_heads * self.v_head_dim * hidden_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictionConfig(Config):
+    """Hold the choices of multi-token prediction; without ``mtp_num_layers`` a model predicts the next token alone."""
+
+    mtp_num_layers: int | None = flag(None, role="weights", bounds=POSITIVE, most=1000)
+    """Number of layers behind the last one, each of which predicts one token further in training; by default none."""
+    mtp_loss_scaling_factor: float = flag(0.1, role="recipe", bounds=NOT_NEGATIVE, needs="mtp_num_layers")
+    """Weight of the mean loss of the layers of --mtp-num-layers beside the model's own loss."""
+
+    @property
+    def num_further_tokens(self) -> int:
+        """Return how many tokens beyond the next are predicted."""
+        return self.mtp_num_layers or 0
+
+
+def further_loss_names(config: PredictionConfig) -> tuple[str, ...]:
+    """Return what the losses of the further tokens are called in the log, the nearest token first."""
+    return tuple(f"mtp_{depth + 1}_loss" for depth in range(config.num_further_tokens))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MupConfig(Config):
+    """Hold the multipliers of a model that is scaled from a narrower one; without ``use_mup`` there are none."""
+
+    use_mup: bool = flag(False, role="meaning", in_args=False)
+    """Scale initial values, learning rates and logits with the width, so that the best learning rate of a narrow model
+    is that of a wide one."""
+    mup_base_hidden_size: int | None = flag(
+        None,
+        role="meaning",
+        bounds=POSITIVE,
+        where=("use_mup", True),
+        needs="use_mup",
+        seen_as="width_multiplier",
+        in_args=False,
+    )
+    """Width of the model whose learning rates and --init-method-std are given."""
+    mup_width_mult: float | None = flag(
+        None,
+        role="meaning",
+        bounds=POSITIVE,
+        where=("use_mup", True),
+        needs="use_mup",
+        seen_as="width_multiplier",
+        in_args=False,
+        excludes=("mup_base_hidden_size",),
+    )
+    """How many times wider the model is; by default --hidden-size / --mup-base-hidden-size."""
+    mup_embedding_mult: float = flag(
+        1.0, role="meaning", bounds=POSITIVE, where=("use_mup", True), needs="use_mup", in_args=False
+    )
+    """Multiplier of the embeddings."""
+    mup_output_mult: float = flag(
+        1.0, role="meaning", bounds=POSITIVE, where=("use_mup", True), needs="use_mup", in_args=False
+    )
+    """Multiplier of the logits, which are divided by the width's multiplier too."""
+    mup_base_head_dim: float | None = flag(
+        None,
+        role="meaning",
+        excludes=("query_pre_attn_scalar",),
+        bounds=POSITIVE,
+        where=("use_mup", True),
+        needs="use_mup",
+        in_args=False,
+    )
+    """Width of the base model's heads, where it is another: attention scores are then divided by a power of the heads'
+    width, and at this width by its root."""
+    mup_attn_scale_power: float = flag(
+        1.0, role="meaning", bounds=POSITIVE, where=("use_mup", True), needs="mup_base_head_dim", in_args=False
+    )
+    """Power of the heads' width by which attention scores are divided with --mup-base-head-dim."""
+
+    def width_multiplier_of(self, hidden_size: int) -> float:
+        """Return how many times wider a model of this width is than its base."""
+        if not self.use_mup:
+            return 1.0
+        if self.mup_width_mult is not None:
+            return self.mup_width_mult
+        return hidden_size / (self.mup_base_hidden_size or hidden_size)
+
+
+_BIASED = ("moe_router_enable_expert_bias", True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig(Config, in_args=False):
+    """Hold the choices of a mixture of experts; without ``num_experts`` every feed-forward is dense."""
+
+    num_experts: int | None = flag(None, role="shape", bounds=POSITIVE)
+    """Number of experts of a layer; by default every feed-forward is dense."""
+    moe_layer_freq: str = flag("1", metavar="N", role="shape", needs="num_experts", seen_as="moe_layers")
+    """Which layers have experts: every Nth from the first on, or a list with a 1 or 0 for each: ([0]+[1]*3)*4."""
+    moe_ffn_hidden_size: int = flag(0, role="shape", bounds=NOT_NEGATIVE, needs="num_experts")
+    """Width of one expert; by default that of a dense feed-forward layer."""
+    moe_shared_expert_intermediate_size: int | None = flag(None, role="shape", bounds=POSITIVE, needs="num_experts")
+    """Width of the shared expert, through which every token goes; by default there is none."""
+    moe_shared_expert_gate: bool = flag(False, role="shape", needs="moe_shared_expert_intermediate_size")
+    """Multiply the shared expert's output by a gate, one number a token."""
+    moe_shared_expert_overlap: bool = flag(False, role="run", needs="moe_shared_expert_intermediate_size")
+    """Compute the shared expert while tokens travel to their experts."""
+
+    moe_router_topk: int = flag(2, role="meaning", bounds=POSITIVE, needs="num_experts")
+    """Number of experts that each token goes to."""
+    moe_router_pre_softmax: bool = flag(False, role="meaning", needs="num_experts")
+    """Take the softmax over all experts, before the top ones are chosen, in place of over the chosen ones."""
+    moe_router_score_function: str = flag(
+        "softmax", choices=("softmax", "sigmoid"), not_built=("sqrtsoftplus",), role="meaning", needs="num_experts"
+    )
+    """What makes an expert's score of its logit; scores by sigmoid are divided by their sum over the chosen experts."""
+    moe_router_num_groups: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_group_topk")
+    """Number of equal groups of experts, of which each token goes to a few only."""
+    moe_router_group_topk: int | None = flag(None, role="meaning", bounds=POSITIVE, needs="moe_router_num_groups")
+    """Number of groups that each token goes to: those whose best experts have the largest sum of scores."""
+    moe_router_topk_scaling_factor: float | None = flag(None, role="meaning", bounds=POSITIVE, needs="num_experts")
+    """Multiply the chosen experts' weights by this factor."""
+    moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), role="meaning", needs="num_experts")
+    """Type in which the router multiplies, and that the weights of the experts' outputs keep until these are summed; by
+    default the model's own. Scores are computed in float32 at least."""
+    moe_router_enable_expert_bias: bool = flag(False, role="shape", needs="num_experts")
+    """Choose experts by their scores plus a bias, which moves after each step towards an even load."""
+    moe_router_bias_update_rate: float = flag(1e-3, role="recipe", bounds=NOT_NEGATIVE, where=_BIASED)
+    """How far the experts' bias moves in a step."""
+
+    moe_router_force_load_balancing: bool = flag(False, role="recipe", needs="num_experts")
+    """Choose experts in training by random numbers in place of logits, for measurements under an even load: the same
+    numbers at any layout. Evaluation and generation choose by logits."""
+    moe_router_load_balancing_type: tuple[str, ...] = flag(
+        ("aux_loss",),
+        nargs="+",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+        not_built=("sinkhorn",),
+        role="recipe",
+        needs="num_experts",
+    )
+    """What evens the load of experts: an auxiliary loss of each micro-batch, of each sequence or of the global batch so
+    far, or several of these; or none."""
+    moe_aux_loss_coeff: tuple[float, ...] = flag(
+        (0.0,), nargs="+", role="recipe", bounds=None, needs="num_experts", metavar="X"
+    )
+    """Weight of the auxiliary loss; one for each of --moe-router-load-balancing-type."""
+    moe_z_loss_coeff: float | None = flag(None, role="recipe", bounds=NOT_NEGATIVE, needs="num_experts")
+    """Weight of the router's z-loss, the squared logarithm of the sum of its exponentials; by default there is none."""
+
+    moe_expert_capacity_factor: float | None = flag(None, role="meaning", bounds=POSITIVE, needs="num_experts")
+    """Drop what an expert is given beyond this factor x its even share of a micro-batch; by default nothing is
+    dropped."""
+    moe_token_drop_policy: str = flag(
+        "probs", choices=("probs", "position"), role="meaning", needs="moe_expert_capacity_factor"
+    )
+    """Which tokens a full expert keeps: those with the largest weights, or the first."""
+    moe_pad_expert_input_to_capacity: bool = flag(False, role="run", needs="moe_expert_capacity_factor", in_args=False)
+    """Give every expert as many rows as its capacity, some of them empty."""
+    moe_token_dispatcher_type: str = flag(
+        "allgather",
+        choices=("allgather", "alltoall", "flex"),
+        role="run",
+        needs="num_experts",
+    )
+    """How tokens reach experts on other ranks: all tokens are gathered, or each goes to its experts' ranks only.
+    flex is alltoall: DeepEP's and HybridEP's kernels are not used."""
+
+    @property
+    def moe_aux_losses(self) -> dict[str, float]:
+        """Return the coefficient of each auxiliary loss that evens the load."""
+        names = [name for name in self.moe_router_load_balancing_type if name != "none"]
+        coefficients = self.moe_aux_loss_coeff * (len(names) if len(self.moe_aux_loss_coeff) == 1 else 1)
+        return {name: coefficient for name, coefficient in zip(names, coefficients) if coefficient}
+
+
+def moe_layers(config: MoEConfig, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether its feed-forward is one of experts.
+
+    Raises:
+        ValueError: --moe-layer-freq is none; the message says why.
+    """
+    if config.num_experts is None:
+        return (False,) * num_layers
+    return _layers_with_experts(config.moe_layer_freq.strip(), num_layers)
+
+
+# A search for the fastest layout asks for the same ones thousands of times.
+@functools.lru_cache(maxsize=64)
+def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
+    if text.isdecimal() and int(text) > 0:
+        return tuple(layer % int(text) == 0 for layer in range(num_layers))
+    return parse_layer_pattern(text, num_layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from megatron.core.kernels.attention_pattern import AttentionPattern
-from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.layer_output import LayerOutput
+from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.lora import LowRankAdapter
@@ -17,12 +17,11 @@ from megatron.core.tensor_parallel.recompute import recompute, saved_as_inputs
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.latent_attention.latent_attention import LatentAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.residual_norm import NormAhead, ResidualNorm, ResidualSum, StreamOfNorms, add_branch
+from megatron.core.transformer.multi_latent_attention import LatentAttention
+from megatron.core.transformer.norm import Norm, NormAhead, ResidualNorm, ResidualSum, StreamOfNorms, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
 

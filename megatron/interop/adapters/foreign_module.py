@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.transformer.adapters.adapter_targets import LINEAR_LAYERS
+from megatron.core.transformer.lora_targets import LINEAR_LAYERS
 from megatron.interop.adapters.stored_adapter import RowRange
 from megatron.interop.huggingface.family import Family
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX
 from megatron.core.errors import ConfigurationError
 from megatron.core.sharding import Box
-from megatron.core.transformer.adapters.adapter_targets import ADAPTERS
+from megatron.core.transformer.lora_targets import ADAPTERS
 from megatron.interop.adapters.stored_adapter import NO_ADAPTERS, StoredAdapter, model_config, stored_adapters
 from megatron.interop.checkpoint_source import CheckpointSource, TensorInfo
 

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import dtype_of
 from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX
 from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
-from megatron.core.transformer.adapters.adapter_targets import ADAPTERS, GATE_UP, PART_OF, WHOLE, plain_names
+from megatron.core.transformer.lora_targets import ADAPTERS, GATE_UP, PART_OF, WHOLE, plain_names
 from megatron.interop.adapters.foreign_module import ForeignModule, foreign_modules, paired_rows
 from megatron.interop.adapters.peft_settings import ADAPTER_WEIGHTS, read_settings
 from megatron.interop.adapters.stored_adapter import RowRange, model_config, part_rows, tensor_name

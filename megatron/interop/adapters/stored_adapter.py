@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.config_base import config_from_dict
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.transformer.adapters.adapter_targets import GATE_UP, QUERY_KEY_VALUE, WHOLE
+from megatron.core.transformer.lora_targets import GATE_UP, QUERY_KEY_VALUE, WHOLE
 from megatron.interop.checkpoint_source import CheckpointSource
 from megatron.interop.huggingface.tensor_link import query_key_value_rows
 

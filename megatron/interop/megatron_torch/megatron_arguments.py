@@ -18,8 +18,8 @@ import torch
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.transformer.attention_kinds.attention_kinds_config import without_rotary
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
+from megatron.core.transformer.transformer_config import without_rotary
 from megatron.interop.megatron_torch.experts.expert_arguments import arguments_of_experts, config_of_experts
 from megatron.interop.megatron_torch.experts.latent_arguments import arguments_of_latent, config_of_latent
 from megatron.interop.megatron_torch.experts.yarn_arguments import YARN, arguments_of_yarn, config_of_yarn

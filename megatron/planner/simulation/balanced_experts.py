@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from megatron.core.transformer.moe.moe_config import MoEConfig
+from megatron.core.transformer.transformer_config import MoEConfig
 
 
 class BalancedExperts(TorchFunctionMode):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core.kernels import attention_choice, dot_product_attention
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.ops import attention_backend, dot_product_attention
 from megatron.planner.gpu import Gpu
 from megatron.planner.simulation.balanced_experts import BalancedExperts
 from megatron.planner.simulation.device import PretendedDevice
@@ -81,7 +81,7 @@ def with_triton(recorder: Recorder, second_document: int) -> Iterator[None]:
 @contextmanager
 def without_triton() -> Iterator[None]:
     """Have neither: tensors without values go to torch, but FlexAttention would be compiled where it is installed."""
-    with patch.object(attention_choice, "load_flex_attention", lambda: None):
+    with patch.object(attention_backend, "load_flex_attention", lambda: None):
         yield
 
 

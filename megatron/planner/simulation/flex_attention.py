@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from megatron.core.kernels import attention_choice, flex_attention
-from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.ops import attention_backend, flex_attention
+from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.planner.simulation.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class PretendedFlexAttention:
 
         with (
             patch.object(flex_attention, "make_block_mask", make_and_count),
-            patch.object(attention_choice, "load_flex_attention", lambda: self),
+            patch.object(attention_backend, "load_flex_attention", lambda: self),
         ):
             yield
 

@@ -18,7 +18,7 @@ from megatron.training.config.run_config import RunConfig
 
 _BACKWARD = 2
 """Ratio of backward to forward FLOPs: the gradients of both operands."""
-_KERNELS = "megatron/core/kernels/"
+_KERNELS = "megatron/core/ops/"
 """Where attention without a kernel of its own multiplies its batched matrices."""
 _TOLERANCE = 0.01
 

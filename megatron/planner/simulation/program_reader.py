@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from megatron.core.kernels import triton_programs
+from megatron.core.ops import triton as triton_kernels
 
-_PACKAGE = triton_programs.__name__
+_PACKAGE = triton_kernels.__name__
 
 
 class ReadProgram:
@@ -45,7 +45,7 @@ def readable_programs() -> Iterator[None]:
 
     The substitute is in ``sys.modules`` during these imports alone: torch must not take it for Triton.
     """
-    names = [f"{_PACKAGE}.{module.name}" for module in pkgutil.iter_modules(triton_programs.__path__)]
+    names = [f"{_PACKAGE}.{module.name}" for module in pkgutil.iter_modules(triton_kernels.__path__)]
     loaded = _without(names)
     try:
         package = _substitute()
@@ -62,10 +62,10 @@ def readable_programs() -> Iterator[None]:
         # An import that failed left some of them out.
         for name in names:
             sys.modules.pop(name, None)
-            vars(triton_programs).pop(name.rpartition(".")[2], None)
+            vars(triton_kernels).pop(name.rpartition(".")[2], None)
         for name, module in loaded.items():
             sys.modules[name] = module
-            setattr(triton_programs, name.rpartition(".")[2], module)
+            setattr(triton_kernels, name.rpartition(".")[2], module)
 
 
 def _without(names: Iterator[str] | list[str] | Mapping[str, ModuleType]) -> dict[str, ModuleType]:

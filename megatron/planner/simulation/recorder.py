@@ -41,8 +41,8 @@ _PASSED_OVER = (
     str(_PROJECT / "megatron/core/host_memory.py"),
     str(_PROJECT / "megatron/core/weight_prefetch.py"),
 )
-_GROUPED_LINEAR = "grouped_linear.py"
-"""How the names of the files with linear layers of experts end."""
+_GROUPED_LINEAR = "moe/experts.py"
+"""How the path of the file with the linear layers of experts ends."""
 _VIEWS = frozenset(
     (
         *(

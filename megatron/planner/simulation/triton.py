@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.core.kernels import triton_choice
+from megatron.core.ops import triton_support
 from megatron.planner.simulation.program_reader import ReadProgram, readable_programs
 from megatron.planner.simulation.recorder import Recorder
 
@@ -36,8 +36,8 @@ def recorded_programs(recorder: Recorder) -> Iterator[None]:
     with (
         nullcontext() if program_type is not None else readable_programs(),
         patch.object(program_type or ReadProgram, "run", launch),
-        patch.object(triton_choice, "has_readable_memory", lambda x: True),
-        patch.object(triton_choice, "triton_works", lambda: True),
+        patch.object(triton_support, "has_readable_memory", lambda x: True),
+        patch.object(triton_support, "triton_works", lambda: True),
     ):
         yield
 

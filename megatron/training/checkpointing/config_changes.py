@@ -10,8 +10,8 @@ from typing import Any
 from megatron.core.config_base import field_specs
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.errors import CheckpointError
-from megatron.core.transformer.adapters.adapter_targets import ADAPTERS, adapted_parts, plain_names
-from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
+from megatron.core.transformer.lora_targets import ADAPTERS, adapted_parts, plain_names
+from megatron.core.transformer.transformer_config import MoEConfig, moe_layers
 from megatron.training.config.run_config import config_parts
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron.core.batch_size_rampup import read_batch_size_schedule
 from megatron.core.config_base import field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.fp8.float8_config import Float8Config
 from megatron.core.object_store import as_path
+from megatron.core.ops.fp8_config import Float8Config
 from megatron.core.tensor_parallel.comm_overlap_config import read_overlap_methods
 from megatron.training.checkpointing.folder import candidate_folders
 from megatron.training.config.checkpoint_config import CheckpointConfig

@@ -22,7 +22,7 @@ from megatron.core.distributed.weight_checks import (
     gather_bad_weights,
 )
 from megatron.core.errors import DataError, TrainingError
-from megatron.core.optimizer.gradient_report import check_weights
+from megatron.core.optimizer.clip_grads import check_weights
 from megatron.training.agreement import Agreement, read_agreement, sum_over_ranks
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource

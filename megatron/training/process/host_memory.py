@@ -7,7 +7,7 @@ import math
 
 from megatron.core.available_host_memory import HostRoom
 from megatron.core.errors import ConfigurationError
-from megatron.core.optimizer.state_memory import host_state_bytes
+from megatron.core.optimizer.optimizer_config import host_state_bytes
 from megatron.training.activation_estimate import least_offloaded_bytes, offloaded_bytes
 from megatron.training.config.run_config import RunConfig
 from megatron.training.theoretical_memory import model_size

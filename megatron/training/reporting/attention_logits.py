@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron.core.collectives import all_reduce
-from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.models.model import Model
+from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.process_group import Group
 from megatron.core.transformer.attention import SelfAttention
 

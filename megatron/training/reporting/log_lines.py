@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from megatron.core.device import Device
-from megatron.core.transformer.moe.expert_load import LoadReport
+from megatron.core.transformer.moe.load_balancing import LoadReport
 from megatron.training.data.data_set_sums import DataSetLoss
 from megatron.training.process.console import print_line
 from megatron.training.process.initialize import Runtime

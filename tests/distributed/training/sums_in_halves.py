@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.core.kernels.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
-from megatron.core.kernels.float8.quantised import Quantised
+from megatron.core.ops.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
+from megatron.core.ops.fp8_tensor import Quantised
 from megatron.core.tensor_parallel import cross_entropy, float8_linear
 from megatron.core.tensor_parallel import layers as linear
 from megatron.core.tensor_parallel.mappings import InputRegion

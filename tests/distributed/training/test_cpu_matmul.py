@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels import matrix_product
+from megatron.core.ops import gemm
 from megatron.core.process_group import single_rank_group
 from megatron.training import cpu_matmul
 from megatron.training.config.arguments import resolve_arguments
@@ -27,7 +27,7 @@ from tests.unit.training.config.command_lines import MINIMAL
 
 LARGE = [*MINIMAL, "--hidden-size", "192", "--seq-length", "512", "--ffn-hidden-size", "768"]
 needs_both = pytest.mark.skipif(
-    not all(matrix_product.has_library(name, torch.float32) for name in ("onednn", "mkl")),
+    not all(gemm.has_library(name, torch.float32) for name in ("onednn", "mkl")),
     reason="this torch has one library only",
 )
 
@@ -153,7 +153,7 @@ def test_every_linear_map_of_a_model_takes_the_library(untie: bool, monkeypatch:
         seen.append(library)
         return False
 
-    monkeypatch.setattr(matrix_product, "uses_onednn", note)
+    monkeypatch.setattr(gemm, "uses_onednn", note)
     model = make_model(single_rank_group(("tp",)), cpu_matmul="mkl", untie_embeddings_and_output_weights=untie)
     tokens = torch.arange(14).view(1, 14)
     model(tokens, tokens, labels=tokens).sum().backward()

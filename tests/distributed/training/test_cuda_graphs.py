@@ -15,7 +15,7 @@ from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import Device
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.errors import ConfigurationError, TrainingError
-from megatron.core.transformer import graphed_layers
+from megatron.core.transformer import cuda_graphs
 from megatron.verification.cells import BASE_FLAGS
 from megatron.verification.run_cell import CellResult, run_cell
 from tests.harness.distributed import run_distributed
@@ -146,8 +146,8 @@ def keep_slots_too_short() -> None:
         release(slot)
         return slot.forward(x, dropout)
 
-    graphed_layers._Slot.when_finished = when_finished  # type: ignore[method-assign]
-    graphed_layers._Replay.forward = staticmethod(forward)  # type: ignore[assignment]
+    cuda_graphs._Slot.when_finished = when_finished  # type: ignore[method-assign]
+    cuda_graphs._Replay.forward = staticmethod(forward)  # type: ignore[assignment]
 
 
 def train_with_short_slots(flags: str) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.device import Device
-from megatron.core.kernels.float8 import quantised
+from megatron.core.ops import fp8_tensor
 from tests.distributed.training.float8_runs import RECIPES, Float8Runs, losses, scaling
 from tests.harness.faults import Faults, run_with_faults
 from tests.harness.forked_training import Program
@@ -130,7 +130,7 @@ def run_without_rounding(argv: Sequence[str], faults: Faults) -> int:
     def cast(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
         return x.detach().float() / scale
 
-    with patch.object(quantised, "_cast", cast):
+    with patch.object(fp8_tensor, "_cast", cast):
         return run_with_faults(argv, faults)
 
 

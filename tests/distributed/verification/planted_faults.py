@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import attach_spec, spec_of
 from megatron.training.config.run_config import RunConfig

@@ -15,19 +15,19 @@ ARGUED: dict[str, str] = {
     "megatron/core/device.py:_has_device_of_its_own": (
         "runs if a process sees one device. The scenarios have four; the unit tests replace torch.cuda"
     ),
-    "megatron/core/kernels/attention_block.py:widest_flash_head": _OTHER_GPU,
-    "megatron/core/kernels/attention_choice.py:_kernels_of_engine": (
+    "megatron/core/ops/attention_block.py:widest_flash_head": _OTHER_GPU,
+    "megatron/core/ops/attention_backend.py:_kernels_of_engine": (
         "runs on Blackwell with --deterministic-mode, and before Ampere. The scenarios emulate an H100; the unit tests "
         "replace the compute capability"
     ),
-    "megatron/core/kernels/dot_product_attention.py:_added": (
+    "megatron/core/ops/dot_product_attention.py:_added": (
         "runs for attention without any mask, which no model of the project has; the unit tests call it"
     ),
-    "megatron/core/kernels/transformer_engine.py:load_transformer_engine": (
+    "megatron/core/ops/transformer_engine.py:load_transformer_engine": (
         "warns of a broken installation of transformer-engine; the unit tests break a stand-in"
     ),
-    "megatron/core/kernels/triton_programs/probe.py:": "runs if Triton cannot compile a program; its interpreter can",
-    "megatron/core/kernels/triton_programs/rotary.py:_launch": "is for tensors without elements, which no training has",
+    "megatron/core/ops/triton/probe.py:": "runs if Triton cannot compile a program; its interpreter can",
+    "megatron/core/ops/triton/query_key_value.py:_launch": "is for tensors without elements, which no training has",
     "megatron/core/tensor_parallel/symmetric_memory.py:": (
         "runs with a torch without symmetric memory, with devices without peer access, and on two nodes"
     ),

@@ -17,7 +17,7 @@ from tests.emulated_cuda.scenarios.changed_source import (
 
 SIMULATION = "megatron/planner/simulation/"
 """Code that pretends a CUDA device on any machine."""
-LAUNCHERS = "megatron/core/kernels/triton_programs/"
+LAUNCHERS = "megatron/core/ops/triton/"
 """Functions that launch Triton programs, which compile for a GPU."""
 _NAMES = frozenset(("is_cuda", "on_cuda", "is_on_device"))
 _CUDA = frozenset(("cuda", "nccl"))

@@ -13,7 +13,7 @@ from tests.emulated_cuda.scenarios.hits import Recording, Statement
 from tests.emulated_cuda.scenarios.running import Scenario
 
 _LEFT_OUT = (".git", ".venv", "build", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__")
-_PROGRAMS = "megatron/core/kernels/triton_programs/"
+_PROGRAMS = "megatron/core/ops/triton/"
 
 
 class PatchError(Exception):

@@ -49,7 +49,7 @@ NOT_REPORTED: dict[str, str] = {
     "megatron/core/inference/sampled_batch.py:SampledBatch.run: self.staged.finish()": _SEND,
     "megatron/core/inference/scored_batch.py:ScoredBatch.run: self.staged.finish()": _SEND,
     "megatron/core/inference/staged_model.py:StagedModel.finish: self._out.finish()": _SEND,
-    "megatron/core/optimizer/host_offload.py:HostOffload.finish: self._values.reach(number)": (
+    "megatron/core/optimizer/cpu_offloading.py:HostOffload.finish: self._values.reach(number)": (
         "without --overlap-cpu-optimizer-d2h-h2d it keeps copies from overlapping with updates. Values do not need it: "
         "`_send` waits for the slot's last copy before the host writes to the slot, and `finish` lets the current "
         "stream wait for the last copy, which follows the others on their stream"

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.kernels.attention_pattern import AttentionPattern
-from megatron.core.kernels.flex_attention import BLOCK_SIZE, make_block_mask
+from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.ops.flex_attention import BLOCK_SIZE, make_block_mask
 from megatron.planner.gpu import Gpu, find_gpu
 from megatron.planner.simulation.attention_kernel import AttentionCall, choose_attention_kernel
 from megatron.planner.simulation.gemms import Gemm

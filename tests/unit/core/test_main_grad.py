@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.kernels.matrix_product import has_library, product
 from megatron.core.main_grad import (
     MainGrad,
     Receiver,
@@ -23,6 +22,7 @@ from megatron.core.main_grad import (
     set_gradient_uses,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ops.gemm import has_library, product
 from megatron.core.process_group import single_rank_group
 from tests.harness.closeness import assert_gradients_close
 from tests.harness.toy_model import load_global_weights, make_batch, make_model
@@ -256,7 +256,7 @@ def _sums_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     module = ModuleType("column_sums")
     module.sum_parts = sum_parts  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron.core.kernels.triton_programs.column_sums", module)
+    monkeypatch.setitem(sys.modules, "megatron.core.ops.triton.column_sums", module)
 
 
 @pytest.mark.usefixtures("_sums_without_a_device")

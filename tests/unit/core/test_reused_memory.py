@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.host_memory import MIN_BYTES, ReusedMemory
-from megatron.core.kernels.matrix_product import linear
+from megatron.core.ops.gemm import linear
 
 _ROWS = MIN_BYTES // (4 * 1024)
 

@@ -34,7 +34,7 @@ def gemm(phase: str, name: str = "mm", *, is_recomputed: bool = False, is_uncoun
 
 
 def test_recomputed_and_optimizer_flops_are_none_of_the_models() -> None:
-    scores = replace(gemm("forward", "bmm"), where="gradient of megatron/core/kernels/dot_product_attention.py:61")
+    scores = replace(gemm("forward", "bmm"), where="gradient of megatron/core/ops/dot_product_attention.py:61")
     counted = count_flops(
         [gemm("forward"), gemm("backward"), gemm("backward", is_recomputed=True), gemm("optimizer"), scores]
     )
@@ -51,7 +51,7 @@ def test_a_step_that_computes_less_than_its_model_is_an_internal_error() -> None
 
 
 def test_the_excess_of_attention_hides_no_missing_gemm() -> None:
-    scores = replace(gemm("forward", "bmm"), where="megatron/core/kernels/dot_product_attention.py:61")
+    scores = replace(gemm("forward", "bmm"), where="megatron/core/ops/dot_product_attention.py:61")
     counted = count_flops([gemm("forward"), scores, scores])
     check_flops(counted, ModelFlops(1000, 1200))
     with pytest.raises(RuntimeError, match="counted 2200 FLOPs"):

@@ -59,7 +59,7 @@ def test_half_of_the_state_leaves_the_device_and_its_bytes_cross(reports: dict[s
     assert plain["peak_holders"]["optimizer"] == pytest.approx(12 * parameters, rel=1e-5)
     assert half["peak_holders"]["optimizer"] == pytest.approx(12 * (parameters - on_host), rel=1e-5)
     assert plain["peak_bytes"] - half["peak_bytes"] == pytest.approx(12 * on_host, rel=1e-5)
-    file = "megatron/core/optimizer/host_offload.py"
+    file = "megatron/core/optimizer/cpu_offloading.py"
     # The first gradients come while the device updates its own part, and parameters go while gradients come.
     for copy in half["host_copies"]:
         if copy["where"].startswith(file):

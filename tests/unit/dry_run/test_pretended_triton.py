@@ -9,14 +9,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megatron.core.kernels import triton_choice, triton_programs
+from megatron.core.ops import triton as triton_kernels
+from megatron.core.ops import triton_support
 from megatron.planner.simulation.recorder import Recorder
 from megatron.planner.simulation.triton import has_triton_package, recorded_programs
 from tests.harness.dry_runs import DryRunCase, run_dry_runs
 from tests.unit.training.config.command_lines import MINIMAL
 
-_PROGRAMS = triton_programs.__name__
-_READ = ("gated_activation", "float8_cast")
+_PROGRAMS = triton_kernels.__name__
+_READ = ("activation", "fp8_cast")
 _NAMES = ("triton", "triton.language", "triton.errors", "triton.runtime.jit")
 
 
@@ -24,19 +25,17 @@ def recorded_launches() -> Sequence[tuple[object, ...]]:
     """Return what the launches of some programs are recorded as; their tensors are on a CPU, where none could run."""
     recorder = Recorder()
     with recorded_programs(recorder):
-        programs = {
-            name: importlib.import_module(f"{_PROGRAMS}.{name}") for name in ("gated_activation", "float8_cast")
-        }
+        programs = {name: importlib.import_module(f"{_PROGRAMS}.{name}") for name in ("activation", "fp8_cast")}
         x = torch.ones(6, 16, dtype=torch.bfloat16, requires_grad=True)
-        programs["gated_activation"].gated_activation(x, "swiglu").sum().backward()
-        cast = programs["float8_cast"].cast_and_transpose
+        programs["activation"].gated_activation(x, "swiglu").sum().backward()
+        cast = programs["fp8_cast"].cast_and_transpose
         cast(x, torch.float8_e4m3fn, torch.ones(1, 1), None, plain=True, transpose=False)
         cast(x, torch.float8_e4m3fn, torch.ones(1, 1), torch.ones(()), plain=True, transpose=True)
     return [(each.name, each.shapes, each.num_bytes, each.flops) for each in recorder.record.operations]
 
 
 def test_programs_are_counted_without_the_package_as_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = triton_choice.has_readable_memory, triton_choice.triton_works
+    before = triton_support.has_readable_memory, triton_support.triton_works
     has_package = has_triton_package()
     with_package = recorded_launches() if has_package else None
     for name in _NAMES:
@@ -45,14 +44,14 @@ def test_programs_are_counted_without_the_package_as_with_it(monkeypatch: pytest
     loaded = {name: module for name, module in sys.modules.items() if name.startswith(f"{_PROGRAMS}.")}
     without = recorded_launches()
     names = [name for name, *_ in without]
-    assert names[:2] == ["gated_activation.forward_program", "gated_activation.backward_program"]
+    assert names[:2] == ["activation.gated_forward_program", "activation.gated_backward_program"]
     # 6 rows of 16 numbers in, 8 out, of two bytes each; then both and the gradient of the latter.
     assert [num_bytes for _, _, num_bytes, _ in without[:2]] == [6 * 24 * 2, 6 * 40 * 2]
     # A scale is read as well, and the transpose written. The atomic update of the greatest number is not counted.
     assert [num_bytes for _, _, num_bytes, _ in without[2:]] == [6 * 16 * 3 + 4, 6 * 16 * 4 + 4]
     if has_package:
         assert without == with_package
-    assert (triton_choice.has_readable_memory, triton_choice.triton_works) == before
+    assert (triton_support.has_readable_memory, triton_support.triton_works) == before
     assert {name: sys.modules[name] for name in _NAMES} == dict.fromkeys(_NAMES)
     assert {name: module for name, module in sys.modules.items() if name.startswith(f"{_PROGRAMS}.")} == loaded
 

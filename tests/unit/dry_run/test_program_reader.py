@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from megatron.core.kernels import triton_programs
+from megatron.core.ops import triton as triton_kernels
 from megatron.planner.simulation import program_reader
 
-NAMES = [f"{triton_programs.__name__}.{module.name}" for module in pkgutil.iter_modules(triton_programs.__path__)]
+NAMES = [f"{triton_kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(triton_kernels.__path__)]
 WATCHED = (*NAMES, "triton", "triton.language", "triton.errors")
 
 
@@ -24,7 +24,7 @@ def test_a_program_that_cannot_be_imported_leaves_the_others_as_they_were(monkey
     imported = importlib.import_module
     own = ModuleType(NAMES[0])
     monkeypatch.setitem(sys.modules, NAMES[0], own)
-    monkeypatch.setattr(triton_programs, NAMES[0].rpartition(".")[2], own, raising=False)
+    monkeypatch.setattr(triton_kernels, NAMES[0].rpartition(".")[2], own, raising=False)
     before = loaded()
 
     def import_all_but_the_last(name: str) -> ModuleType:
@@ -36,7 +36,7 @@ def test_a_program_that_cannot_be_imported_leaves_the_others_as_they_were(monkey
     with pytest.raises(ImportError, match=NAMES[-1]), program_reader.readable_programs():
         raise AssertionError("the programs are not readable")
     assert loaded() == before
-    assert getattr(triton_programs, NAMES[0].rpartition(".")[2]) is own
+    assert getattr(triton_kernels, NAMES[0].rpartition(".")[2]) is own
     monkeypatch.undo()
     before = loaded()
     with program_reader.readable_programs():

@@ -109,8 +109,8 @@ with FakeTensorMode(allow_non_fake_inputs=True), recorder, CudaOperators(recorde
     out.backward(out)
     seen["flash"] = [(e.name, e.flops, e.shapes[0]) for e in recorder.record.operations if e.flops]
     if find_spec("triton"):
-        from megatron.core.kernels.cross_entropy import overwrite_with_gradient
-        from megatron.core.kernels.gated_activation import gated_activation
+        from megatron.core.ops.cross_entropy import overwrite_with_gradient
+        from megatron.core.ops.gated_activation import gated_activation
         from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary_to_both
         logits = torch.empty(6, 32, device="cuda", dtype=torch.bfloat16)
         labels = torch.empty(6, device="cuda", dtype=torch.int64)
@@ -219,8 +219,8 @@ def test_the_flash_kernel_computes_what_a_window_shows(seen: dict[str, Any]) -> 
 def test_a_program_moves_what_its_source_loads_and_stores(seen: dict[str, Any]) -> None:
     logits, heads, angles = 2 * 6 * 32, 2 * 6 * (4 + 2) * 16, 2 * 4 * 6 * 16
     assert seen["programs"] == [
-        ["gated_activation.forward_program", logits + logits // 2],
+        ["activation.gated_forward_program", logits + logits // 2],
         # The logits are read and written; the labels and two numbers a row are read.
         ["cross_entropy.gradient_program", 2 * logits + 6 * (8 + 4 + 4)],
-        ["rotary.rotate_program", 2 * heads + angles],
+        ["query_key_value.rotate_program", 2 * heads + angles],
     ]

@@ -56,10 +56,10 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/commands/training/rank_launcher.py",
     ),
     # Optional or heavy packages: each is known to one file, so that its absence is handled in one place.
-    "apex": ("megatron/core/kernels/apex.py",),
-    "flash_attn": ("megatron/core/kernels/flash_attn.py",),
-    "flash_attn_interface": ("megatron/core/kernels/flash_attn.py",),
-    "transformer_engine": ("megatron/core/kernels/transformer_engine.py",),
+    "apex": ("megatron/core/optimizer/inner_optimizer.py",),
+    "flash_attn": ("megatron/core/ops/attention_backend.py",),
+    "flash_attn_interface": ("megatron/core/ops/attention_backend.py",),
+    "transformer_engine": ("megatron/core/ops/transformer_engine.py",),
     "fsspec": ("megatron/core/object_store.py",),
     "s3fs": ("megatron/core/object_store.py",),
     "fastapi": ("megatron/serving/openai/application.py",),
@@ -68,7 +68,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "wandb": ("megatron/training/reporting/loggers/wandb_logger.py",),
     "lm_eval": ("megatron/evaluation/harness_model.py", "megatron/evaluation/harness_tasks.py"),
     "jinja2": ("megatron/core/datasets/conversations/chat_template.py",),
-    "triton": ("megatron/core/kernels/triton_programs/", "megatron/planner/simulation/triton.py"),
+    "triton": ("megatron/core/ops/triton/", "megatron/planner/simulation/triton.py"),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
     "transformers": ("megatron/conversion/conversion_check.py",),
     # Checkpoints hold no pickles, Megatron's excepted: those are written by one file and never run.

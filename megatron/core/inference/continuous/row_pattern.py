@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.ops.attention_pattern import AttentionPattern
 
 
 @dataclass(frozen=True, eq=False)

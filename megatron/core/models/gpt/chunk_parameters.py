@@ -129,7 +129,7 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
     from megatron.core.device import Device
     from megatron.core.distributed.flat_parameters import is_sent_in_float8, num_float8_scales
     from megatron.core.distributed.fully_sharded_data_parallel import unit_labels
-    from megatron.core.models.float8_layers import compute_in_float8
+    from megatron.core.models.fp8_layers import compute_in_float8
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer.muon import is_orthogonalized
     from megatron.core.parallel_state import describe_parallel_state

@@ -6,10 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, field_specs, flag
-from megatron.core.transformer.latent_attention.latent_config import LatentConfig
-from megatron.core.transformer.moe.moe_config import MoEConfig
-from megatron.core.transformer.multi_token_prediction.prediction_config import PredictionConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import LatentConfig, MoEConfig, PredictionConfig, TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron.core.kernels.dropout_keys import DropoutKeys
 from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import (

@@ -1,26 +1,30 @@
-"""A GPT: embedding, transformer layers and a vocabulary-parallel output layer, or one pipeline stage's part of it."""
+"""The GPT model: embedding, transformer layers and vocabulary-parallel output layer, or one pipeline stage.
+
+It also scales the initialization of hidden matrices for muP (Yang et al. 2022, https://arxiv.org/abs/2203.03466) and
+computes the z-loss of the logits (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from megatron.core.collectives import all_reduce
 from megatron.core.host_memory import ReusedMemory
-from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import gradient_uses_of, set_gradient_uses
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
-from megatron.core.models.gpt.logit_z_loss import LOGIT_Z_LOSS, logit_z_loss
 from megatron.core.models.model import Model
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops.dropout import DropoutKeys, DropoutSamples
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
-from megatron.core.sharding import attach_spec, spec_of, tie_over_pipeline
+from megatron.core.sharding import ParamSpec, attach_spec, spec_of, tie_over_pipeline
 from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
 from megatron.core.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
@@ -29,22 +33,61 @@ from megatron.core.tensor_parallel.cross_entropy import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.adapters.adapted_layers import add_adapters
 from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.latent_attention.yarn import yarn_frequencies
+from megatron.core.transformer.lora import add_adapters
+from megatron.core.transformer.lora_targets import ADAPTERS
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.load_balancing import auxiliary_loss_names
-from megatron.core.transformer.multi_token_prediction.further_targets import further_losses, further_targets
-from megatron.core.transformer.multi_token_prediction.prediction_config import further_loss_names
-from megatron.core.transformer.multi_token_prediction.prediction_layers import (
+from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPrediction,
     further_layer_numbers,
+    further_losses,
+    further_targets,
 )
-from megatron.core.transformer.mup.width_scaling import scale_with_width
-from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding
+from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding, yarn_frequencies
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import further_loss_names
 from megatron.core.weight_prefetch import take_memory
+
+_NOT_HIDDEN = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
+
+
+def is_hidden_matrix(spec: ParamSpec) -> bool:
+    """Return whether a parameter maps one width that grows to another: no embedding, output layer, vector, adapter."""
+    is_matrix = len(spec.global_shape) >= 2 and not spec.name.endswith(("bias", *_NOT_HIDDEN))
+    return is_matrix and ADAPTERS not in spec.name
+
+
+def scale_with_width(parameters: Iterable[nn.Parameter], width_multiplier: float) -> None:
+    """Let the hidden matrices begin smaller by the root of the multiplier, and say it to the optimizer.
+
+    Must be called when the parameters are named, before they are initialised.
+    """
+    for parameter in parameters:
+        spec = spec_of(parameter)
+        if is_hidden_matrix(spec):
+            std = spec.init_std / width_multiplier**0.5
+            attach_spec(parameter, replace(spec, init_std=std, width_multiplier=width_multiplier))
+
+
+LOGIT_Z_LOSS = "logit_z_loss"
+"""What it is called in the log: the mean of the squared logarithms, without its coefficient."""
+
+
+def logit_z_loss(
+    log_normalizers: torch.Tensor, loss_mask: torch.Tensor | None, coefficient: float, cp: Group
+) -> AuxiliaryLoss:
+    """Return the squared logarithms of the normalizers of the tokens that count; collective over context parallelism.
+
+    Shapes: ``log_normalizers, loss_mask: [b, s/cp]``.
+    """
+    squares = log_normalizers.square()
+    counts = torch.ones_like(squares) if loss_mask is None else (loss_mask != 0).to(squares.dtype)
+    num_tokens = counts.sum()
+    all_reduce(num_tokens, cp)
+    return AuxiliaryLoss(LOGIT_Z_LOSS, (squares * counts).sum(), num_tokens / cp.size, coefficient)
+
 
 _WORD_EMBEDDING = "embedding.word_embeddings"
 

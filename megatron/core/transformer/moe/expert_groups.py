@@ -1,4 +1,4 @@
-"""Where a rank's experts are among the ranks, and with whom their tokens are exchanged."""
+"""Process groups of a layer of experts: the ranks that hold the experts and exchange their tokens."""
 
 from __future__ import annotations
 

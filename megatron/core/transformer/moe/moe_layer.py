@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.kernels.matrix_product import RowCounts
 from megatron.core.layer_output import LayerOutput
+from megatron.core.ops.gemm import RowCounts
 from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -19,19 +19,18 @@ from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.exchange import gather_copies
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
-from megatron.core.transformer.moe.expert_load import ExpertLoads
 from megatron.core.transformer.moe.experts import GroupedExperts
+from megatron.core.transformer.moe.load_balancing import ExpertLoads
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.routing import expert_capacity
+from megatron.core.transformer.moe.routing import TokenRows, expert_capacity
 from megatron.core.transformer.moe.token_dispatcher import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     Experts,
     TokenDispatcher,
+    gather_copies,
 )
-from megatron.core.transformer.moe.token_rows import TokenRows
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -1,23 +1,213 @@
-"""The dispatch: tokens travel to the ranks of their experts, and what these make of them comes back.
+"""Token dispatchers: permute tokens, send them to the ranks of their experts, and combine the experts' outputs.
 
-A token has one choice for each of its experts, or several where experts are cut over ranks: one a rank. Choices are
-sorted by where they go, so that a rank's rows lie together.
+A token has one choice per expert, or several if experts are sharded over ranks: one per rank. Choices are sorted by
+destination, so that the rows of one rank are contiguous.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from megatron.core.collectives import all_to_all_first_dim
-from megatron.core.kernels.matrix_product import RowCounts
+from megatron.core.collectives import (
+    all_gather_first_dim,
+    all_to_all_first_dim,
+    all_to_all_rows,
+    reduce_scatter_first_dim,
+)
+from megatron.core.ops.gemm import RowCounts
+from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.moe.exchange import all_to_all, combine, reorder, take_rows
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.router import Routing
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sources: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slots)
+        return x.index_select(0, sources)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return _rows_at(grad, slots).sum(dim=1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        slots: torch.Tensor,
+        choices: torch.Tensor,
+        group: Group | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, slots, choices)
+        ctx.group = group
+        total = _weighted_sum(rows, weights, slots)
+        if group is not None:
+            total = reduce_scatter_first_dim(total, group)
+        return total.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        rows, weights, slots, choices = ctx.saved_tensors
+        if ctx.group is not None:
+            grad = all_gather_first_dim(grad.contiguous(), ctx.group)
+        weights_grad = _products_of_rows(rows, grad, slots, weights.dtype)
+        of_row = weights.reshape(-1)[choices]
+        rows_grad = grad.index_select(0, choices.div(slots.shape[1], rounding_mode="floor")).mul_(of_row.unsqueeze(-1))
+        return rows_grad, weights_grad, None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        sent: tuple[int, ...],
+        received: tuple[int, ...],
+        group: Group,
+        meanwhile: Callable[[], None] | None,
+    ) -> torch.Tensor:
+        ctx.splits, ctx.group = (sent, received), group
+        output, work = all_to_all_rows(rows, sent, received, group, async_op=meanwhile is not None)
+        if meanwhile is not None:
+            meanwhile()
+        if work is not None:
+            work.wait()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sent, received = ctx.splits
+        return all_to_all_rows(grad.contiguous(), received, sent, ctx.group)[0], None, None, None, None
+
+
+class _GatherCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, tp: Group) -> torch.Tensor:
+        ctx.tp = tp
+        return all_gather_first_dim(rows, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.chunk(ctx.tp.size)[ctx.tp.rank].contiguous(), None
+
+
+def _rows_at(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the rows of each token; the one behind the last is zero.
+
+    Shapes: ``rows: [m, h]``, ``slots: [n, c] -> [n, c, h]``.
+    """
+    rows = _with_row_of_zeros(rows, slots)
+    return rows.index_select(0, slots.reshape(-1)).view(*slots.shape, rows.shape[-1])
+
+
+def _with_row_of_zeros(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the rows, with a row of zeros after them if there are slots for it."""
+    return F.pad(rows, (0, 0, 0, 1)) if len(rows) < slots.numel() else rows
+
+
+def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of each token's rows in the dtype of the weights, which may be wider.
+
+    Wider sums take one choice at a time, so that only one row per token is wide.
+
+    Shapes: ``rows: [m, h]``, ``weights, slots: [n, c] -> [n, h]``.
+    """
+    if weights.dtype == rows.dtype:
+        return torch.bmm(weights.unsqueeze(1), _rows_at(rows, slots)).squeeze(1)
+    rows = _with_row_of_zeros(rows, slots)
+    total = weights.new_zeros(len(slots), rows.shape[1])
+    for places, of_choice in zip(slots.unbind(1), weights.unbind(1)):
+        total.addcmul_(rows.index_select(0, places), of_choice.unsqueeze(1))
+    return total
+
+
+def _products_of_rows(rows: torch.Tensor, grad: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the product of each of a token's rows with the token's gradient, in a dtype that may be wider.
+
+    Shapes: ``rows: [m, h]``, ``grad: [n, h]``, ``slots: [n, c] -> [n, c]``.
+    """
+    if dtype == rows.dtype:
+        return torch.bmm(_rows_at(rows, slots), grad.unsqueeze(-1)).squeeze(-1)
+    rows, wide = _with_row_of_zeros(rows, slots), grad.to(dtype)
+    products = [(wide * rows.index_select(0, places)).sum(dim=1) for places in slots.unbind(1)]
+    return torch.stack(products, dim=1)
+
+
+def take_rows(x: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return a row of ``x`` for each choice; ``slots`` says which rows of the result are a token's, ``m`` for none.
+
+    Shapes: ``x: [n, h]``, ``choices: [m]`` numbers of ``slots: [n, c]``, flattened ``-> [m, h]``.
+    """
+    sources = choices.div(slots.shape[1], rounding_mode="floor")
+    result: torch.Tensor = _TakeRows.apply(x, sources, slots)  # type: ignore[no-untyped-call]
+    return result
+
+
+def combine(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    choices: torch.Tensor,
+    slots: torch.Tensor,
+    group: Group | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum of each token's rows in their dtype: `take_rows` undone.
+
+    The sum has the dtype of the weights until it is complete. If the ranks of a ``group`` have parts of it, a
+    reduce-scatter adds them, and each rank is given its own tokens. Backward: an all-gather in the rows' dtype.
+
+    Shapes: ``rows: [m, h]``, ``weights, slots: [n, c]``, ``choices: [m] -> [n, h]``, with a group ``[n/size, h]``.
+    """
+    if group is not None and group.size == 1:
+        group = None
+    result: torch.Tensor = _Combine.apply(rows, weights, slots, choices, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def reorder(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Return rows in another order, of which the ``inverse`` is known.
+
+    Shapes: ``rows: [m, h]``, ``order, inverse: [m] -> [m, h]``.
+    """
+    result: torch.Tensor = _TakeRows.apply(rows, order, inverse.unsqueeze(1))  # type: ignore[no-untyped-call]
+    return result
+
+
+def all_to_all(
+    rows: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: Group,
+    meanwhile: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """Give each rank of the group its rows, and return those that this rank is given, in group order.
+
+    ``meanwhile`` is called while the rows travel. Backward: the same exchange in the other direction.
+
+    Shapes: ``[sum(sent), h] -> [sum(received), h]``.
+    """
+    result: torch.Tensor = _AllToAll.apply(rows, tuple(sent), tuple(received), group, meanwhile)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather_copies(rows: torch.Tensor, tp: Group) -> torch.Tensor:
+    """Join the ranks' parts, with which every rank computes the same. Backward: this rank's part of the gradient.
+
+    Shapes: ``[n, h] -> [n * tp, h]``.
+    """
+    result: torch.Tensor = _GatherCopies.apply(rows, tp)  # type: ignore[no-untyped-call]
+    return result
+
 
 Experts = Callable[[torch.Tensor, RowCounts], torch.Tensor]
 """Return what experts make of rows in their order, given how many rows each of this rank's has."""

@@ -9,7 +9,7 @@ from megatron.core.config_base import FieldSpec, field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
-from megatron.core.transformer.moe.moe_config import MoEConfig
+from megatron.core.transformer.transformer_config import MoEConfig
 
 _PATTERN = "moe_layer_freq"
 _NO_FIELD = ("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_router_topk_limited_devices")

@@ -8,8 +8,7 @@ from typing import Any
 from megatron.core.config_base import FieldSpec, field_specs
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.transformer.latent_attention.latent_config import LatentConfig
-from megatron.core.transformer.multi_token_prediction.prediction_config import PredictionConfig
+from megatron.core.transformer.transformer_config import LatentConfig, PredictionConfig
 
 _KINDS: Mapping[str, type] = {"multi_latent_attention": LatentConfig, "mtp_num_layers": PredictionConfig}
 """The argument that says whether a model has something, and the fields that describe it."""

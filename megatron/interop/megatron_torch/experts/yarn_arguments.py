@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.config_base import field_specs
 from megatron.core.models.gpt.gpt_config import STRETCH_FIELDS, GPTConfig
-from megatron.core.transformer.latent_attention.latent_config import LatentConfig
+from megatron.core.transformer.transformer_config import LatentConfig
 from megatron.interop.megatron_torch.experts.latent_arguments import field_value
 
 YARN = "yarn"

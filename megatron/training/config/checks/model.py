@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig, flags_without_argument
 from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
-from megatron.core.transformer.adapters.adapter_targets import adapted_parts
+from megatron.core.transformer.lora_targets import adapted_parts
 from megatron.training.config.checkpoint_config import NATIVE_FORMAT
 from megatron.training.config.checks.check import Check, divisors
 from megatron.training.config.checks.pipeline import LAYOUT_FIELDS

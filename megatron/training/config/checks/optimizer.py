@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config_base import BELOW_ONE
-from megatron.core.optimizer.recipes.group_override import parse_override
+from megatron.core.optimizer.optimizer_config import parse_override
 from megatron.training.config.checks.check import Check
 from megatron.training.config.run_config import RunConfig
 

@@ -16,8 +16,8 @@ from megatron.core.inference.request import GenerationRequest
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.scored_batch import Score, ScoredRow
 from megatron.core.inference.shared_model import share_model
-from megatron.core.models.data_parallel import wrap_model
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.model import wrap_model
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.models.data_parallel import wrap_model
+from megatron.core.models.model import wrap_model
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import CollectiveCall, single_rank_group
 from megatron.core.sharding import held_of, spec_of

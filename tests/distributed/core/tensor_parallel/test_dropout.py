@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels.attention_pattern import CAUSAL
-from megatron.core.kernels.dropout_keys import DropoutSamples
+from megatron.core.ops.attention_pattern import CAUSAL
+from megatron.core.ops.dropout import DropoutSamples
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import load_global_weights, make_batch, make_model, tensor_parallel_group
 

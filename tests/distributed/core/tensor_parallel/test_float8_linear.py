@@ -8,11 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.fp8.float8_config import Float8Config
-from megatron.core.fp8.float8_places import Float8Places
-from megatron.core.fp8.float8_quantisers import Float8Quantisers
-from megatron.core.fp8.float8_recipe import Float8Recipe
-from megatron.core.fp8.float8_state import Float8State
+from megatron.core.ops.fp8_config import Float8Config, Float8Places
+from megatron.core.ops.fp8_quantizers import Float8Quantisers, Float8Recipe, Float8State
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

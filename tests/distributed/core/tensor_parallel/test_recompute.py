@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.kernels.dropout_keys import DropoutSamples
+from megatron.core.ops.dropout import DropoutSamples
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.recompute import saved_in_parts

@@ -16,7 +16,7 @@ from megatron.core.datasets.history.sample_keys import blend_names
 from megatron.core.datasets.indices.index_cache import IndexArrays
 from megatron.core.datasets.samples.blended_dataset import BlendedDataset
 from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
-from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.config.run_config import RunConfig

@@ -43,9 +43,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "megatron.core.host_memory": {"_BLOCKS": (2**14, 2**15, 2**16), "_SMALLEST_OF_MANY": 2**11},
     "megatron.core.inference.continuous.running_batch": {"_PROMPT_TOKENS_AT_ONCE": 8},
     "megatron.core.inference.prompt_batch": {"_PROMPT_TOKENS_AT_ONCE": 8},
-    "megatron.core.kernels.cross_entropy": {"_CUDA_SLAB_ELEMENTS": 500},
-    "megatron.core.kernels.dropout": {"_BLOCK": 300},
-    "megatron.core.optimizer.lion": {"_PIECE": 700},
+    "megatron.core.ops.cross_entropy": {"_CUDA_SLAB_ELEMENTS": 500},
+    "megatron.core.ops.dropout": {"_BLOCK": 300},
+    "megatron.core.optimizer.inner_optimizer": {"_PIECE": 700},
     "megatron.core.tensor_parallel.initialization": {"_GATHERED_ELEMENTS": 4000},
     "megatron.training.reporting.attention_logits": {"_BLOCK_ELEMENTS": 600},
 }
@@ -54,12 +54,9 @@ SMALL_PROGRAMS: dict[str, dict[str, Any]] = {
     "activation": {"_BLOCK": 32, "_MAX_PARTS": 3},
     "column_sums": {"_ROWS": 2, "_COLUMNS": 16},
     "cross_entropy": {"_FORWARD_BLOCK": 32, "_BACKWARD_BLOCK": 16},
-    "dropout": {"_BLOCK": 64},
-    "float8_cast": {"_BLOCK": 16},
-    "gated_activation": {"_BLOCK": 64},
-    "residual_norm": {"_MAX_PARTS": 3},
-    "rotary": {"_TILE": 32},
-    "split": {"_TILE": 32, "_MAX_PARTS": 3},
+    "fp8_cast": {"_BLOCK": 16},
+    "residual": {"_BLOCK": 64, "_MAX_PARTS": 3},
+    "query_key_value": {"_TILE": 32, "_MAX_PARTS": 3},
 }
 """Sizes of the blocks and parts of Triton programs."""
 
@@ -73,19 +70,19 @@ def make_sizes_small() -> None:
     owners = importlib.import_module("megatron.core.optimizer.matrix_owners").MatrixOwners
     owners.__init__.__kwdefaults__["round_bytes"] = 16_000
     importlib.import_module("megatron.core.dist_checkpointing.save_plan").SavePlanner.__init__.__defaults__ = (4096,)
-    kernel = importlib.import_module("megatron.core.kernels.attention_block").AttentionBlocks
+    kernel = importlib.import_module("megatron.core.ops.attention_block").AttentionBlocks
     kernel.__init__.__defaults__ = (*kernel.__init__.__defaults__[:-1], 1000)
 
 
 def make_programs_small() -> None:
     """Let Triton programs have several blocks and parts of several rows."""
     for name, values in SMALL_PROGRAMS.items():
-        _set_all(f"megatron.core.kernels.triton_programs.{name}", values)
+        _set_all(f"megatron.core.ops.triton.{name}", values)
 
 
 def leave_programs_out() -> None:
     """Let torch compute what Triton programs would, where Triton is installed: FlexAttention needs it."""
-    _set_all("megatron.core.kernels.triton_choice", {"_DTYPES": frozenset()})
+    _set_all("megatron.core.ops.triton_support", {"_DTYPES": frozenset()})
 
 
 def prefer_cudnn() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.device import select_device
-from megatron.core.kernels.attention_pattern import CAUSAL
+from megatron.core.ops.attention_pattern import CAUSAL
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cpu_offload import ActivationOffload
 from megatron.core.tensor_parallel.initialization import initialize_module

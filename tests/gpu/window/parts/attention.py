@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask
-from megatron.core.kernels.attention_choice import AttentionCall, select_attention_core
-from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.ops.attention_backend import AttentionCall, select_attention_core
+from megatron.core.ops.attention_block import AttentionBlocks, BlockMask
+from megatron.core.ops.attention_pattern import AttentionPattern
 from tests.gpu.window.clock import KernelClock
 from tests.gpu.window.shapes import AttentionShape, attention_shapes
 from tests.gpu.window.window import Unsupported, Window

@@ -9,8 +9,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from megatron.core.kernels.accumulation import why_no_wide_products
-from megatron.core.kernels.float8.quantised import (
+from megatron.core.ops.fp8_tensor import (
     E4M3,
     ROWS,
     SEGMENTS_OF_32,
@@ -18,10 +17,11 @@ from megatron.core.kernels.float8.quantised import (
     SQUARES_OF_128,
     WHOLE,
     Blocks,
+    device_product,
     quantise,
 )
-from megatron.core.kernels.float8.scaled_product import device_product
-from megatron.core.kernels.triton_choice import casts_to_float8, triton_works
+from megatron.core.ops.gemm import why_no_wide_products
+from megatron.core.ops.triton_support import casts_to_float8, triton_works
 from tests.gpu.window import findings
 from tests.gpu.window.window import Unsupported, Window
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.device import Device
-from megatron.core.kernels.float8.quantised import ROWS, SEGMENTS_OF_32, SEGMENTS_OF_128, WHOLE, Blocks
+from megatron.core.ops.fp8_tensor import ROWS, SEGMENTS_OF_32, SEGMENTS_OF_128, WHOLE, Blocks
 from tests.gpu.window import findings
 from tests.gpu.window.parts.environment import why_no_float8
 from tests.gpu.window.shapes import COMMON, NO_DROPOUT, Flags

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron.core.kernels.accumulation import add_wide_product, adds_wide_products
-from megatron.core.kernels.float8.quantised import E4M3, WHOLE, quantise
-from megatron.core.kernels.float8.scaled_product import device_product
-from megatron.core.kernels.matrix_product import RowCounts, grouped_gradient, grouped_product
+from megatron.core.ops.fp8_tensor import E4M3, WHOLE, device_product, quantise
+from megatron.core.ops.gemm import RowCounts, add_wide_product, adds_wide_products, grouped_gradient, grouped_product
 from tests.gpu.window.clock import KernelClock
 from tests.gpu.window.parts.environment import why_no_float8
 from tests.gpu.window.shapes import GemmShape, grouped_layers, linear_layers, shapes_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.kernels.float8.quantised import WHOLE
+from megatron.core.ops.fp8_tensor import WHOLE
 from tests.gpu.window.parts.environment import why_no_float8
 from tests.gpu.window.parts.small_model import time_run
 from tests.gpu.window.shapes import headline_runs, shapes_of

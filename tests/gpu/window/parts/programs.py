@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.core.kernels.float8.quantised import E4M3, E5M2, quantise_whole
-from megatron.core.kernels.gated_activation import gated_activation
-from megatron.core.kernels.matrix_product import grouped_gradient, grouped_product
-from megatron.core.kernels.triton_choice import runs_on_triton
+from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantise_whole
+from megatron.core.ops.gated_activation import gated_activation
+from megatron.core.ops.gemm import grouped_gradient, grouped_product
+from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.gpu.kernels import ALLOWED, KernelSizes, compare_all, kernel_pairs

@@ -13,8 +13,8 @@ from megatron.core.context_parallel.partition import (
     to_rank_order,
     to_sequence_order,
 )
-from megatron.core.kernels.attention_pattern import CAUSAL
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.ops.attention_pattern import CAUSAL
 from megatron.core.process_group import Group, single_rank_group
 
 SIZES = (1, 2, 3, 4, 8)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.fp8 import float8_quantisers, float8_state
-from megatron.core.fp8.float8_config import Float8Config
-from megatron.core.fp8.float8_places import Float8Places
-from megatron.core.fp8.float8_quantisers import Float8Quantisers
-from megatron.core.fp8.float8_recipe import Float8Recipe
-from megatron.core.fp8.float8_state import Float8State
-from megatron.core.kernels.float8.quantised import E4M3, E5M2, scale_of
+from megatron.core.ops import fp8_quantizers
+from megatron.core.ops.fp8_config import Float8Config, Float8Places
+from megatron.core.ops.fp8_quantizers import Float8Quantisers, Float8Recipe, Float8State
+from megatron.core.ops.fp8_tensor import E4M3, E5M2, scale_of
 from megatron.core.process_group import Group, single_rank_group
 
 WORLD = single_rank_group(("world",))
@@ -134,8 +131,8 @@ def _another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         assert operation == "max"
         tensor.clamp_(min=OTHER_AMAX)
 
-    monkeypatch.setattr(float8_state, "all_reduce", all_reduce)
-    monkeypatch.setattr(float8_quantisers, "all_reduce", all_reduce)
+    monkeypatch.setattr(fp8_quantizers, "all_reduce", all_reduce)
+    monkeypatch.setattr(fp8_quantizers, "all_reduce", all_reduce)
 
 
 @pytest.mark.usefixtures("_another_rank")

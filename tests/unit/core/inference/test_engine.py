@@ -23,8 +23,8 @@ from megatron.core.inference.request import (
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.scored_batch import ScoredRow
 from megatron.core.inference.staged_model import StagedModel
-from megatron.core.kernels.attention_pattern import CAUSAL
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ops.attention_pattern import CAUSAL
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents

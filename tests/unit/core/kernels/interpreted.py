@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.kernels import triton_choice
+from megatron.core.ops import triton_support
 from tests.harness.distributed import run_distributed
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -27,12 +27,12 @@ def interpret(check: Callable[..., Any], *args: Any, world_size: int = 1) -> Non
 @contextmanager
 def cpu_runs_on_triton() -> Iterator[None]:
     """Let the choice between Triton and torch fall on Triton for tensors on the CPU."""
-    triton_choice._DEVICE = "cpu"
+    triton_support._DEVICE = "cpu"
     try:
-        assert triton_choice.triton_works()
+        assert triton_support.triton_works()
         yield
     finally:
-        triton_choice._DEVICE = "cuda"
+        triton_support._DEVICE = "cuda"
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, units: int = 1) -> None:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.kernels.accumulation import add_rows, adds_wide_products
 from megatron.core.main_grad import main_grad_of
+from megatron.core.ops.gemm import add_rows, adds_wide_products
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 from megatron.training.config.arguments import resolve_arguments

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.core.kernels.apex import load_fused_adam
-from megatron.core.optimizer.inner_optimizer import InnerOptimizer
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer, load_fused_adam
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 

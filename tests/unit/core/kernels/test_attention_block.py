@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.kernels import attention_block
-from megatron.core.kernels.attention_block import (
+from megatron.core.ops import attention_block
+from megatron.core.ops.attention_block import (
     MAX_SCORES,
     AttentionBlocks,
     BlockMask,
@@ -21,9 +21,9 @@ from megatron.core.kernels.attention_block import (
     plain_block_backward,
     takes_cudnn,
 )
-from megatron.core.kernels.attention_pattern import CAUSAL
-from megatron.core.kernels.dot_product_attention import plain_attention
-from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutSamples
+from megatron.core.ops.attention_pattern import CAUSAL
+from megatron.core.ops.dot_product_attention import plain_attention
+from megatron.core.ops.dropout import AttentionDropout, DropoutSamples
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 4, 8, 10
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.context_parallel.partition import chunks_of
-from megatron.core.kernels import attention_choice
-from megatron.core.kernels.attention_choice import SDPA, STEP_BY_STEP, AttentionCall, select_attention_core
-from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops import attention_backend
+from megatron.core.ops.attention_backend import SDPA, STEP_BY_STEP, AttentionCall, select_attention_core
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -34,9 +34,9 @@ def flex_stand_in(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
 
 @pytest.fixture(autouse=True)
 def with_flex_and_without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_choice, "load_flex_attention", lambda: flex_stand_in)
-    monkeypatch.setattr(attention_choice, "load_flash_attention", lambda *, is_deterministic: None)
-    monkeypatch.setattr(attention_choice, "load_flash_attention_3", lambda: None)
+    monkeypatch.setattr(attention_backend, "load_flex_attention", lambda: flex_stand_in)
+    monkeypatch.setattr(attention_backend, "load_flash_attention", lambda *, is_deterministic: None)
+    monkeypatch.setattr(attention_backend, "load_flash_attention_3", lambda: None)
 
 
 CHOICES = [
@@ -78,7 +78,7 @@ def test_kernels_on_cuda(call: AttentionCall, expected: str) -> None:
 
 
 def test_without_triton_a_mask_takes_the_place_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_choice, "load_flex_attention", lambda: None)
+    monkeypatch.setattr(attention_backend, "load_flex_attention", lambda: None)
     assert select_attention_core("auto", "cuda").choose(replace(CALL, pattern=DOCUMENTS)).name == MASKED
 
 
@@ -89,7 +89,7 @@ def test_without_triton_a_mask_takes_the_place_of_blocks(monkeypatch: pytest.Mon
 def test_older_devices_have_no_flash_kernel_for_groups(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], head_dim: int, expected: str
 ) -> None:
-    monkeypatch.setattr(attention_choice, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(attention_backend, "compute_capability", lambda device: capability)
     assert select_attention_core("auto", "cuda").choose(replace(CALL, head_dim=head_dim)).name == expected
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.kernels.attention_choice import select_attention_core
-from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.kernels.dot_product_attention import plain_attention
+from megatron.core.ops.attention_backend import select_attention_core
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops.dot_product_attention import plain_attention
 
 BATCH, HEADS, GROUPS, WIDTH, LENGTH = 2, 4, 2, 64, 384
 STARTS = torch.zeros(BATCH, LENGTH, dtype=torch.int64)

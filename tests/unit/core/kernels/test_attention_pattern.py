@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 
 CPU = torch.device("cpu")
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.kernels.dot_product_attention import (
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops.dot_product_attention import (
     fused_attention,
     masked_attention,
     plain_attention,
     torch_flash_attention,
 )
-from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutSamples
+from megatron.core.ops.dropout import AttentionDropout, DropoutSamples
 
 BATCH, HEADS, WIDTH = 3, 6, 10
 CORES = (plain_attention, fused_attention, masked_attention)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.kernels import dropout as module
-from megatron.core.kernels.dropout import RowKeys, drop_elements, keyed_dropout
+from megatron.core.ops import dropout as module
+from megatron.core.ops.dropout import RowKeys, drop_elements, keyed_dropout
 
 WORD = 0xFFFFFFFF
 

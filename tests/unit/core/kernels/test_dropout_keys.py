@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.kernels import dropout_keys
-from megatron.core.kernels.attention_pattern import CAUSAL
-from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
-from megatron.core.kernels.dropout import drop_elements
-from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys, DropoutSamples
+from megatron.core.ops import dropout as dropout_keys
+from megatron.core.ops.attention_pattern import CAUSAL
+from megatron.core.ops.dot_product_attention import fused_attention, plain_attention
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, DropoutSamples, drop_elements
 
 LENGTH, BATCH, WIDTH = 40, 6, 512
 LAYERS = range(3)

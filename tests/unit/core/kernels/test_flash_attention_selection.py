@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.kernels.attention_choice import (
+from megatron.core.ops.attention_backend import (
     SDPA,
     AttentionCall,
     describe_missing_flash,
+    load_flash_attention,
+    load_flash_attention_3,
     select_attention_core,
 )
-from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.kernels.dot_product_attention import fused_attention, plain_attention
-from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys, DropoutSamples
-from megatron.core.kernels.flash_attn import load_flash_attention, load_flash_attention_3
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops.dot_product_attention import fused_attention, plain_attention
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, DropoutSamples
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -203,7 +204,7 @@ def test_version_3_comes_first_and_dropout_is_left_to_version_2(
     core(*low, CAUSAL, dropout_of(0, 0.1))
     assert len(sys.modules["flash_attn"].calls) == 1
     for capability, expected in (((9, 0), "flash-attn 3"), ((8, 0), "flash-attn 2"), ((7, 5), SDPA)):
-        monkeypatch.setattr("megatron.core.kernels.attention_choice.compute_capability", lambda _, c=capability: c)
+        monkeypatch.setattr("megatron.core.ops.attention_backend.compute_capability", lambda _, c=capability: c)
         call = AttentionCall(torch.bfloat16, 8, 7, 7, CAUSAL)
         assert select_attention_core("auto", "cuda").choose(call).name == expected
 

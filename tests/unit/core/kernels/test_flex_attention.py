@@ -11,9 +11,9 @@ import torch
 import torch._dynamo
 from torch.nn.attention import flex_attention as flex_module
 
-from megatron.core.kernels.attention_pattern import AttentionPattern
-from megatron.core.kernels.dot_product_attention import plain_attention
-from megatron.core.kernels.flex_attention import BlockMaskCache, attend_by_blocks, load_flex_attention, make_block_mask
+from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.ops.dot_product_attention import plain_attention
+from megatron.core.ops.flex_attention import BlockMaskCache, attend_by_blocks, load_flex_attention, make_block_mask
 
 BATCH, LENGTH, BLOCK = 2, 32, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11 + [2] * 2 + [3] * 14, [0] * 24 + [1] * 8])
@@ -155,7 +155,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
     load_flex_attention.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=8):
         yield lambda is_there: monkeypatch.setattr(
-            "megatron.core.kernels.flex_attention.has_triton_package", lambda: is_there
+            "megatron.core.ops.flex_attention.has_triton_package", lambda: is_there
         )
     load_flex_attention.cache_clear()
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import ScalingType
 
-from megatron.core.kernels.float8 import quantised
-from megatron.core.kernels.float8 import scaled_product as products
-from megatron.core.kernels.float8.quantised import (
+from megatron.core.ops import fp8_tensor
+from megatron.core.ops import fp8_tensor as products
+from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
     ROWS,
@@ -20,12 +20,15 @@ from megatron.core.kernels.float8.quantised import (
     WHOLE,
     Blocks,
     Quantised,
+    _swizzled,
     amax_of,
+    device_product,
+    has_scaled_products,
     quantise,
     quantise_whole,
     scale_of,
+    scaled_product,
 )
-from megatron.core.kernels.float8.scaled_product import _swizzled, device_product, has_scaled_products, scaled_product
 
 RECIPES = {
     "tensorwise": (WHOLE, WHOLE),
@@ -107,8 +110,8 @@ def test_scales_are_given_to_torch_in_the_form_that_it_asks_for(monkeypatch: pyt
 def test_torch_casts_where_there_is_no_program_for_it(
     monkeypatch: pytest.MonkeyPatch, on_triton: bool, casts: bool
 ) -> None:
-    monkeypatch.setattr(quantised, "runs_on_triton", lambda x: on_triton)
-    monkeypatch.setattr(quantised, "casts_to_float8", lambda device: casts)
+    monkeypatch.setattr(fp8_tensor, "runs_on_triton", lambda x: on_triton)
+    monkeypatch.setattr(fp8_tensor, "casts_to_float8", lambda device: casts)
     x = torch.randn(6, 10)
     plain, _ = quantise_whole(x, E4M3, torch.ones(1, 1), None, transpose=False)
     assert plain is not None

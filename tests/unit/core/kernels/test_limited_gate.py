@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.kernels.gated_activation import gated_activation
+from megatron.core.ops.gated_activation import gated_activation
 
 KINDS = {
     "swiglu": F.silu,

@@ -9,17 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core.host_memory import ReusedMemory
-from megatron.core.kernels import matrix_product
-from megatron.core.kernels.matrix_product import (
-    grouped_gradient,
-    grouped_product,
-    has_library,
-    linear,
-    product,
-    uses_onednn,
-)
 from megatron.core.main_grad import MainGrad
-from megatron.core.transformer.moe.grouped_linear import grouped_linear
+from megatron.core.ops import gemm
+from megatron.core.ops.gemm import grouped_gradient, grouped_product, has_library, linear, product, uses_onednn
+from megatron.core.transformer.moe.experts import grouped_linear
 
 LIBRARIES = [name for name in ("onednn", "mkl", "mixed") if has_library(name, torch.float32)]
 
@@ -68,7 +61,7 @@ def test_only_float32_goes_to_onednn_unasked(dtype: torch.dtype) -> None:
     assert not uses_onednn(torch.zeros(64, 8, dtype=dtype))
     assert not uses_onednn(torch.zeros(64, 8, device="meta"))
     assert not uses_onednn(torch.zeros(0, 8))
-    assert uses_onednn(torch.zeros(64, 8)) == matrix_product._HAS_ONEDNN
+    assert uses_onednn(torch.zeros(64, 8)) == gemm._HAS_ONEDNN
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -84,7 +77,7 @@ def test_the_library_that_is_asked_for_counts(dtype: torch.dtype) -> None:
 def test_onednn_takes_bfloat16_with_its_operator_and_the_instructions(
     monkeypatch: pytest.MonkeyPatch, has_operator: bool, has_instructions: bool
 ) -> None:
-    monkeypatch.setattr(matrix_product, "_HAS_ONEDNN", has_operator)
+    monkeypatch.setattr(gemm, "_HAS_ONEDNN", has_operator)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
     assert has_library("onednn", torch.bfloat16) == (has_operator and has_instructions)
     assert has_library("onednn", torch.float32) == has_operator
@@ -137,8 +130,8 @@ def test_groups_of_any_size_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyP
         summed.add(len(right))
         return left.new_zeros(len(left), right.shape[1])
 
-    monkeypatch.setattr(matrix_product, "linear_into", lambda output, x, *_, **__: multiplied.add(len(x)))
-    monkeypatch.setattr(matrix_product, "product", note_product)
+    monkeypatch.setattr(gemm, "linear_into", lambda output, x, *_, **__: multiplied.add(len(x)))
+    monkeypatch.setattr(gemm, "product", note_product)
     for count in range(512, 1025):
         rows = torch.empty(2 * count, 40)
         grouped_product(rows, torch.empty(2, 8, 40), [count, count], "onednn")
@@ -148,18 +141,18 @@ def test_groups_of_any_size_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("count", "rounded"), [(0, 0), (1, 1), (31, 31), (32, 32), (33, 34), (63, 64), (65, 68)])
 def test_small_groups_are_rounded_little_or_not_at_all(count: int, rounded: int) -> None:
-    assert len(matrix_product._lengthened(torch.ones(count, 3))) == rounded
+    assert len(gemm._lengthened(torch.ones(count, 3))) == rounded
 
 
 def test_the_ends_of_groups_are_made_once_of_the_numbers_on_the_device_where_they_are() -> None:
     cpu = torch.device("cpu")
-    counts = matrix_product.row_counts([2, 0, 5])
+    counts = gemm.row_counts([2, 0, 5])
     assert counts.ends(cpu).tolist() == [2, 2, 7]
     assert counts.ends(cpu).dtype == torch.int32
     assert counts.ends(cpu) is counts.ends(cpu)
-    assert matrix_product.row_counts(counts) is counts
+    assert gemm.row_counts(counts) is counts
     # The numbers differ here to show which of them count.
-    assert matrix_product.RowCounts([2, 0], torch.tensor([3, 4])).ends(cpu).tolist() == [3, 7]
+    assert gemm.RowCounts([2, 0], torch.tensor([3, 4])).ends(cpu).tolist() == [3, 7]
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
@@ -194,13 +187,13 @@ def test_groups_are_one_launch_where_torch_has_a_kernel_for_them(
     width: int,
     expected: bool,
 ) -> None:
-    monkeypatch.setattr(matrix_product, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(gemm, "compute_capability", lambda device: capability)
     with FakeTensorMode(allow_non_fake_inputs=True):
         x, grad = (torch.empty(sum(counts), size, dtype=torch.bfloat16, device="cuda") for size in (width, 32))
         weight = torch.empty(3, 32, width, dtype=torch.bfloat16, device="cuda")
         pairs = ((x, weight), (grad, weight.transpose(1, 2)), (grad, x))
-        assert [matrix_product._is_one_launch(*pair) for pair in pairs] == [expected] * 3
-        assert not any(matrix_product._is_one_launch(*(each.float() for each in pair)) for pair in pairs)
+        assert [gemm._is_one_launch(*pair) for pair in pairs] == [expected] * 3
+        assert not any(gemm._is_one_launch(*(each.float() for each in pair)) for pair in pairs)
         if expected:
             # Torch's own rules for what it is given, those for distances in memory among them.
             assert grouped_product(*pairs[0], counts).shape == (sum(counts), 32)
@@ -239,7 +232,7 @@ def test_a_group_without_rows_has_a_gradient_of_zero_whatever_the_kernel_leaves(
         return [output, *torch.autograd.grad(output, (x, weight), grad), grouped_gradient(grad, x.detach(), counts)]
 
     expected = differentiated()
-    monkeypatch.setattr(matrix_product, "_is_one_launch", lambda left, right: True)
+    monkeypatch.setattr(gemm, "_is_one_launch", lambda left, right: True)
     monkeypatch.setattr(torch, "_grouped_mm", blackwell_grouped_mm)
     for actual, wanted in zip(differentiated(), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=2**-6, atol=2**-6)

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.kernels import attention_choice
-from megatron.core.kernels.attention_block import AttentionBlocks, BlockMask
-from megatron.core.kernels.attention_choice import (
+from megatron.core.ops import attention_backend
+from megatron.core.ops.attention_backend import (
     IN_BLOCKS,
     STEP_BY_STEP,
     AttentionCall,
     describe_missing_flash,
     select_attention_core,
 )
-from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.kernels.dot_product_attention import plain_attention
-from megatron.core.kernels.dropout_keys import AttentionDropout
-from megatron.core.kernels.sinks.sink_attention import torch_flash_with_sinks
+from megatron.core.ops.attention_block import AttentionBlocks, BlockMask
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops.attention_sinks import torch_flash_with_sinks
+from megatron.core.ops.dot_product_attention import plain_attention
+from megatron.core.ops.dropout import AttentionDropout
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 12, 3, 4, 2, 10
 DOCUMENTS = AttentionPattern(document_ids=torch.tensor([[0] * 5 + [1] * 7, [0] * 12, [0] + [1] * 11]))
@@ -109,9 +109,9 @@ CHOICES = [
 @pytest.mark.parametrize(("call", "expected"), CHOICES)
 def test_kernels_on_cuda(call: AttentionCall, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that takes every call is not asked for those with sinks."""
-    monkeypatch.setattr(attention_choice, "load_flex_attention", lambda: plain_attention)
-    monkeypatch.setattr(attention_choice, "load_flash_attention", lambda *, is_deterministic: plain_attention)
-    monkeypatch.setattr(attention_choice, "load_flash_attention_3", lambda: plain_attention)
+    monkeypatch.setattr(attention_backend, "load_flex_attention", lambda: plain_attention)
+    monkeypatch.setattr(attention_backend, "load_flash_attention", lambda *, is_deterministic: plain_attention)
+    monkeypatch.setattr(attention_backend, "load_flash_attention_3", lambda: plain_attention)
     core = select_attention_core("auto", "cuda", 30.0 if call.has_softcap else None)
     assert core.choose(call).name == expected
     assert core.choose(replace(call, has_sinks=False)).name not in (FLASH, IN_BLOCKS)

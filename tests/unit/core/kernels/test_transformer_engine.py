@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.kernels import transformer_engine
-from megatron.core.kernels.attention_choice import SDPA, AttentionCall, select_attention_core
-from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.kernels.dot_product_attention import plain_attention
-from megatron.core.kernels.dropout_keys import AttentionDropout, DropoutKeys, DropoutSamples
-from megatron.core.kernels.transformer_engine import load_transformer_engine, why_no_transformer_engine
+from megatron.core.ops import transformer_engine
+from megatron.core.ops.attention_backend import SDPA, AttentionCall, select_attention_core
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops.dot_product_attention import plain_attention
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, DropoutSamples
+from megatron.core.ops.transformer_engine import load_transformer_engine, why_no_transformer_engine
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer import attention
 from megatron.core.transformer.attention import describe_attention
@@ -151,7 +151,7 @@ def test_another_backend_is_obeyed_and_old_devices_have_no_kernel_of_it(
         ((10, 0), False, True),
         ((10, 0), True, False),
     ):
-        monkeypatch.setattr("megatron.core.kernels.attention_choice.compute_capability", lambda _, c=capability: c)
+        monkeypatch.setattr("megatron.core.ops.attention_backend.compute_capability", lambda _, c=capability: c)
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda d=is_deterministic: d)
         assert (name("auto", "cuda") == ENGINE) is has_kernel
 

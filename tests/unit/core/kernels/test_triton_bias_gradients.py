@@ -20,12 +20,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def check_activations(dtype: torch.dtype) -> None:
-    from megatron.core.kernels.triton_programs import activation as programs
+    from megatron.core.ops.triton import activation as programs
 
     torch.manual_seed(11)
     # Parts of 4, 4, 4 and 3 rows; blocks of 32, 32 and 6 columns.
     programs._BLOCK, programs._MAX_PARTS = 32, 4
-    for kind in programs.KINDS:
+    for kind in programs.PLAIN_KINDS:
         activation = ACTIVATIONS[kind]
         x = (2 * torch.randn(5, 3, 70)).to(dtype).requires_grad_()
         bias = torch.zeros(70, dtype=dtype, requires_grad=True)
@@ -50,7 +50,7 @@ def test_activations_and_the_bias_before_them(dtype: torch.dtype) -> None:
 
 
 def check_split(dtype: torch.dtype) -> None:
-    from megatron.core.kernels.triton_programs import split as programs
+    from megatron.core.ops.triton import query_key_value as programs
 
     torch.manual_seed(12)
     # Tiles of two heads; parts of 2, 2 and 1 tokens.

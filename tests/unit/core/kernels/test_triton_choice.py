@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.core.kernels import triton_choice
-from megatron.core.kernels.gated_activation import gated_activation
-from megatron.core.kernels.triton_choice import runs_on_triton, triton_works
+from megatron.core.ops import triton_support
+from megatron.core.ops.gated_activation import gated_activation
+from megatron.core.ops.triton_support import runs_on_triton, triton_works
 from tests.unit.core.kernels.interpreted import needs_triton
 
-PROGRAMS = "megatron.core.kernels.triton_programs"
+PROGRAMS = "megatron.core.ops.triton"
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let every test look for the package anew, and take tensors on the CPU for those that Triton serves."""
     for name in [name for name in sys.modules if name.startswith(f"{PROGRAMS}.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(triton_choice, "_DEVICE", "cpu")
+    monkeypatch.setattr(triton_support, "_DEVICE", "cpu")
     triton_works.cache_clear()
     yield
     triton_works.cache_clear()
@@ -87,7 +87,7 @@ def test_a_machine_without_a_gpu_fails_the_probe() -> None:
 
 
 def test_float64_and_tensors_without_memory_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_choice, "triton_works", lambda: True)
+    monkeypatch.setattr(triton_support, "triton_works", lambda: True)
     x = torch.zeros(2)
     assert runs_on_triton(x, x.half(), x.bfloat16(), torch.nn.Parameter(x))
     assert not runs_on_triton(x, x.double())
@@ -95,5 +95,5 @@ def test_float64_and_tensors_without_memory_go_to_torch(monkeypatch: pytest.Monk
     assert not runs_on_triton(x.to("meta"))
     with FakeTensorMode():
         assert not runs_on_triton(torch.zeros(2))
-    monkeypatch.setattr(triton_choice, "_DEVICE", "cuda")
+    monkeypatch.setattr(triton_support, "_DEVICE", "cuda")
     assert not runs_on_triton(x)

@@ -37,17 +37,13 @@ class Compiled:
 
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
-    from megatron.core.kernels.triton_programs import (
-        activation,
-        column_sums,
-        cross_entropy,
-        dropout,
-        float8_cast,
-        gated_activation,
-        residual_norm,
-        rotary,
-        split,
-    )
+    from megatron.core.ops.triton import activation, column_sums, cross_entropy
+    from megatron.core.ops.triton import activation as gated_activation
+    from megatron.core.ops.triton import fp8_cast as float8_cast
+    from megatron.core.ops.triton import query_key_value as rotary
+    from megatron.core.ops.triton import query_key_value as split
+    from megatron.core.ops.triton import residual as dropout
+    from megatron.core.ops.triton import residual as residual_norm
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
     rows |= {"log_normalizer": "*fp32", "row_grad": "*fp32"}
@@ -55,10 +51,10 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
     yield "cross-entropy", cross_entropy.normalizer_program, rows, {"BLOCK": block}, 8
     block = cross_entropy._BACKWARD_BLOCK
     yield "cross-entropy gradient", cross_entropy.gradient_program, rows, {"BLOCK": block}, 4
-    for kind in gated_activation.KINDS:
+    for kind in gated_activation.GATED_KINDS:
         sizes = {"BLOCK": gated_activation._BLOCK, "KIND": kind}
-        yield kind, gated_activation.forward_program, {"width": "i32"}, sizes, 4
-        yield f"{kind} gradient", gated_activation.backward_program, {"width": "i32"}, sizes, 4
+        yield kind, gated_activation.gated_forward_program, {"width": "i32"}, sizes, 4
+        yield f"{kind} gradient", gated_activation.gated_backward_program, {"width": "i32"}, sizes, 4
     kinds = dict.fromkeys(rotary.rotate_program.arg_names[8:], "i32")
     kinds |= {"cos": "*fp32", "sin": "*fp32", "batch": "odd", "num_groups": "odd", "heads_per_group": "odd"}
     for rotary_dim, head_dim in ((128, 128), (32, 80)):
@@ -74,9 +70,9 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         sizes = {"HEAD_DIM": head_dim, "HEADS": split._TILE // channels, "CHANNELS": channels}
         yield f"joined heads of {head_dim}", split.join_program, kinds, sizes, 4
     kinds = {"bias_parts": "*fp32", "num_rows": "odd", "rows_per_part": "odd", "width": "i32"}
-    for kind in activation.KINDS:
+    for kind in activation.PLAIN_KINDS:
         sizes = {"BLOCK": activation._BLOCK, "KIND": kind}
-        yield f"{kind} gradient", activation.backward_program, kinds, sizes, 4
+        yield f"{kind} gradient", activation.plain_backward_program, kinds, sizes, 4
     kinds = dict.fromkeys(("parts", "first", "second", "third"), "*fp32") | {"num_parts": "odd", "width": "i32"}
     sizes = {"ROWS": column_sums._ROWS, "COLUMNS": column_sums._COLUMNS}
     sizes |= {"FIRST_ADDS": True, "SECOND_ADDS": True, "THIRD_ADDS": False}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.kernels.float8.quantised import E4M3, E5M2, quantise_whole
+from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantise_whole
 from tests.unit.core.kernels.interpreted import cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.kernels.dropout_keys import DropoutSamples
+from megatron.core.ops.dropout import DropoutSamples
 from tests.harness.toy_model import make_batch, make_model, tensor_parallel_group
 from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
@@ -28,23 +28,19 @@ DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 
 
 def check_model(settings: dict[str, Any]) -> None:
-    from megatron.core.kernels.triton_programs import (
-        activation,
-        column_sums,
-        cross_entropy,
-        dropout,
-        gated_activation,
-        residual_norm,
-        rotary,
-        split,
-    )
+    from megatron.core.ops.triton import activation, column_sums, cross_entropy
+    from megatron.core.ops.triton import activation as gated_activation
+    from megatron.core.ops.triton import query_key_value as rotary
+    from megatron.core.ops.triton import query_key_value as split
+    from megatron.core.ops.triton import residual as dropout
+    from megatron.core.ops.triton import residual as residual_norm
 
     launches: Counter[str] = Counter()
     for module, attribute, name in [
         (rotary, "rotate_program", "rotate"),
-        (gated_activation, "forward_program", "gate"),
-        (gated_activation, "backward_program", "gate gradient"),
-        (activation, "backward_program", "activation gradient"),
+        (gated_activation, "gated_forward_program", "gate"),
+        (gated_activation, "gated_backward_program", "gate gradient"),
+        (activation, "plain_backward_program", "activation gradient"),
         (split, "join_program", "join"),
         (column_sums, "sums_program", "sums"),
         (residual_norm, "forward_program", "norm"),

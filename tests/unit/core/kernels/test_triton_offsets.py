@@ -10,7 +10,7 @@ import pytest
 
 from tests.emulated_cuda.scenarios.changed_source import is_triton_program
 
-PROGRAMS = sorted((Path(__file__).resolve().parents[4] / "megatron/core/kernels/triton_programs").glob("*.py"))
+PROGRAMS = sorted((Path(__file__).resolve().parents[4] / "megatron/core/ops/triton").glob("*.py"))
 
 
 def overflowing_products(source: str) -> Iterator[str]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.kernels import cross_entropy
-from megatron.core.kernels import gated_activation as gates
-from megatron.core.kernels.gated_activation import gated_activation
+from megatron.core.ops import cross_entropy
+from megatron.core.ops import gated_activation as gates
+from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.rotary_pos_embedding import (
     RotaryAngles,
@@ -30,15 +30,15 @@ DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytes
 
 
 def check_block_sizes() -> None:
-    from megatron.core.kernels import triton_programs
+    from megatron.core.ops import triton as triton_kernels
 
     sizes = {
         f"{module.name}.{name}": value
-        for module in pkgutil.iter_modules(triton_programs.__path__)
-        for name, value in vars(importlib.import_module(f"{triton_programs.__name__}.{module.name}")).items()
+        for module in pkgutil.iter_modules(triton_kernels.__path__)
+        for name, value in vars(importlib.import_module(f"{triton_kernels.__name__}.{module.name}")).items()
         if name.endswith(("_BLOCK", "_TILE", "_ROWS", "_COLUMNS"))
     }
-    assert {"cross_entropy._FORWARD_BLOCK", "rotary._TILE", "column_sums._ROWS"} <= sizes.keys()
+    assert {"cross_entropy._FORWARD_BLOCK", "query_key_value._TILE", "column_sums._ROWS"} <= sizes.keys()
     # Triton takes no other ranges.
     assert all(size & (size - 1) == 0 < size for size in sizes.values()), sizes
 
@@ -49,7 +49,7 @@ def test_block_sizes_are_powers_of_two() -> None:
 
 def check_rows(dtype: torch.dtype) -> None:
     torch.manual_seed(5)
-    from megatron.core.kernels.triton_programs import cross_entropy as programs
+    from megatron.core.ops.triton import cross_entropy as programs
 
     programs._FORWARD_BLOCK, programs._BACKWARD_BLOCK = 64, 128
     for width, num_columns in [(300, 290), (48, 48), (40, 1), (24, 0)]:
@@ -107,10 +107,10 @@ def test_two_ranks_have_the_loss_of_one_and_its_gradient_in_the_logits(dtype: to
 
 def check_gated_activations(dtype: torch.dtype) -> None:
     torch.manual_seed(7)
-    from megatron.core.kernels.triton_programs import gated_activation as programs
+    from megatron.core.ops.triton import activation as programs
 
     programs._BLOCK = 32
-    for kind in programs.KINDS:
+    for kind in programs.GATED_KINDS:
         x = (2 * torch.randn(5, 3, 2 * 70)).to(dtype).requires_grad_()
         grad = torch.randn(5, 3, 70).to(dtype)
         expected = gated_activation(x.double(), kind)
@@ -156,7 +156,7 @@ def test_a_gated_activation_without_a_program_is_computed_by_torch() -> None:
 
 def check_rotation(dtype: torch.dtype, interleaved: bool) -> None:
     torch.manual_seed(8)
-    from megatron.core.kernels.triton_programs import rotary as programs
+    from megatron.core.ops.triton import query_key_value as programs
 
     programs._TILE = 32
     # Queries and keys are views of one projection, as attention cuts them; 12 of 20 channels or all are rotated.

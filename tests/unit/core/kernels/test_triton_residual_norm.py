@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.kernels.dropout import RowKeys, drop_hidden
 from megatron.core.main_grad import Receiver, bias_gradient
+from megatron.core.ops.dropout import RowKeys, drop_hidden
 from tests.unit.core.kernels.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
@@ -47,7 +47,7 @@ def reference(
 
 
 def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
-    from megatron.core.kernels.triton_programs import residual_norm
+    from megatron.core.ops.triton import residual as residual_norm
 
     torch.manual_seed(9)
     # Parts of 2, 2, 2, 2 and 1 rows.
@@ -126,7 +126,7 @@ def test_sum_and_norm_with_their_gradients(dtype: torch.dtype, is_layer_norm: bo
 
 
 def check_dropout(dtype: torch.dtype) -> None:
-    from megatron.core.kernels.triton_programs import dropout as programs
+    from megatron.core.ops.triton import residual as programs
 
     torch.manual_seed(10)
     programs._BLOCK = 32

@@ -7,10 +7,15 @@ import functools
 import pytest
 import torch
 
-from megatron.core.optimizer import compact_state
 from megatron.core.optimizer import optimizer as optimizer_module
-from megatron.core.optimizer.compact_state import CompactTensor, RemainderTensor, ScaledTensor, make_moment
-from megatron.core.optimizer.recipes.stochastic_rounding import random_words
+from megatron.core.optimizer import quantized_state
+from megatron.core.optimizer.quantized_state import (
+    CompactTensor,
+    RemainderTensor,
+    ScaledTensor,
+    make_moment,
+    random_words,
+)
 from megatron.core.optimizer.update_bucket import cut_into_buckets
 from tests.unit.core.optimizer.test_optimizer import build, poisoned_step, train_step
 
@@ -34,13 +39,13 @@ def stored(values: torch.Tensor, dtype: str, decay: float = 0.9, *, is_second: b
 
 
 def test_the_limits_of_each_dtype_are_those_of_torch() -> None:
-    for dtype, half_unit in compact_state._HALF_UNIT.items():
+    for dtype, half_unit in quantized_state._HALF_UNIT.items():
         assert half_unit == torch.finfo(dtype).eps / 2
-    for dtype, smallest in compact_state._SMALLEST.items():
+    for dtype, smallest in quantized_state._SMALLEST.items():
         assert smallest == torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    for dtype, exponent in compact_state._LARGEST_EXPONENT.items():
+    for dtype, exponent in quantized_state._LARGEST_EXPONENT.items():
         assert 2.0**exponent <= torch.finfo(dtype).max < 2.0 ** (exponent + 1)
-    assert compact_state._HALF_UNIT.keys() == set(compact_state.STATE_DTYPES.values()) - {torch.float32}
+    assert quantized_state._HALF_UNIT.keys() == set(quantized_state.STATE_DTYPES.values()) - {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.optimizer.clip_grads import ALL_KINDS, KINDS, grad_multipliers, kind_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.recipes.gradient_kinds import ALL_KINDS, KINDS, grad_multipliers, kind_of
 from megatron.core.sharding import ParamSpec, full_pieces, spec_of
 from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients
 from tests.unit.core.optimizer.test_optimizer import build, train_step

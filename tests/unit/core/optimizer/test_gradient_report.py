@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.weight_checks import BadWeightsError
-from megatron.core.optimizer.gradient_report import check_weights, describe_bad_gradients
+from megatron.core.optimizer.clip_grads import check_weights, describe_bad_gradients
 from megatron.core.process_group import single_rank_group
 from tests.unit.core.distributed.toy_model import parameter
 

@@ -17,7 +17,7 @@ from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.errors import TrainingError
 from megatron.core.host_memory import Copied, HostCopies
 from megatron.core.optimizer import optimizer as optimizer_module
-from megatron.core.optimizer.host_offload import HostOffload, split_groups
+from megatron.core.optimizer.cpu_offloading import HostOffload, split_groups
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig

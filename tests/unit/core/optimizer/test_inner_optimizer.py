@@ -8,9 +8,8 @@ from torch import nn
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer, is_decayed
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.recipes.group_override import GroupOverride, parse_override
-from megatron.core.optimizer.recipes.param_rates import ParamRates, Rate
+from megatron.core.optimizer.optimizer_config import GroupOverride, OptimizerConfig, parse_override
+from megatron.core.optimizer.param_rates import ParamRates, Rate
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
 

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.distributed.flat_parameters import ParamPart
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.matrix_owners import MatrixOwners, _choose_owners, _choose_rounds, _in_order
-from megatron.core.optimizer.muon import Muon, is_orthogonalized
-from megatron.core.optimizer.newton_schulz import COEFFICIENTS, orthogonalize, update_scale
+from megatron.core.optimizer.muon import COEFFICIENTS, Muon, is_orthogonalized, orthogonalize, update_scale
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
@@ -271,7 +270,7 @@ def test_lion_follows_its_formula() -> None:
 
 def test_lion_on_a_device_that_decides_makes_the_step_of_the_host_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     # Pieces of 4 and 2 elements.
-    monkeypatch.setattr("megatron.core.optimizer.lion._PIECE", 4)
+    monkeypatch.setattr("megatron.core.optimizer.inner_optimizer._PIECE", 4)
     config = OptimizerConfig(optimizer="lion", lion_beta1=0.9, lion_beta2=0.7)
     weights = [random(6).float() for _ in range(2)]
     on_host, on_device = (InnerOptimizer(config, [([weight], 1.0)]) for weight in weights)
@@ -296,7 +295,7 @@ def test_lion_on_a_device_asks_for_two_operators_a_parameter(monkeypatch: pytest
     first = [random(5 + number, seed=number).float() for number in range(40)]
     weights, operators = [], []
     for piece in (1 << 24, 100, 7):
-        monkeypatch.setattr("megatron.core.optimizer.lion._PIECE", piece)
+        monkeypatch.setattr("megatron.core.optimizer.inner_optimizer._PIECE", piece)
         own = [weight.clone() for weight in first]
         lion = InnerOptimizer(config, [(own, 1.0)])
         lion.decides_on_device = True

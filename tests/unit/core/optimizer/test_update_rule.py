@@ -12,10 +12,9 @@ import torch
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer import inner_optimizer
-from megatron.core.optimizer.inner_optimizer import InnerOptimizer
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer, examine_rule
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rule import examine_rule
 from tests.unit.core.optimizer.test_optimizer import assert_same_parameters, build, oracle, train_step
 
 ELEMENTWISE = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adagrad)

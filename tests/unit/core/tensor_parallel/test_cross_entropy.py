@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.kernels import cross_entropy
+from megatron.core.ops import cross_entropy
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,

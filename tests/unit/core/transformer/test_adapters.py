@@ -19,7 +19,7 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.adapters.adapter_targets import adapted_parts
+from megatron.core.transformer.lora_targets import adapted_parts
 
 LAYER = "decoder.layers.1."
 SHAPES = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.core.distributed.flat_parameters import is_sent_in_float8
-from megatron.core.models import float8_layers
-from megatron.core.models.float8_layers import compute_in_float8, describe_float8
+from megatron.core.models import fp8_layers
+from megatron.core.models.fp8_layers import compute_in_float8, describe_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -71,7 +71,7 @@ def test_they_are_in_fp8_where_the_last_layers_are_not() -> None:
 def test_the_line_says_what_computes_the_products(
     monkeypatch: pytest.MonkeyPatch, device: str, has_products: bool, by: str
 ) -> None:
-    monkeypatch.setattr(float8_layers, "has_scaled_products", lambda *given: has_products)
+    monkeypatch.setattr(fp8_layers, "has_scaled_products", lambda *given: has_products)
     config = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4, fp8_format="hybrid")
     line = describe_float8(config, device)
     assert line is not None

@@ -8,10 +8,8 @@ import torch
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.core.transformer.multi_token_prediction.further_targets import further_losses, further_targets
-from megatron.core.transformer.multi_token_prediction.prediction_config import PredictionConfig
-from megatron.core.transformer.multi_token_prediction.prediction_layers import further_layer_numbers
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import further_layer_numbers, further_losses, further_targets
+from megatron.core.transformer.transformer_config import PredictionConfig, TransformerConfig
 
 
 def test_tokens_ahead_end_with_sequence_document_and_mask() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels import triton_choice
-from megatron.core.kernels.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.main_grad import MainGrad, attach_main_grad
+from megatron.core.ops import triton_support
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.process_group import single_rank_group
-from megatron.core.transformer.graphed_layers import GraphedLayers
+from megatron.core.transformer.cuda_graphs import GraphedLayers
 from tests.harness.graph_stand_in import RerunBackend
 from tests.harness.toy_model import make_model
 from tests.unit.core.kernels.interpreted import needs_triton
@@ -88,8 +88,8 @@ def test_programs_are_recorded_as_they_have_run(settings: dict[str, Any], num_mi
     block.graphs = GraphedLayers(backend, NUM_WARMUP_STEPS)
     with (
         patch.object(JITFunction, "run", lambda *args, **options: backend.launch(*args, **options)),
-        patch.object(triton_choice, "_DEVICE", "cpu"),
-        patch.object(triton_choice, "triton_works", lambda: True),
+        patch.object(triton_support, "_DEVICE", "cpu"),
+        patch.object(triton_support, "triton_works", lambda: True),
     ):
         for _ in range(NUM_WARMUP_STEPS + 1):
             for main_grad in main_grads:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.core.process_group import single_rank_group
-from megatron.core.transformer.latent_attention.latent_config import LatentConfig
-from megatron.core.transformer.latent_attention.yarn import yarn_frequencies
+from megatron.core.transformer.rotary_pos_embedding import yarn_frequencies
+from megatron.core.transformer.transformer_config import LatentConfig
 from tests.harness.toy_model import make_model
 
 LATENT: dict[str, Any] = {"multi_latent_attention": True}

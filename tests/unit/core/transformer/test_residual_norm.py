@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.core.process_group import single_rank_group
-from megatron.core.transformer import residual_norm
-from megatron.core.transformer.residual_norm import ResidualNorm
+from megatron.core.transformer import norm as residual_norm
+from megatron.core.transformer.norm import ResidualNorm
 from tests.unit.core.kernels.interpreted import needs_triton
 
 
@@ -20,7 +20,7 @@ def make(kind: str, centred_weight: bool) -> ResidualNorm:
 
 @needs_triton
 def test_the_program_is_given_what_it_can_normalise(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.kernels.triton_programs import residual_norm as programs
+    from megatron.core.ops.triton import residual as programs
 
     calls: list[dict[str, Any]] = []
 

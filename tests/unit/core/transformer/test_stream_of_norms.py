@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.kernels.attention_pattern import AttentionPattern
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.process_group import single_rank_group
 from tests.harness.toy_model import load_global_weights, make_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.kernels.float8.quantised import E4M3, WHOLE, quantise
+from megatron.core.ops.fp8_tensor import E4M3, WHOLE, quantise
 from megatron.interop.megatron_torch.stored_optimizer import is_weight_of, may_be_in_float8
 
 

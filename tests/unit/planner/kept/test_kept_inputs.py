@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.core.models.float8_layers import compute_in_float8
+from megatron.core.models.fp8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
 from tests.closed_forms.saved_activations import saved_bytes
 from tests.harness.toy_model import load_global_weights, make_batch, make_model, tensor_parallel_group

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.core.fp8.float8_state import Float8State
+from megatron.core.ops.fp8_quantizers import Float8State
 from megatron.verification.cells import Layout, make_cell
 from megatron.verification.run_cell import resolve_cell
 from megatron.verification.traffic import Traffic

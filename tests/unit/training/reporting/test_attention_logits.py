@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.process_group import single_rank_group
 from megatron.training.reporting import attention_logits
 from megatron.training.reporting.attention_logits import AttentionLogits

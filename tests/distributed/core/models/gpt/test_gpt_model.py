@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.kernels.attention_pattern import AttentionPattern
+from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import spec_of
 from tests.harness.closeness import assert_gradients_close

@@ -6,18 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.fp8.float8_config import Float8Config
-from megatron.core.fp8.float8_places import Float8Places
-from megatron.core.fp8.float8_quantisers import Float8Quantisers
-from megatron.core.fp8.float8_recipe import OPERANDS, Float8Recipe
-from megatron.core.fp8.float8_state import Float8State
-from megatron.core.kernels.float8.quantised import SEGMENTS_OF_128, Quantised
 from megatron.core.main_grad import MainGrad, attach_main_grad, main_grad_of
-from megatron.core.models.float8_layers import compute_in_float8
+from megatron.core.models.fp8_layers import compute_in_float8
+from megatron.core.ops.fp8_config import Float8Config, Float8Places
+from megatron.core.ops.fp8_quantizers import OPERANDS, Float8Quantisers, Float8Recipe, Float8State
+from megatron.core.ops.fp8_tensor import SEGMENTS_OF_128, Quantised
 from megatron.core.process_group import single_rank_group
-from megatron.core.transformer.moe import float8_grouped_linear as float8_grouped_linear_module
-from megatron.core.transformer.moe.float8_grouped_linear import float8_grouped_linear
-from megatron.core.transformer.moe.grouped_linear import grouped_linear
+from megatron.core.transformer.moe import experts as float8_grouped_linear_module
+from megatron.core.transformer.moe.experts import float8_grouped_linear, grouped_linear
 from tests.harness.toy_model import load_global_weights, make_batch, make_model
 
 COUNTS, INNER, OUTER = (5, 0, 33, 16), 160, 48

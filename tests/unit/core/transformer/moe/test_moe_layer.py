@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.kernels import matrix_product
-from megatron.core.kernels.dropout_keys import DropoutKeys, DropoutSamples
-from megatron.core.kernels.matrix_product import RowCounts
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ops import gemm
+from megatron.core.ops.dropout import DropoutKeys, DropoutSamples
+from megatron.core.ops.gemm import RowCounts
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer.moe.expert_load import LoadReport
+from megatron.core.transformer.moe.load_balancing import LoadReport
 from megatron.core.transformer.moe.moe_layer import MoELayer, loads_of
-from megatron.core.transformer.moe.token_rows import TokenRows
+from megatron.core.transformer.moe.routing import TokenRows
 from tests.harness.toy_model import load_global_weights, make_model
 
 SETTINGS: dict[str, Any] = {
@@ -129,7 +129,7 @@ def test_products_in_one_launch_are_told_once_where_groups_end(
     monkeypatch.setattr(RowCounts, "ends", ends_told)
     results = []
     for is_one_launch in (False, True):
-        monkeypatch.setattr(matrix_product, "_is_one_launch", lambda *operands, answer=is_one_launch: answer)
+        monkeypatch.setattr(gemm, "_is_one_launch", lambda *operands, answer=is_one_launch: answer)
         output = layer(x).hidden
         results.append((output, *torch.autograd.grad(output.float().square().sum(), inputs)))
     assert len(told) == 6

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
 from megatron.core.transformer.moe.routing import choose_experts, expert_capacity, kept_choices
+from megatron.core.transformer.transformer_config import MoEConfig, moe_layers
 
 NUM_TOKENS, NUM_EXPERTS = 37, 12
 KINDS = [

@@ -1,1 +1,0 @@
-"""Kernels: what computes one thing quickly, each beside its plain torch twin."""

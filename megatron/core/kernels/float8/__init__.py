@@ -1,1 +1,0 @@
-"""8-bit floating point: matrices with their scales, and their products."""

@@ -1,1 +1,0 @@
-"""Attention sinks: a number for each head that takes part in the sum below the softmax, and in nothing else."""

@@ -1,0 +1,93 @@
+"""Attach FP8 quantizers to the linear layers of transformer layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.flat_parameters import send_in_float8
+from megatron.core.ops.fp8_quantizers import Float8Quantisers, Float8Recipe, Float8State
+from megatron.core.ops.fp8_tensor import has_scaled_products
+from megatron.core.ops.transformer_engine import TRANSFORMER_ENGINE
+from megatron.core.ops.triton_support import casts_to_float8, triton_works
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SharedGroupQueryKeyValue
+from megatron.core.transformer.moe.experts import GroupedLinear
+from megatron.core.transformer.multi_latent_attention import ReplicatedLinear
+from megatron.core.transformer.multi_token_prediction import PredictionLayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+_LINEAR = (ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, SharedGroupQueryKeyValue)
+
+
+def compute_in_float8(
+    models: Sequence[nn.Module], config: TransformerConfig, device: torch.device | str, num_averaged: int = 1
+) -> Float8State | None:
+    """Let the linear layers of the chunks' transformer layers compute in fp8, as far as the configuration asks for it.
+
+    In front of layers that predict further tokens, the product that joins their inputs does, too.
+
+    ``num_averaged`` is over how many ranks gradients are averaged. Returns what delayed scaling remembers, None for
+    other recipes. Embedding and output layer stay as they are.
+    """
+    if config.fp8_format is None:
+        return None
+    recipe = Float8Recipe.of(config)
+    if torch.device(device).type == "cuda" and triton_works():
+        # Asked for here: the answer costs a wait, which no step should have.
+        casts_to_float8("cuda")
+    places = config.float8_places
+    state = Float8State(config, places, device, num_averaged) if recipe.is_delayed else None
+    modules = [module for model in models for module in model.modules()]
+    for further in (module for module in modules if isinstance(module, PredictionLayer)):
+        number = further.transformer_layer.layer_number
+        further.eh_proj.quantisers = Float8Quantisers(recipe, state, (number, places.join))
+        if config.fp8_param_gather:
+            send_in_float8(further.eh_proj.weight)
+    for layer in (module for module in modules if isinstance(module, TransformerLayer)):
+        if not config.is_in_float8(layer.layer_number, config.num_layers):
+            continue
+        linear_layers = [(name, module) for name, module in layer.named_modules() if isinstance(module, _LINEAR)]
+        assert len(linear_layers) <= places.num_linear, f"delayed scaling has room for {places.num_linear} in a layer"
+        for place, (name, module) in enumerate(linear_layers):
+            module.quantisers = Float8Quantisers(recipe, state, (layer.layer_number, place))
+            module.quantisers.input_is_recomputed = layer.recomputes_norms and _reads_stream(name, module)
+            if config.fp8_param_gather:
+                for parameter_name, parameter in module.named_parameters():
+                    if parameter_name.endswith("weight"):
+                        send_in_float8(parameter)
+        for which, experts in enumerate(module for module in layer.modules() if isinstance(module, GroupedLinear)):
+            experts.quantisers = tuple(
+                Float8Quantisers(recipe, state, (layer.layer_number, places.of_expert(expert, which)))
+                for expert in experts.expert_numbers
+            )
+            if config.fp8_param_gather:
+                send_in_float8(experts.weight, len(experts.expert_numbers))
+    return state
+
+
+def _reads_stream(name: str, module: nn.Module) -> bool:
+    """Return whether a linear layer's input is what a norm of the residual stream gives."""
+    return not isinstance(module, RowParallelLinear) and not name.endswith("_up_proj")
+
+
+def describe_float8(config: TransformerConfig, device: torch.device | str) -> str | None:
+    """Return one line that says which products are in fp8 and what computes them; None where none are."""
+    layers = config.float8_layers(config.num_layers)
+    if not layers:
+        return None
+    recipe, device = Float8Recipe.of(config), torch.device(device)
+    by = "torch's scaled products"
+    if device.type != "cuda" or not has_scaled_products(recipe.blocks, recipe.weight_blocks, device.type):
+        by = "float32 products of the quantised operands: this device has no scaled products for them"
+    if config.transformer_impl == TRANSFORMER_ENGINE:
+        by += " and not by transformer-engine, which has attention and norms"
+    further = ", and those of further tokens" if config.num_further_tokens else ""
+    weights = "" if recipe.has_weight_gradients else ", weight gradients excepted"
+    return (
+        f"fp8: {config.fp8_format}, {config.fp8_recipe} scaling, layers {layers.start + 1} to {layers.stop} of "
+        f"{config.num_layers}{further}{weights}; computed by {by}"
+    )

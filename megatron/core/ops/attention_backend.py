@@ -1,0 +1,391 @@
+"""Attention backends: per device an order of preference, from which each call takes the first supported kernel.
+
+The flash-attn packages, version 3 and version 2, are loaded here if they are installed and work.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from megatron.core.device import compute_capability
+from megatron.core.ops.attention_block import widest_flash_head
+from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.ops.attention_sinks import attend_in_blocks, torch_flash_with_sinks
+from megatron.core.ops.dot_product_attention import (
+    drawing_as,
+    fused_attention,
+    masked_attention,
+    plain_attention,
+    torch_flash_attention,
+)
+from megatron.core.ops.dropout import AttentionDropout
+from megatron.core.ops.flex_attention import BLOCK_SIZE, BlockMaskCache, attend_by_blocks, load_flex_attention
+from megatron.core.ops.transformer_engine import TransformerEngine, transformer_engine_for
+
+_BROKEN = (ImportError, OSError, AttributeError, RuntimeError)
+
+
+class FlashAttention(Protocol):
+    """Attention over a flash-attn package, in float16 or bfloat16 on CUDA."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool,
+        window: int | None,
+        softcap: float | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Return the attention output; the queries are the last positions of the keys.
+
+        With a ``window`` a query looks back at so many keys, its own among them.
+
+        Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]`` ``-> [sq, b, n, d]``.
+        """
+
+
+@functools.cache
+def load_flash_attention(*, is_deterministic: bool = False) -> FlashAttention | None:
+    """Return attention over flash-attn 2, or None where the package is not to be had.
+
+    ``is_deterministic`` asks for the same bits again: by default its backward pass adds to the gradient of the queries
+    in whatever order its blocks come. Before 2.4.1 it has nothing else, and None is returned.
+    A package that is installed but cannot be imported (a broken shared object, a missing package that it needs) is
+    named in one warning, however many layers ask.
+    """
+    return _load("flash_attn", "flash-attn", takes_dropout=True, is_deterministic=is_deterministic)
+
+
+@functools.cache
+def load_flash_attention_3() -> FlashAttention | None:
+    """Return attention over flash-attn 3, which has no dropout, or None where the package is not to be had.
+
+    Its backward pass does not give the same bits again, asked to or not (Dao-AILab/flash-attention #2244).
+    A broken package is named in one warning.
+    """
+    return _load("flash_attn_interface", "flash-attn 3", takes_dropout=False, is_deterministic=False)
+
+
+def _load(module_name: str, package: str, *, takes_dropout: bool, is_deterministic: bool) -> FlashAttention | None:
+    try:
+        module: ModuleType = importlib.import_module(module_name)
+        flash_attn_func: Callable[..., Any] = module.flash_attn_func
+    except _BROKEN as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == module_name
+        if not is_absent:
+            warnings.warn(
+                f"{package} is installed but cannot be used, torch's attention is taken: {error}", stacklevel=3
+            )
+        return None
+    if is_deterministic and "deterministic" not in inspect.signature(flash_attn_func).parameters:
+        return None
+
+    def flash_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool,
+        window: int | None,
+        softcap: float | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {"causal": is_causal}
+        if takes_dropout:
+            options["dropout_p"] = dropout
+        if is_deterministic:
+            options["deterministic"] = True
+        if window is not None:
+            options["window_size"] = (window - 1, 0 if is_causal else -1)
+        if softcap is not None:
+            options["softcap"] = softcap
+        context = flash_attn_func(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), **options)
+        # Early versions of flash-attn 3 return the log-sum-exps too.
+        output: torch.Tensor = context[0] if isinstance(context, tuple) else context
+        return output.transpose(0, 1)
+
+    return flash_attention
+
+
+PLAIN_BACKENDS = ("unfused", "local")
+"""Values of ``--attention-backend`` that ask for attention without fused kernels."""
+
+SDPA = "torch's scaled_dot_product_attention"
+STEP_BY_STEP = "step by step, with all scores in memory"
+IN_BLOCKS = "torch's flash kernel where it can, block by block"
+_HALF = (torch.float16, torch.bfloat16)
+_HOPPER = 9
+_FIRST_WITH_FLASH = (8, 0)
+_BLACKWELL = (10, 0)
+_NARROWEST_FLEX_HEAD = 16
+_WIDEST_ENGINE_HEAD = 128
+_ENGINE_LENGTHS = 128
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Hold what decides which kernels can compute a call."""
+
+    dtype: torch.dtype
+    head_dim: int
+    num_queries: int
+    num_keys: int
+    pattern: AttentionPattern
+    has_groups: bool = False
+    has_dropout: bool = False
+    has_softcap: bool = False
+    has_sinks: bool = False
+
+    @property
+    def is_half(self) -> bool:
+        """Tell whether the number format is float16 or bfloat16."""
+        return self.dtype in _HALF
+
+    @property
+    def is_dense(self) -> bool:
+        """Tell whether direction and window are the only rules, and the queries are the last positions."""
+        pattern = self.pattern
+        return pattern.document_ids is None and pattern.mask is None and pattern.first_query is None
+
+    @property
+    def is_common(self) -> bool:
+        """Tell whether scaled_dot_product_attention can do it without a mask."""
+        has_own_rule = not self.pattern.is_causal or self.num_queries in (1, self.num_keys)
+        return self.pattern.is_plain and has_own_rule and not self.has_softcap
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Name a kernel, say which calls it can compute, and compute them.
+
+    It is asked for calls with sinks where it ``takes_sinks``, and is then called as an `AttentionCore`.
+    """
+
+    name: str
+    can: Callable[[AttentionCall], bool]
+    compute: Callable[..., torch.Tensor]
+    takes_sinks: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """Compute each call by the first kernel that can; the last one can compute every call."""
+
+    kernels: tuple[AttentionKernel, ...]
+    has_softcap: bool = False
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output, as every `AttentionCore` does."""
+        call = AttentionCall(
+            *(query.dtype, query.shape[3], query.shape[0], key.shape[0], pattern),
+            has_groups=key.shape[2] != query.shape[2],
+            has_dropout=dropout is not None,
+            has_softcap=self.has_softcap,
+            has_sinks=sinks is not None,
+        )
+        compute = self.choose(call).compute
+        if sinks is None:
+            return compute(query, key, value, pattern, dropout)
+        return compute(query, key, value, pattern, dropout, sinks=sinks)
+
+    def choose(self, call: AttentionCall) -> AttentionKernel:
+        """Return the kernel that computes a call."""
+        return next(
+            kernel for kernel in self.kernels if (kernel.takes_sinks or not call.has_sinks) and kernel.can(call)
+        )
+
+
+def select_attention_core(
+    backend: str, device: torch.device | str, softcap: float | None = None, transformer_impl: str = "local"
+) -> AttentionKernels:
+    """Return the attention core that ``--attention-backend`` names on this device.
+
+    Under ``auto`` that of ``--transformer-impl`` comes first.
+    """
+    plain = AttentionKernel(
+        STEP_BY_STEP,
+        lambda call: True,
+        plain_attention if softcap is None else partial(plain_attention, softcap=softcap),
+        takes_sinks=True,
+    )
+    if backend in PLAIN_BACKENDS:
+        return AttentionKernels((plain,), softcap is not None)
+    device = torch.device(device)
+    if device.type != "cuda":
+        sdpa = AttentionKernel(SDPA, lambda call: not call.has_softcap, fused_attention)
+        return AttentionKernels((sdpa, _IN_BLOCKS, plain), softcap is not None)
+    packages = _packages(device, softcap) if backend in ("auto", "flash") else []
+    if backend == "auto" and (engine := transformer_engine_for(transformer_impl, device)) is not None:
+        packages = [*_kernels_of_engine(engine, device), *packages]
+    return AttentionKernels((*packages, *_kernels_of_torch(device, softcap), _IN_BLOCKS, plain), softcap is not None)
+
+
+_IN_BLOCKS = AttentionKernel(
+    IN_BLOCKS, lambda call: call.has_sinks and not call.has_softcap, attend_in_blocks, takes_sinks=True
+)
+
+
+def has_flash_package(device: torch.device | str) -> bool:
+    """Tell whether a flash-attn package can be used on a CUDA device."""
+    return bool(_packages(torch.device(device), None))
+
+
+def describe_missing_flash(
+    attention_backend: str, params_dtype: str, device: torch.device | str, *, has_sinks: bool = False
+) -> str | None:
+    """Return one line that says why FlashAttention, asked for by name, is not used on this device, or None."""
+    if attention_backend != "flash":
+        return None
+    if torch.device(device).type != "cuda":
+        reason = "it needs CUDA"
+    elif params_dtype not in ("float16", "bfloat16"):
+        reason = "it needs --bf16 or --fp16"
+    elif has_sinks:
+        reason = "it has no attention sinks"
+    elif has_flash_package(device):
+        return None
+    elif torch.are_deterministic_algorithms_enabled():
+        reason = "--deterministic-mode needs flash-attn 2.4.1 or newer, of version 2"
+    else:
+        reason = "the package cannot be imported"
+    return f"flash-attn is not used, since {reason}: torch's own attention takes its place"
+
+
+def _kernels_of_engine(engine: TransformerEngine, device: torch.device) -> list[AttentionKernel]:
+    capability = compute_capability(device) or _FIRST_WITH_FLASH
+    # On Blackwell cuDNN 9.18 is the first that can give the same bits again, and then not with dropout.
+    has_no_kernel = torch.are_deterministic_algorithms_enabled() and capability >= _BLACKWELL
+    if has_no_kernel or capability < _FIRST_WITH_FLASH:
+        return []
+
+    return [AttentionKernel("transformer-engine", _fits_engine, _by_package(engine.attend))]
+
+
+def _fits_engine(call: AttentionCall) -> bool:
+    """Tell whether cuDNN computes it: where it does not, transformer-engine may keep all scores.
+
+    cuDNN plans each length anew, which is why it is not used for prompts of any length.
+    """
+    has_shape = call.num_queries == call.num_keys and call.num_queries % _ENGINE_LENGTHS == 0
+    has_width = call.head_dim % 8 == 0 and call.head_dim <= _WIDEST_ENGINE_HEAD
+    has_window = call.pattern.window is not None
+    has_rule = call.is_dense and not (has_window and (call.has_dropout or not call.pattern.is_causal))
+    return call.is_half and has_shape and has_width and has_rule and not call.has_softcap
+
+
+def _packages(device: torch.device, softcap: float | None) -> list[AttentionKernel]:
+    def fits(call: AttentionCall) -> bool:
+        # For documents these packages want the number of them, which only the device knows.
+        return call.is_half and call.is_dense and call.head_dim <= 256
+
+    capability = compute_capability(device)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    is_hopper = capability is None or capability[0] == _HOPPER
+    kernels = []
+    if is_hopper and not is_deterministic and (version_3 := load_flash_attention_3()) is not None:
+        can = _without_dropout(fits)
+        kernels.append(AttentionKernel("flash-attn 3", can, _by_package(version_3, softcap=softcap)))
+    is_ampere = capability is None or capability >= _FIRST_WITH_FLASH
+    if is_ampere and (version_2 := load_flash_attention(is_deterministic=is_deterministic)) is not None:
+        can = fits if softcap is None else _without_dropout(fits)
+        kernels.append(AttentionKernel("flash-attn 2", can, _by_package(version_2, softcap=softcap)))
+    return kernels
+
+
+def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[AttentionKernel]:
+    widest = widest_flash_head(compute_capability(device))
+
+    def fits_flash(call: AttentionCall) -> bool:
+        return call.is_half and call.head_dim % 8 == 0 and call.head_dim <= widest
+
+    kernels = [
+        # With groups, and no flash kernel, it would compute all scores.
+        AttentionKernel(
+            SDPA, lambda call: call.is_common and (not call.has_groups or fits_flash(call)), fused_attention
+        ),
+        AttentionKernel(
+            "torch's flash kernel",
+            lambda call: fits_flash(call) and call.is_dense and not call.has_softcap,
+            torch_flash_attention,
+        ),
+        AttentionKernel(
+            "torch's flash kernel with sinks",
+            lambda call: call.has_sinks and fits_flash(call) and call.is_dense and not call.has_softcap,
+            torch_flash_with_sinks,
+            takes_sinks=True,
+        ),
+    ]
+    flex = load_flex_attention()
+    if flex is not None:
+        masks = BlockMaskCache()
+
+        def compute(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            pattern: AttentionPattern,
+            dropout: AttentionDropout | None,
+            *,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            assert not dropout, "FlexAttention has no dropout"
+            return attend_by_blocks(flex, masks, query, key, value, pattern, softcap, sinks=sinks)
+
+        kernels.append(AttentionKernel("FlexAttention", _fits_flex, compute, takes_sinks=True))
+    kernels.append(AttentionKernel(f"{SDPA} with a mask", lambda call: not call.has_softcap, masked_attention))
+    return kernels
+
+
+def _fits_flex(call: AttentionCall) -> bool:
+    """Tell whether FlexAttention can; it is compiled for a length, which is why it is not used for prompts."""
+    is_whole = call.num_queries % BLOCK_SIZE == 0 and call.num_keys % BLOCK_SIZE == 0
+    has_format = call.is_half or call.dtype == torch.float32
+    has_rule = not call.is_dense or call.pattern.window is not None or call.has_softcap or call.has_sinks
+    is_able = call.pattern.mask is None and not call.has_dropout and call.head_dim >= _NARROWEST_FLEX_HEAD
+    return is_whole and has_format and has_rule and is_able
+
+
+def _without_dropout(can: Callable[[AttentionCall], bool]) -> Callable[[AttentionCall], bool]:
+    return lambda call: can(call) and not call.has_dropout
+
+
+def _by_package(attend: Callable[..., torch.Tensor], **options: float | None) -> Callable[..., torch.Tensor]:
+    def compute(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
+    ) -> torch.Tensor:
+        with drawing_as(dropout, query.device):
+            return attend(
+                *(query, key, value),
+                is_causal=pattern.is_causal,
+                window=pattern.window,
+                dropout=dropout.probability if dropout else 0.0,
+                **options,
+            )
+
+    return compute

@@ -1,0 +1,116 @@
+"""AttentionPattern: which keys a query attends to, passed from the model to the attention kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPattern:
+    """Say which keys each query may look at: by default those up to its own position.
+
+    Without ``is_causal`` a query looks in both directions. ``document_ids`` number the documents that are packed into a
+    sequence, and a query then looks at its own document only; under context parallelism too they are those of the whole
+    sequence in its own order. A ``mask`` replaces both rules: it is True where a query may look. With a ``window`` a
+    query looks back at so many keys only, its own among them, whatever the other rules are.
+
+    The queries are the last positions of the keys, or those from ``first_query`` on.
+
+    Shapes: ``document_ids: [b, sk]``; ``mask: [b or 1, 1, sq, sk]`` of bool.
+    """
+
+    is_causal: bool = True
+    document_ids: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    window: int | None = None
+    first_query: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether the direction is the only rule, and the queries are the last positions."""
+        rules = (self.document_ids, self.mask, self.window, self.first_query)
+        return all(rule is None for rule in rules)
+
+    @property
+    def is_plain_causal(self) -> bool:
+        """Tell whether causality is the only rule, which kernels know by themselves."""
+        return self.is_causal and self.is_plain
+
+    def within(self, window: int) -> AttentionPattern:
+        """Return this pattern narrowed to a window; layers with the same one share what documents give."""
+        return self.shared(("window", window), lambda: replace(self, window=window))
+
+    def part(self, queries: range, keys: range) -> AttentionPattern:
+        """Return the pattern of some queries and keys of the whole sequence, which ends no earlier than the queries.
+
+        Layers share that of documents.
+        """
+        assert self.mask is None, "a mask knows no positions"
+        assert self.first_query is None, "a part has no parts"
+        first_query = None if queries.stop == keys.stop else queries.start - keys.start
+        if self.document_ids is None:
+            is_anywhere = first_query is None or not (self.is_causal or self.window)
+            return self if is_anywhere else replace(self, first_query=first_query)
+        ids = self.document_ids[:, keys.start : keys.stop]
+        return self.shared(("part", queries, keys), lambda: replace(self, document_ids=ids, first_query=first_query))
+
+    def shared(self, name: Hashable, make: Callable[[], Made]) -> Made:
+        """Return what ``make`` makes of the documents, once for all layers; without documents nothing is kept."""
+        if self.document_ids is None:
+            return make()
+        if name not in self._made:
+            self._made[name] = make()
+        made: Made = self._made[name]
+        return made
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
+
+    def visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+        """Return which keys the queries at some positions of the sequence may look at; None is all of them.
+
+        Shapes: positions ``[sq]``, ``[sk]`` ``-> [b or 1, 1, sq, sk]`` of bool.
+        """
+        assert self.mask is None, "a mask knows no positions"
+        causal = (keys[None, :] <= queries[:, None])[None, None] if self.is_causal else None
+        if self.window is not None:
+            near = self._near(queries, keys)
+            causal = near if causal is None else near & causal
+        if self.document_ids is None:
+            return causal
+        same = self.document_ids[:, queries, None] == self.document_ids[:, None, keys]
+        return same[:, None] if causal is None else same[:, None] & causal
+
+    def position_of_first_query(self, num_queries: int, num_keys: int) -> int:
+        """Return the first query's position among the keys."""
+        return num_keys - num_queries if self.first_query is None else self.first_query
+
+    def matrix(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
+        """Return which of ``num_keys`` positions ``num_queries`` of them may look at; None is all of them.
+
+        Shapes: ``-> [b or 1, 1, sq, sk]`` of bool.
+        """
+        positions = torch.arange(num_keys, device=device)
+        first = self.position_of_first_query(num_queries, num_keys)
+        queries = positions[first : first + num_queries]
+        if self.mask is not None:
+            return self.mask if self.window is None else self.mask & self._near(queries, positions)
+        if self.document_ids is not None:
+            assert num_keys == self.document_ids.shape[1], "every key has a document"
+        return self.shared(("matrix", num_queries), lambda: self.visible(queries, positions))
+
+    def _near(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        assert self.window is not None
+        return (keys[None, :] > queries[:, None] - self.window)[None, None]
+
+
+CAUSAL = AttentionPattern()
+"""Plain causal attention to a whole sequence."""

@@ -1,0 +1,327 @@
+"""Dropout whose mask is a function of two keys per row and of the column, and the keys of each element.
+
+No generator is drawn from and no mask is kept: the backward pass computes it again from the keys. The mask of a column
+``c`` follows from 32-bit words, all products and sums wrapping around and all shifts bringing in zeros::
+
+    x = k0 + (c + 1) * 0x9E3779B1
+    x ^= x >> 16;  x *= 0x21F0AAAD;  x ^= x >> 15;  x ^= k1;  x *= 0x735A2D97;  x ^= x >> 15
+
+The element is kept where ``x >> 8`` is at least ``round(p * 2**24)``, and then divided by ``1 - p``.
+
+The keys are a function of the seed, the iteration, the sample, its position, the layer and the site.
+Every number here is one of the whole run: a sample's place in the global batch, a position of the whole sequence, a
+layer of the whole model, a head of all heads. Ranks that compute the same element therefore drop the same, at any
+layout, and nothing has to be remembered between two steps. Routers that choose at random are keyed alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.core.ops.triton_support import runs_on_triton
+
+_COLUMN_STEP = 0x9E3779B1
+_FIRST_FACTOR = 0x21F0AAAD
+_SECOND_FACTOR = 0x735A2D97
+_MASK_BITS = 24
+
+# Elements in a block of rows. On CPU the words of a block stay in the cache; elsewhere this bounds the memory of words.
+_CPU_BLOCK = 1 << 15
+_BLOCK = 1 << 26
+
+
+class RowKeys(NamedTuple):
+    """Hold two int32 tensors with a key for each row: of the shape of what is dropped without its last dimension."""
+
+    k0: torch.Tensor
+    k1: torch.Tensor
+
+
+def keyed_dropout(
+    x: torch.Tensor, keys: RowKeys, probability: float, columns: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``x`` with elements set to 0 and the others divided by ``1 - probability``.
+
+    ``columns`` number the last dimension; None is 0, 1, ….
+
+    Shapes: ``x: […, c]``; keys ``[…]``; ``columns: [c]`` of any integers ``-> […, c]``.
+    """
+    output: torch.Tensor = _KeyedDropout.apply(x, *keys, columns, probability)  # type: ignore[no-untyped-call]
+    return output
+
+
+def drop_hidden(
+    x: torch.Tensor, keys: RowKeys, probability: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return what keyed dropout leaves of hidden states, added to the ``residual`` stream where that is given.
+
+    Shapes: ``x, residual: […, h]``; keys ``[…]`` ``-> […, h]``.
+    """
+    tensors = (x,) if residual is None else (x, residual)
+    if tensors[-1].dtype == x.dtype and runs_on_triton(*tensors):
+        from megatron.core.ops.triton import residual as programs
+
+        return programs.drop_hidden(x, keys, probability, residual)
+    dropped = keyed_dropout(x, keys, probability)
+    return dropped if residual is None else residual + dropped
+
+
+def drop_elements(
+    x: torch.Tensor, keys: RowKeys, probability: float, columns: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return what `keyed_dropout` returns, without a gradient."""
+    rows = x.reshape(-1, x.shape[-1])
+    output = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    k0, k1 = (key.reshape(-1, 1) for key in keys)
+    steps = _column_steps(x, columns)
+    # Kept where the unsigned word is at least this one; subtracting 2**31 from both makes signed words of them.
+    smallest_kept = (round(probability * (1 << _MASK_BITS)) << (32 - _MASK_BITS)) - (1 << 31)
+    factor = 1.0 / (1.0 - probability)
+    limit = _CPU_BLOCK if x.device.type == "cpu" else _BLOCK
+    length = max(1, min(limit // rows.shape[1], rows.shape[0]))
+    words = torch.empty((length, rows.shape[1]), dtype=torch.int32, device=x.device)
+    shifted = torch.empty_like(words)
+    kept = torch.empty_like(words, dtype=x.dtype)
+    for start in range(0, rows.shape[0], length):
+        block = slice(start, min(start + length, rows.shape[0]))
+        size = block.stop - start
+        word, other, mask = words[:size], shifted[:size], kept[:size]
+        torch.add(k0[block], steps, out=word)
+        _xor_shifted(word, 16, other)
+        word.mul_(_FIRST_FACTOR)
+        _xor_shifted(word, 15, other)
+        word.bitwise_xor_(k1[block]).mul_(_SECOND_FACTOR)
+        _xor_shifted(word, 15, other)
+        # A product with 0 and 1 of x's own type, since torch's filling by a mask is slow on CPU.
+        torch.ge(word.bitwise_xor_(-(1 << 31)), smallest_kept, out=mask)
+        torch.mul(rows[block], factor, out=output[block]).mul_(mask)
+    return output.view(x.shape)
+
+
+def _column_steps(x: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    if columns is None:
+        columns = torch.arange(x.shape[-1], device=x.device)
+    # A product of int64 whose lowest 32 bits are those of the 32-bit product.
+    return ((columns.to(torch.int64) + 1) * _COLUMN_STEP).to(torch.int32)
+
+
+def _xor_shifted(word: torch.Tensor, shift: int, other: torch.Tensor) -> None:
+    """Compute ``word ^= word >> shift`` in place, with zeros coming in; ``other`` is room of the same shape."""
+    torch.bitwise_right_shift(word, shift, out=other)
+    word.bitwise_xor_(other.bitwise_and_((1 << (32 - shift)) - 1))
+
+
+class _KeyedDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        k0: torch.Tensor,
+        k1: torch.Tensor,
+        columns: torch.Tensor | None,
+        probability: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(k0, k1, columns)
+        ctx.probability = probability
+        return drop_elements(x, RowKeys(k0, k1), probability, columns)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        k0, k1, columns = ctx.saved_tensors
+        return drop_elements(grad, RowKeys(k0, k1), ctx.probability, columns), None, None, None, None
+
+
+_STEP = 0x9E3779B97F4A7C15
+_FACTORS = (0xD6E8FEB86659FD93, 0xA5A3564E27F8865B)
+_EMBEDDING_SITE = -1
+_ADAPTER_SITES = 1 << 40
+_ROUTER_SITES = 1 << 41
+_LARGEST_DRAWN = (1 << 23) - 1
+_ADAPTERS_OF_A_LAYER = 8
+
+
+@dataclass(frozen=True, eq=False)
+class DropoutSamples:
+    """Name the samples of one micro-batch to dropout: made once for each, and handed to the model beside it.
+
+    ``number`` is of the micro-batch as this data-parallel rank sees it, for kernels that take one number as a seed.
+
+    Shapes: ``states: [b]`` int64.
+    """
+
+    number: int
+    states: torch.Tensor
+
+    @classmethod
+    def at(cls, seed: int, iteration: int, first_sample: int, count: int, device: torch.device | str) -> DropoutSamples:
+        """Return ``count`` samples in a row, numbered from ``first_sample`` in the iteration's global batch."""
+        numbers = torch.arange(first_sample, first_sample + count, device=device)
+        return cls(hash_numbers(seed, iteration, first_sample), _mixed(hash_numbers(seed, iteration), numbers))
+
+
+@dataclass(frozen=True, eq=False)
+class DropoutKeys:
+    """Hold what dropout in a model's chunk is keyed by: one micro-batch at the positions that a rank holds.
+
+    ``positions`` are those that attention's queries have on this rank, ``hidden`` of them those of the hidden states:
+    all, or under sequence parallelism a part. ``layers`` are numbered over the whole model, up to the end of the range.
+    ``rank`` numbers the ranks that share a sample, and decides with the layer how libraries seed their own dropout.
+
+    Shapes: ``positions: [s]`` int64.
+    """
+
+    samples: DropoutSamples
+    positions: torch.Tensor
+    hidden: slice
+    layers: range
+    rank: int = 0
+
+    @property
+    def of_embedding(self) -> RowKeys:
+        """Return the keys of the embedding's output. Shapes: ``[s, b]``, ``[s/tp, b]`` under sequence parallelism."""
+        return self._of_site(_EMBEDDING_SITE)
+
+    def after_attention(self, layer_number: int) -> RowKeys:
+        """Return the keys of an attention's output. Shapes: as for the embedding."""
+        return self._of_site(2 * layer_number)
+
+    def after_feed_forward(self, layer_number: int) -> RowKeys:
+        """Return the keys of a feed-forward's output. Shapes: as for the embedding."""
+        return self._of_site(2 * layer_number + 1)
+
+    def of_attention(self, layer_number: int, probability: float, heads: range) -> AttentionDropout:
+        """Return the dropout of the attention weights of this rank's heads, numbered over all ranks."""
+        return AttentionDropout(
+            probability,
+            self.samples.states,
+            self.positions,
+            heads,
+            site=_EMBEDDING_SITE - 1 - layer_number,
+            seed=hash_numbers(self.samples.number, layer_number, self.rank),
+        )
+
+    def of_adapter(self, layer_number: int, number: int, is_whole: bool) -> RowKeys:
+        """Return the keys of an adapter's input, of which a layer has up to 8.
+
+        ``is_whole`` asks for those of all of this rank's positions, whatever sequence parallelism leaves it of them.
+
+        Shapes: ``[s, b]``; ``[s/tp, b]`` under sequence parallelism, where not all are asked for.
+        """
+        positions = self.positions if is_whole else self.positions[self.hidden]
+        states = _mixed(self.samples.states, positions[:, None])
+        return _row_keys(_mixed(states, _ADAPTER_SITES + _ADAPTERS_OF_A_LAYER * layer_number + number))
+
+    def of_router(self, layer_number: int, num_experts: int, tokens: slice) -> torch.Tensor:
+        """Return a random number of each token and expert, from a standard normal distribution.
+
+        ``tokens`` are some of those at this rank's positions, in the order of ``[s, b]``.
+
+        Shapes: ``-> [n, experts]`` float32.
+        """
+        states = _mixed(self.samples.states, self.positions[:, None]).flatten()[tokens]
+        states = _mixed(states, _ROUTER_SITES + layer_number)
+        drawn = _mixed(states[:, None], torch.arange(num_experts, device=states.device)) & _LARGEST_DRAWN
+        # Halves keep the ends away from 0 and 1; all of these are exact in float32.
+        normal: torch.Tensor = torch.special.ndtri((drawn.float() + 0.5) / (_LARGEST_DRAWN + 1))
+        return normal
+
+    def static_copy(self) -> DropoutKeys:
+        """Return keys in memory of their own, which `overwrite` fills for one micro-batch after the other.
+
+        Libraries' own dropout cannot follow them: its seed is a number of the host.
+        """
+        copy = replace(self, samples=DropoutSamples(0, self.samples.states.clone()))
+        copy.__dict__["_of_sites"] = RowKeys(*(keys.clone() for keys in self._of_sites))
+        return copy
+
+    def overwrite(self, keys: DropoutKeys) -> None:
+        """Take over the keys of another micro-batch at the same place, in this one's memory."""
+        self.samples.states.copy_(keys.samples.states)
+        for own, new in zip(self._of_sites, keys._of_sites):
+            own.copy_(new)
+
+    def _of_site(self, site: int) -> RowKeys:
+        k0, k1 = self._of_sites
+        index = site - self._first_site
+        return RowKeys(k0[index], k1[index])
+
+    @property
+    def _first_site(self) -> int:
+        return 2 * self.layers.start if self.layers.start else _EMBEDDING_SITE
+
+    @cached_property
+    def _of_sites(self) -> RowKeys:
+        """Return the keys of all sites of hidden states, computed together. Shapes: ``[sites, s, b]``."""
+        sites = torch.arange(self._first_site, 2 * self.layers.stop, device=self.positions.device)
+        states = _mixed(self.samples.states, self.positions[self.hidden, None])
+        return _row_keys(_mixed(states, sites[:, None, None]))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionDropout:
+    """Hold the dropout of one layer's attention weights, for any queries, keys and heads.
+
+    ``queries`` and ``keys`` are positions of the whole sequence, ``heads`` numbers of all heads; without ``keys`` these
+    are the positions 0, 1, …. ``site`` tells layers apart. A kernel with dropout of its own is given ``seed`` in place
+    of the keys: it drops other weights, and nothing is computed here.
+
+    Shapes: ``states: [b]``; ``queries: [sq]``; ``keys: [sk]``, all int64.
+    """
+
+    probability: float
+    states: torch.Tensor
+    queries: torch.Tensor
+    heads: range
+    keys: torch.Tensor | None = None
+    site: int = 0
+    seed: int = 0
+
+    @cached_property
+    def row_keys(self) -> RowKeys:
+        """Return the keys of the weights' rows. Shapes: ``[b, n, sq]``."""
+        heads = torch.arange(self.heads.start, self.heads.stop, device=self.queries.device)
+        by_head = _mixed(_mixed(self.states, self.site)[:, None], heads)
+        return _row_keys(_mixed(by_head[..., None], self.queries))
+
+    def of_chunk(self, number: int, queries: torch.Tensor, keys: torch.Tensor) -> AttentionDropout:
+        """Return the dropout of some queries and keys, with a seed of its own."""
+        return replace(self, queries=queries, keys=keys, seed=hash_numbers(self.seed, number))
+
+    def drop(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weights after dropout. Shapes: ``[b, n, sq, sk]``."""
+        return keyed_dropout(weights, self.row_keys, self.probability, self.keys)
+
+
+def hash_numbers(*numbers: int) -> int:
+    """Return a 63-bit number that depends on all of these."""
+    text = ",".join(map(str, numbers))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _mixed(states: torch.Tensor | int, numbers: torch.Tensor | int) -> torch.Tensor:
+    """Return states that depend on the given ones and on numbers, at least one of which is a tensor; they broadcast."""
+    steps = _signed((numbers + 1) * _STEP) if isinstance(numbers, int) else (numbers + 1) * _signed(_STEP)
+    mixed = torch.as_tensor(states + steps)
+    for factor in _FACTORS:
+        mixed = (mixed ^ _shifted(mixed)) * _signed(factor)
+    return mixed ^ _shifted(mixed)
+
+
+def _shifted(states: torch.Tensor) -> torch.Tensor:
+    """Shift to the right by 32 bits, with zeros coming in."""
+    return (states >> 32) & 0xFFFFFFFF
+
+
+def _row_keys(states: torch.Tensor) -> RowKeys:
+    return RowKeys(states.to(torch.int32), (states >> 32).to(torch.int32))
+
+
+def _signed(number: int) -> int:
+    """Return the int64 of the lowest 64 bits."""
+    lowest = number % (1 << 64)
+    return lowest - (1 << 64) if lowest >> 63 else lowest

@@ -1,0 +1,281 @@
+"""FP8 recipes and quantizers: how a linear layer's input, weight and output gradient are quantized.
+
+Delayed scaling stores a scale and an amax history for every operand of every linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.collectives import all_reduce
+from megatron.core.ops.fp8_config import Float8Config, Float8Places
+from megatron.core.ops.fp8_tensor import (
+    E4M3,
+    E5M2,
+    ROWS,
+    SEGMENTS_OF_32,
+    SEGMENTS_OF_128,
+    SQUARES_OF_128,
+    WHOLE,
+    Blocks,
+    Quantised,
+    amax_of,
+    quantise,
+    quantise_whole,
+    scale_of,
+)
+from megatron.core.process_group import Group
+
+OPERANDS = ("input", "weight", "grad")
+"""What the three products of a linear layer are made of; ``grad`` is the gradient of the output."""
+
+_BLOCKS: Mapping[str, Blocks] = {
+    "delayed": WHOLE,
+    "tensorwise": WHOLE,
+    "rowwise": ROWS,
+    "blockwise": SEGMENTS_OF_128,
+    "mxfp8": SEGMENTS_OF_32,
+}
+_GRAD_DTYPES = {"e4m3": E4M3, "hybrid": E5M2}
+
+
+@dataclass(frozen=True)
+class Float8Recipe:
+    """Hold a recipe of fp8: what shares a scale, the format of gradients, and which products are in fp8.
+
+    ``is_delayed`` says that scales are those of earlier steps. Without ``has_weight_gradients`` those are computed in
+    the model's own precision.
+    """
+
+    blocks: Blocks
+    weight_blocks: Blocks
+    grad_dtype: torch.dtype
+    is_delayed: bool
+    has_weight_gradients: bool
+
+    @classmethod
+    def of(cls, config: Float8Config) -> Float8Recipe:
+        """Return the recipe that a configuration asks for."""
+        blocks = _BLOCKS[config.fp8_recipe]
+        return cls(
+            blocks=blocks,
+            weight_blocks=SQUARES_OF_128 if blocks == SEGMENTS_OF_128 else blocks,
+            grad_dtype=_GRAD_DTYPES[config.fp8_format or "e4m3"],
+            is_delayed=config.fp8_recipe == "delayed",
+            has_weight_gradients=config.fp8_wgrad,
+        )
+
+    def dtype(self, operand: str) -> torch.dtype:
+        """Return the format of an operand."""
+        return self.grad_dtype if operand == "grad" else E4M3
+
+
+_SCALE_STRIDE = 4
+"""Elements from one scale to the next: cuBLAS requires the address of a scale to be a multiple of 16 bytes."""
+
+
+class Float8State:
+    """Hold the scales and the histories of the whole model, the same on every rank of any layout.
+
+    A rank writes the amax of what it quantises into ``amax``. `update` takes the largest of all ranks, in one
+    collective a step, and makes the scales of the next step from it. Memory stays where it is, as CUDA graphs need it.
+
+    What is kept does not depend on the layout either: ``num_averaged`` is over how many ranks gradients are averaged
+    after the backward pass, in which they are as many times as large.
+
+    An expert may be given no tokens for many steps. As long as none was seen, it is scaled as the layer's others are.
+
+    Shapes: ``amax, scale, expected: [layers, places, 3]``, ``history: [layers, places, 3, length]``, the newest first;
+    all float32. Scales lie 16 bytes apart.
+    """
+
+    def __init__(
+        self, config: Float8Config, places: Float8Places, device: torch.device | str, num_averaged: int = 1
+    ) -> None:
+        self._config, self._places = config, places
+        recipe = Float8Recipe.of(config)
+        shape = (places.num_layers, places.num_places, len(OPERANDS))
+        self.amax = torch.zeros(shape, device=device)
+        self.scale = torch.ones(*shape, _SCALE_STRIDE, device=device)[..., 0]
+        self.expected = torch.zeros(shape, device=device)
+        self.history = torch.zeros(*shape, config.fp8_amax_history_len, device=device)
+        self._dtypes = [recipe.dtype(operand) for operand in OPERANDS]
+        times = [float(num_averaged) if operand == "grad" else 1.0 for operand in OPERANDS]
+        self._times = torch.tensor(times, device=device)
+        self.has_history = False
+
+    @torch.no_grad()
+    def update(self, world: Group, iteration: int) -> None:
+        """Take the amax of a step, which was the iteration of this number, and set the scales of the next; collective.
+
+        An amax that is not finite counts for nothing.
+        """
+        all_reduce(self.amax, world, "max")
+        amax = torch.where(self.amax.isfinite(), self.amax, 0.0) / self._times
+        self.history.copy_(torch.cat((amax.unsqueeze(-1), self.history[..., :-1]), dim=-1))
+        if iteration % self._config.fp8_interval == 0 or not self.has_history:
+            expected = self.history.amax(-1) if self._config.fp8_amax_compute_algo == "max" else self.history[..., 0]
+            # An operand that nothing was seen of keeps its scale.
+            self.expected.copy_(torch.where(expected > 0, expected, self.expected))
+            self._set_scales()
+        self.amax.zero_()
+        self.has_history = True
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return by name what a checkpoint keeps; filling them in place loads them."""
+        return {"expected_amax": self.expected, "amax_history": self.history}
+
+    def loaded(self) -> None:
+        """Note that `tensors` were filled."""
+        self.has_history = bool(self.history.any())
+        self._set_scales()
+
+    def snapshot(self) -> tuple[torch.Tensor, ...]:
+        """Return a copy of all that a step changes, for `restore`; nothing waits for the device."""
+        return tuple(each.clone() for each in (self.amax, self.scale, self.expected, self.history))
+
+    def restore(self, snapshot: tuple[torch.Tensor, ...]) -> None:
+        """Go back to a snapshot of this state."""
+        for each, values in zip((self.amax, self.scale, self.expected, self.history), snapshot, strict=True):
+            each.copy_(values)
+
+    def _set_scales(self) -> None:
+        amax, margin = self._expected_of_all() * self._times, self._config.fp8_margin
+        scales = [scale_of(amax[..., i], dtype, margin) for i, dtype in enumerate(self._dtypes)]
+        self.scale.copy_(torch.stack(scales, dim=-1))
+
+    def _expected_of_all(self) -> torch.Tensor:
+        """Return the amax that each operand is scaled by: of experts not seen yet, the largest of the layer's others.
+
+        Shapes: ``-> [layers, places, 3]``.
+        """
+        if not self._places.num_experts:
+            return self.expected
+        shared = self.expected[:, : self._places.num_shared]
+        experts = self.expected[:, self._places.num_shared :].reshape(
+            len(self.expected), self._places.num_experts, -1, len(OPERANDS)
+        )
+        experts = torch.where(experts > 0, experts, experts.amax(1, keepdim=True))
+        return torch.cat((shared, experts.flatten(1, 2)), dim=1)
+
+
+class Float8Quantisers:
+    """Quantise the operands of one linear layer as a recipe says; ``place`` is the layer's in the state.
+
+    A product sums along the rows of its operands, so that each is quantised along its own rows: with blocks that are
+    not square, a matrix and its transpose are rounded differently.
+    """
+
+    def __init__(self, recipe: Float8Recipe, state: Float8State | None = None, place: tuple[int, int] = (0, 0)) -> None:
+        self.recipe = recipe
+        self.input_is_recomputed = False
+        """Whether what the layer saves of its input is made anew in the backward pass, if it is saved as it came."""
+        self._state = state
+        self._place = place
+
+    @property
+    def turns(self) -> bool:
+        """Return whether the transpose of a quantised input or gradient is the quantised transpose."""
+        return self.recipe.blocks == WHOLE
+
+    @property
+    def gathers_gradients(self) -> bool:
+        """Return whether a gradient whose parts ranks hold travels in fp8.
+
+        Where its transpose is rounded on its own, both would be as many bytes as the gradient in 16 bits.
+        """
+        return self.turns and self.recipe.has_weight_gradients
+
+    @property
+    def keeps_weight_scale(self) -> bool:
+        """Return whether a weight's transpose has the scales of the weight."""
+        return self.recipe.weight_blocks in (WHOLE, SQUARES_OF_128)
+
+    def matrix(
+        self, operand: str, x: torch.Tensor, *, transpose: bool, records: bool, group: Group | None = None
+    ) -> tuple[Quantised, Quantised | None]:
+        """Return an input or a gradient quantised along its rows, and with ``transpose`` along its columns too.
+
+        ``records`` lets delayed scaling see it. The ranks of ``group`` hold parts of one matrix, cut along its rows,
+        and find the same scales where these are of parts that they share.
+
+        Shapes: ``x: [n, m] -> [n, m], [m, n]``.
+        """
+        dtype, blocks = self.recipe.dtype(operand), self.recipe.blocks
+        if blocks == WHOLE:
+            scale, amax = self._scale(operand, x, group, records)
+            plain, turned = quantise_whole(x, dtype, scale, amax, transpose=transpose)
+            assert plain is not None
+            return plain, turned
+        return quantise(x, dtype, blocks), self.columns(operand, x, group) if transpose else None
+
+    def columns(self, operand: str, x: torch.Tensor, group: Group | None = None) -> Quantised:
+        """Return the transpose of an input or a gradient, quantised along its rows, where these have scales.
+
+        Shapes: ``x: [n, m] -> [m, n]``.
+        """
+        dtype, blocks = self.recipe.dtype(operand), self.recipe.blocks
+        turned = x.t()
+        scale = None
+        if blocks.columns == 0 and group is not None:
+            scale = scale_of(_shared_amax(turned, blocks, group), dtype)
+        return quantise(turned, dtype, blocks, scale)
+
+    def input_again(
+        self, x: torch.Tensor, scale: torch.Tensor | None, transpose: bool, group: Group | None
+    ) -> Quantised:
+        """Return an input, or with ``transpose`` its transpose, quantised as `matrix` did.
+
+        ``scale`` is that of the first time where a whole matrix has one; without it the transpose is meant.
+
+        Shapes: ``x: [n, m] -> [n, m]``, transposed ``[m, n]``.
+        """
+        if scale is None:
+            return self.columns("input", x, group)
+        dtype = self.recipe.dtype("input")
+        plain, turned = quantise_whole(x, dtype, scale, None, plain=not transpose, transpose=transpose)
+        quantised = turned if plain is None else plain
+        assert quantised is not None
+        return quantised
+
+    def weight(self, x: torch.Tensor, *, transpose: bool, records: bool, scale: torch.Tensor | None) -> Quantised:
+        """Return a weight, or its transpose, quantised along its rows.
+
+        ``scale`` is what the weight was quantised by before, where that is known.
+
+        Shapes: ``x: [n, m] -> [n, m]``, transposed ``[m, n]``.
+        """
+        dtype, blocks = self.recipe.dtype("weight"), self.recipe.weight_blocks
+        if blocks == WHOLE:
+            amax = None
+            if scale is None:
+                scale, amax = self._scale("weight", x, None, records)
+            plain, turned = quantise_whole(x, dtype, scale, amax, plain=not transpose, transpose=transpose)
+            quantised = turned if plain is None else plain
+            assert quantised is not None
+            return quantised
+        if blocks == SQUARES_OF_128:
+            quantised = quantise(x, dtype, blocks, scale)
+            return quantised.transposed() if transpose else quantised
+        return quantise(x.t() if transpose else x, dtype, blocks)
+
+    def _scale(
+        self, operand: str, x: torch.Tensor, group: Group | None, records: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the scale of a whole matrix, and where its amax is to be noted."""
+        state, index = self._state, (*self._place, OPERANDS.index(operand))
+        seen = state.amax[index] if state is not None and records else None
+        if state is not None and state.has_history:
+            return state.scale[index].view(1, 1), seen
+        # The first step has no history: it scales by what it sees.
+        return scale_of(_shared_amax(x, WHOLE, group), self.recipe.dtype(operand)), seen
+
+
+def _shared_amax(x: torch.Tensor, blocks: Blocks, group: Group | None) -> torch.Tensor:
+    amax = amax_of(x, blocks)
+    if group is not None:
+        all_reduce(amax, group, "max")
+    return amax

@@ -1,0 +1,267 @@
+"""FP8 matrices with one scale per block of elements, and GEMMs of them.
+
+Every scale is a power of two, so that scaling rounds nothing: a number becomes the same one at whichever scale, as long
+as it is in range. Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; blocks of 32 (MX): Rouhani et al. 2023,
+https://arxiv.org/abs/2310.10537. GEMMs run on the
+device's own FP8 kernels, or in float32 on the values that the matrices hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType
+
+from megatron.core.ops.gemm import linear
+from megatron.core.ops.triton_support import casts_to_float8, runs_on_triton
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+_SMALLEST_EXPONENT, _LARGEST_EXPONENT, _EXPONENT_BIAS = -126, 127, 127
+_MANTISSA_BITS = 23
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Say which elements of a matrix share a scale: blocks of so many rows and columns, 0 for all of them."""
+
+    rows: int
+    columns: int
+
+    def fit(self, shape: torch.Size) -> bool:
+        """Return whether blocks fill a matrix of a shape, with none cut off at its edges."""
+        return all(length == 0 or size % length == 0 for size, length in zip(shape, (self.rows, self.columns)))
+
+
+WHOLE = Blocks(0, 0)
+ROWS = Blocks(1, 0)
+SEGMENTS_OF_128 = Blocks(1, 128)
+SQUARES_OF_128 = Blocks(128, 128)
+SEGMENTS_OF_32 = Blocks(1, 32)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantised:
+    """Hold a matrix in fp8, and the scales by which its blocks are multiplied.
+
+    Shapes: ``data: [n, m]``, ``scale``: float32, one number for each block in two dimensions.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    blocks: Blocks
+
+    def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the numbers that the matrix stands for.
+
+        Shapes: ``-> [n, m]``.
+        """
+        return self.data.to(dtype) * _spread(self.scale, self.blocks, self.data.shape).to(dtype)
+
+    def transposed(self) -> Quantised:
+        """Return the transpose, whose blocks are transposed too."""
+        return Quantised(self.data.t(), self.scale.t(), Blocks(self.blocks.columns, self.blocks.rows))
+
+
+def amax_of(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Return the largest absolute value of each block, of which those at the edges may be cut off.
+
+    Shapes: ``[n, m] -> [blocks along n, blocks along m]`` float32.
+    """
+    amax = x.detach().abs()
+    for dim, length in enumerate((blocks.rows, blocks.columns)):
+        if length == 0:
+            amax = amax.amax(dim, keepdim=True)
+        elif length > 1:
+            size = amax.shape[dim]
+            missing = -size % length
+            if missing:
+                padding = (0, missing) if dim == 1 else (0, 0, 0, missing)
+                amax = torch.nn.functional.pad(amax, padding)
+            counted = (*amax.shape[:dim], -1, length, *amax.shape[dim + 1 :])
+            amax = amax.reshape(counted).amax(dim + 1)
+    return amax.float()
+
+
+def scale_of(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> torch.Tensor:
+    """Return the smallest power of two by which values up to ``amax`` can be divided and lie in a format's range.
+
+    ``margin`` more powers of two are left free. The scale of zeros is 1, that of what is not finite NaN.
+
+    Shapes: ``[...] -> [...]`` float32.
+    """
+    mantissa, exponent = torch.frexp(amax.float() / torch.finfo(dtype).max)
+    exponent = exponent - (mantissa == 0.5).int() + margin
+    bits = exponent.clamp(_SMALLEST_EXPONENT, _LARGEST_EXPONENT).int() + _EXPONENT_BIAS
+    # By its bits: a power that a device computes may be off by one of them.
+    scale = (bits << _MANTISSA_BITS).view(torch.float32)
+    return torch.where(amax.isfinite(), torch.where(amax > 0, scale, 1.0), torch.nan)
+
+
+def quantise(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, scale: torch.Tensor | None = None) -> Quantised:
+    """Round a matrix to fp8, by its own scales or by a given one; what is out of range is cut off.
+
+    What is not finite becomes NaN, so that it is not lost.
+
+    Shapes: ``x: [n, m]``, ``scale`` as of `Quantised`.
+    """
+    if scale is None:
+        scale = scale_of(amax_of(x, blocks), dtype)
+    return Quantised(_cast(x, dtype, _spread(scale, blocks, x.shape)), scale, blocks)
+
+
+def quantise_whole(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+    *,
+    plain: bool = True,
+    transpose: bool,
+) -> tuple[Quantised | None, Quantised | None]:
+    """Round a matrix (``plain``), its transpose or both to fp8 by one scale; on CUDA, rows lie together in both.
+
+    ``amax`` is raised to the matrix's largest absolute value. With Triton all of it is one pass over ``x``.
+
+    Shapes: ``x: [n, m]``, ``scale: [1, 1]``, ``amax: []``.
+    """
+    data, turned = _cast_whole(x, dtype, scale, amax, plain, transpose)
+    return tuple(None if part is None else Quantised(part, scale, WHOLE) for part in (data, turned))  # type: ignore[return-value]
+
+
+def _cast_whole(
+    x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, amax: torch.Tensor | None, plain: bool, transpose: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if runs_on_triton(x) and casts_to_float8(x.device.type) and dtype in (E4M3, E5M2):
+        from megatron.core.ops.triton.fp8_cast import cast_and_transpose
+
+        return cast_and_transpose(x, dtype, scale, amax, plain, transpose)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, x.detach().abs().amax().float()))
+    data = _cast(x, dtype, scale)
+    return (data if plain else None), (data.t() if transpose else None)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
+    limit = torch.finfo(dtype).max
+    scaled = x.detach().float() / scale
+    # Zero times what is not finite is NaN.
+    return (scaled.clamp(-limit, limit) + scaled * 0.0).to(dtype)
+
+
+def _spread(scale: torch.Tensor, blocks: Blocks, shape: torch.Size) -> torch.Tensor:
+    """Return the scales so that they multiply a matrix of a shape element by element."""
+    for dim, length in enumerate((blocks.rows, blocks.columns)):
+        if length > 1:
+            scale = scale.repeat_interleave(length, dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+_SCALES_ALIGNMENT = 4
+"""Rows of scales of 128 × 128 blocks lie a multiple of so many scales apart, where cuBLAS reads them."""
+_PROBE = 256
+"""Rows and columns of the product by which a device is tried: whole blocks of every kind."""
+
+
+def scaled_product(
+    left: Quantised, right: Quantised, out_dtype: torch.dtype, bias: torch.Tensor | None = None, library: str = "auto"
+) -> torch.Tensor:
+    """Return ``left @ right.T + bias``, summed in float32.
+
+    The blocks of both have their length along the columns. By the device's own fp8 products where it has them for
+    these blocks, else by its float32 products of the same numbers: the CPU's fp8 products are slower than those.
+
+    Shapes: ``left: [a, n]``, ``right: [b, n]``, ``bias: [b] -> [a, b]``.
+    """
+    if left.data.is_cuda and _has_scaled_product(left, right):
+        result = device_product(left, right, out_dtype)
+        return result if bias is None else result + bias
+    result = linear(left.values(), right.values(), None if bias is None else bias.float(), library)
+    return result.to(out_dtype)
+
+
+def device_product(left: Quantised, right: Quantised, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return ``left @ right.T`` by torch's scaled product, or raise RuntimeError where there is none.
+
+    Shapes: ``left: [a, n]``, ``right: [b, n] -> [a, b]``.
+    """
+    scales = left.scale, right.scale
+    computed_dtype = out_dtype
+    if right.blocks == SQUARES_OF_128:
+        return _product_with_squares(left, right, torch.bfloat16).to(out_dtype)
+    if left.blocks == WHOLE:
+        left_scale, right_scale = (scale.reshape(()) for scale in scales)
+    elif left.blocks == SEGMENTS_OF_32:
+        left_scale, right_scale = (_swizzled(scale.to(torch.float8_e8m0fnu)) for scale in scales)
+        computed_dtype = torch.bfloat16
+    else:
+        # Rows' and segments' scales lie column by column on CUDA.
+        left_scale = left.scale if left.blocks == ROWS else left.scale.t().contiguous().t()
+        right_scale = right.scale.t().contiguous()
+        computed_dtype = torch.bfloat16 if left.data.is_cuda else out_dtype
+    result = torch._scaled_mm(
+        left.data.contiguous(),
+        right.data.contiguous().t(),
+        left_scale,
+        right_scale,
+        out_dtype=computed_dtype,
+    )
+    return result.to(out_dtype)
+
+
+def _product_with_squares(left: Quantised, right: Quantised, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``left @ right.T`` where the right operand has a scale for each 128 × 128 numbers.
+
+    ``torch._scaled_mm`` lets their scales lie close together, where cuBLAS reads others unless a row has a multiple of
+    four (pytorch/pytorch #166752); the function with named scales asks for rows that are filled up.
+    """
+    missing = -right.scale.shape[1] % _SCALES_ALIGNMENT
+    filled = F.pad(right.scale, (0, missing)) if missing else right.scale.contiguous()
+    return F.scaled_mm(
+        left.data.contiguous(),
+        right.data.contiguous().t(),
+        left.scale.t().contiguous().t(),
+        ScalingType.BlockWise1x128,
+        filled.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=dtype,
+    )
+
+
+def has_scaled_products(blocks: Blocks, weight_blocks: Blocks, device: str) -> bool:
+    """Return whether a kind of device has products of its own for operands quantised in these blocks."""
+    return _probed(blocks, weight_blocks, E4M3, E4M3, device)
+
+
+def _has_scaled_product(left: Quantised, right: Quantised) -> bool:
+    fits = left.blocks.fit(left.data.shape) and right.blocks.fit(right.data.shape)
+    return fits and _probed(left.blocks, right.blocks, left.data.dtype, right.data.dtype, left.data.device.type)
+
+
+@functools.cache
+def _probed(left: Blocks, right: Blocks, left_dtype: torch.dtype, right_dtype: torch.dtype, device: str) -> bool:
+    """Compute one product, and return whether that succeeds."""
+    x = torch.ones(_PROBE, _PROBE, device=device)
+    try:
+        device_product(quantise(x, left_dtype, left), quantise(x, right_dtype, right), torch.bfloat16)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in the order in which cuBLAS reads them: tiles of 128 × 4, each row by row of every 32nd together.
+
+    Scale ``(r, c)`` of a tile is at ``16 (r mod 32) + 4 (r div 32) + c``. Rows and columns that are missing are zero.
+
+    Shapes: ``[n, m] -> [128 * 4 * tiles]``.
+    """
+    tiles = math.ceil(scale.shape[0] / 128), math.ceil(scale.shape[1] / 4)
+    padded = torch.zeros(128 * tiles[0], 4 * tiles[1], dtype=torch.uint8, device=scale.device)
+    padded[: scale.shape[0], : scale.shape[1]] = scale.view(torch.uint8)
+    ordered = padded.view(tiles[0], 4, 32, tiles[1], 4).permute(0, 3, 2, 1, 4)
+    return ordered.reshape(-1).view(torch.float8_e8m0fnu)

@@ -1,0 +1,164 @@
+"""Optimizer offload: a part of the main parameters and of the state is stored and updated in host memory.
+
+Ren et al. 2021, https://arxiv.org/abs/2101.06840.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, round_up
+from megatron.core.host_memory import Copied, HostCopies
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, split_part
+
+_NUM_SLOTS = 2
+_ALIGNMENT = 128
+
+
+class _Slots:
+    """Lend host memory to buckets in turn: to each a view for each of its parts, of the dtype of what is copied.
+
+    ``reach`` waits until what a bucket's slot was last used for is done.
+    """
+
+    def __init__(
+        self,
+        copies: HostCopies,
+        buckets: Sequence[UpdateBucket],
+        copied: Callable[[ParamPart], torch.Tensor],
+        count: int,
+        is_pinned: bool,
+    ) -> None:
+        self._copies = copies
+        plans = [_plan([copied(part.part) for part in bucket.parts]) for bucket in buckets]
+        size = max(end for _, end in plans)
+        like = copied(buckets[0].parts[0].part)
+        # Made like a tensor of the device, so that a dry run makes memory without values.
+        self.memory = [
+            torch.empty_like(like[:0], dtype=torch.uint8, device="cpu").new_empty(size, pin_memory=is_pinned)
+            for _ in range(count)
+        ]
+        self._plans = [places for places, _ in plans]
+        self._last: list[Copied | None] = [None] * count
+
+    def views(self, number: int) -> list[torch.Tensor]:
+        """Return the memory of each part of a bucket."""
+        memory = self.memory[number % len(self.memory)]
+        return [memory[start:end].view(dtype) for start, end, dtype in self._plans[number]]
+
+    def use(self, number: int, last: Copied) -> None:
+        """Note the last of the copies of a bucket."""
+        self._last[number % len(self._last)] = last
+
+    def reach(self, number: int) -> None:
+        """Wait for the last copies of a bucket's slot."""
+        last = self._last[number % len(self._last)]
+        if last is not None:
+            self._copies.wait_on_host(last)
+
+
+def _plan(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, torch.dtype]], int]:
+    """Return the bytes from and to which each tensor lies in a slot, and where the slot ends."""
+    places, position = [], 0
+    for tensor in tensors:
+        places.append((position, position + tensor.nbytes, tensor.dtype))
+        position = round_up(position + tensor.nbytes, _ALIGNMENT)
+    return places, position
+
+
+class HostOffload:
+    """Update buckets on the host: fetch their gradients, update the main parameters, send the parameters back.
+
+    With ``overlap`` the gradients of the next buckets come, and the parameters of the last ones go, while a bucket is
+    updated; the first gradients come while the device updates its own part. Without it one follows the other. Two
+    buckets' gradients and two buckets' parameters are on the way at most. ``copies`` counts their bytes.
+    """
+
+    def __init__(self, config: OptimizerConfig, buckets: Sequence[UpdateBucket], copies: HostCopies) -> None:
+        self.buckets = tuple(buckets)
+        self.copies = copies
+        self._overlaps = config.overlap_cpu_optimizer_d2h_h2d
+        count = _NUM_SLOTS if self._overlaps else 1
+        on_cuda = buckets[0].parts[0].part.values.is_cuda
+        pins_gradients, pins_values = on_cuda and config.pin_cpu_grads, on_cuda and config.pin_cpu_params
+        self._gradients = _Slots(copies, self.buckets, lambda part: part.gradient, count, pins_gradients)
+        self._values = _Slots(copies, self.buckets, lambda part: part.values, count, pins_values)
+        self._count = count
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the host memory through which gradients and parameters pass."""
+        return sum(memory.nbytes for slots in (self._gradients, self._values) for memory in slots.memory)
+
+    def begin(self) -> None:
+        """Let the first gradients come, where copies overlap."""
+        if self._overlaps:
+            for number in range(min(self._count, len(self.buckets))):
+                self._fetch(number)
+
+    def finish(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
+        """Update every bucket from its gradients times a factor, if they are finite; the host waits to know it.
+
+        What the device is given later waits for the parameters.
+
+        Shapes: ``is_finite, grad_multiplier: []``.
+        """
+        finite, multiplier = torch.stack((is_finite.to(torch.float64), grad_multiplier)).tolist()
+        if not finite:
+            return
+        last: Copied | None = None
+        for number, bucket in enumerate(self.buckets):
+            if not self._overlaps:
+                self._fetch(number)
+            self._gradients.reach(number)
+            bucket.step(self._gradients.views(number), multiplier)
+            if self._overlaps and number + self._count < len(self.buckets):
+                self._fetch(number + self._count)
+            last = self._send(number)
+            if not self._overlaps:
+                self._values.reach(number)
+        if last is not None:
+            self.copies.wait(last)
+
+    def _fetch(self, number: int) -> None:
+        parts, views = self.buckets[number].parts, self._gradients.views(number)
+        fetched = [self.copies.to_host(part.part.gradient, view) for part, view in zip(parts, views)]
+        self._gradients.use(number, fetched[-1])
+
+    def _send(self, number: int) -> Copied:
+        bucket, views = self.buckets[number], self._values.views(number)
+        self._values.reach(number)
+        torch._foreach_copy_(views, bucket.main_params)
+        sent = [self.copies.to_device(view, part.part.values) for part, view in zip(bucket.parts, views)]
+        self._values.use(number, sent[-1])
+        return sent[-1]
+
+
+def split_groups(groups: Iterable[PartGroup], fraction: float) -> tuple[list[PartGroup], list[PartGroup]]:
+    """Return the parts of the host, in their order the first ``fraction`` of all elements, and those of the device.
+
+    The part at the boundary is cut at a multiple of the parameters' alignment.
+    """
+    groups = [(parts, multiplier) for parts, multiplier in groups if parts]
+    total = sum(part.end - part.start for parts, _ in groups for part in parts)
+    left = round_up(round(fraction * total), PARAM_ALIGNMENT)
+    on_host: list[PartGroup] = []
+    on_device: list[PartGroup] = []
+    for parts, multiplier in groups:
+        host_parts: list[ParamPart] = []
+        device_parts: list[ParamPart] = []
+        for part in parts:
+            length = part.end - part.start
+            if 0 < left < length:
+                first, part = split_part(part, left)
+                host_parts.append(first)
+                left = 0
+            (host_parts if left > 0 else device_parts).append(part)
+            left -= min(left, length)
+        on_host += [(host_parts, multiplier)] if host_parts else []
+        on_device += [(device_parts, multiplier)] if device_parts else []
+    return on_host, on_device

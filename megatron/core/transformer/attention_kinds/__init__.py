@@ -1,1 +1,0 @@
-"""What attention may have beside queries, keys and values: a softmax with a sink, and layers that know no positions."""

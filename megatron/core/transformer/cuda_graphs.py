@@ -1,0 +1,239 @@
+"""CUDA graphs of the layers of a chunk: captured once per micro-batch in flight, and replayed afterwards.
+
+A layer's forward pass is one graph and its backward pass another. The graphs need static memory: a *slot* holds the
+input, the activations and the gradients of one micro-batch from its forward pass to the end of its backward pass.
+There are as many slots as the pipeline schedule has micro-batches in flight. Work that a graph cannot capture runs
+between replays: the wait for gathered parameters, and the notice to the owner of main gradients that one is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import nn
+
+from megatron.core.cuda_graph import Graph, GraphBackend
+from megatron.core.errors import ConfigurationError
+from megatron.core.layer_output import LayerOutput
+from megatron.core.main_grad import MainGrad, WeightGradQueue, completions_held, main_grad_of
+from megatron.core.ops.dropout import DropoutKeys
+
+
+@dataclass(frozen=True, eq=False)
+class GraphUnit:
+    """Hold what becomes one pair of graphs: some modules, and how hidden states go through them.
+
+    ``run`` is given hidden states and the keys of dropout.
+    """
+
+    modules: Sequence[nn.Module]
+    run: Callable[[torch.Tensor, DropoutKeys | None], LayerOutput]
+
+
+class GraphedLayers:
+    """Run the units of a chunk as graphs once so many steps have run without.
+
+    The steps before let libraries set up what they set up at a first call, which no graph may hold. All micro-batches
+    have one shape. ``num_slots`` is the largest number that was in flight so far.
+    """
+
+    def __init__(self, backend: GraphBackend, num_warmup_steps: int) -> None:
+        self._backend = backend
+        self._num_steps_to_wait = num_warmup_steps + 1
+        self._free: list[_Slot] = []
+        self.num_slots = 0
+        # A backward pass is captured with its saved tensors kept. A compiled one frees them otherwise, and raises.
+        functorch_config.donated_buffer = False
+
+    def begin_step(self) -> None:
+        """Count a training step, before its first micro-batch."""
+        self._num_steps_to_wait -= 1
+
+    @property
+    def is_warm(self) -> bool:
+        """Tell whether graphs are to be used now."""
+        return self._num_steps_to_wait <= 0
+
+    def warm_up(self, modules: Iterable[nn.Module]) -> None:
+        """Zero empty main gradients in the last eager step, so that its kernels match those captured.
+
+        Call it before a forward pass of ``modules``. Graphs add gradients too. With one micro-batch, earlier steps
+        overwrite instead of add and compile other Triton variants. CUDA compiles no kernel during a capture.
+        """
+        if self._num_steps_to_wait == 1:
+            for parameter in (parameter for module in modules for parameter in module.parameters()):
+                if (main_grad := main_grad_of(parameter)) is not None:
+                    main_grad.fill_if_empty()
+
+    def run(
+        self, make_units: Callable[[], Sequence[GraphUnit]], x: torch.Tensor, dropout: DropoutKeys | None
+    ) -> torch.Tensor:
+        """Return what the units make of ``x``; ``make_units`` is asked for them where a new slot is needed.
+
+        Shapes: ``[s, b, h] -> [s, b, h]``.
+        """
+        assert x.requires_grad, "captured layers stand behind what is trained"
+        if not self._free:
+            # Slots are not used in the order in which they were recorded.
+            self._free.append(_Slot(self._backend.apart(), make_units(), x, dropout))
+            self.num_slots += 1
+        output: torch.Tensor = _Replay.apply(x, self._free.pop(), dropout, self._free.append)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Replay(torch.autograd.Function):
+    """Forward and backward: all graphs of a slot. The slot is free again when nothing of the micro-batch is left."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, slot: _Slot, dropout: DropoutKeys | None, release: Callable[[_Slot], None]
+    ) -> torch.Tensor:
+        ctx.slot, ctx.release = slot, release
+        return slot.forward(x, dropout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        slot: _Slot = ctx.slot
+        x_grad = slot.backward(grad)
+        slot.when_finished(lambda: ctx.release(slot))
+        return x_grad, None, None, None
+
+
+class _Slot:
+    """Hold the graphs and the static memory of one micro-batch in flight."""
+
+    def __init__(
+        self, backend: GraphBackend, units: Sequence[GraphUnit], x: torch.Tensor, dropout: DropoutKeys | None
+    ) -> None:
+        self._x = torch.empty_like(x)
+        self._dropout = None if dropout is None else dropout.static_copy()
+        self._units = [_CapturedUnit(backend, unit) for unit in units]
+        self._grad: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, dropout: DropoutKeys | None) -> torch.Tensor:
+        assert x.shape == self._x.shape, "micro-batches of one shape are captured"
+        self._x.copy_(x)
+        if self._dropout is not None and dropout is not None:
+            self._dropout.overwrite(dropout)
+        hidden = self._x
+        for unit in self._units:
+            hidden = unit.forward(hidden, self._dropout)
+        return hidden.detach()
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        if self._grad is None:
+            self._grad = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        self._grad.copy_(grad)
+        static = self._grad
+        for unit in reversed(self._units):
+            static = unit.backward(static)
+        # It leaves static memory: another stage may still be reading it when the next micro-batch comes.
+        return static.clone()
+
+    def when_finished(self, action: Callable[[], None]) -> None:
+        """Act when the micro-batch's backward pass has ended: now, or after the weight gradients that it deferred."""
+        queue = self._units[0].queue
+        if queue is None or not queue.is_collecting:
+            action()
+        else:
+            queue.put(action)
+
+
+class _CapturedUnit:
+    """Hold a unit's graphs: forward, backward, and that of the weight gradients which the backward pass defers."""
+
+    def __init__(self, backend: GraphBackend, unit: GraphUnit) -> None:
+        self._backend = backend
+        self._unit = unit
+        self._parameters = [p for module in unit.modules for p in module.parameters() if p.requires_grad]
+        self._main_grads = [_require_main_grad(parameter) for parameter in self._parameters]
+        self._gather_hooks = [
+            (hook, submodule)
+            for module in unit.modules
+            for submodule in module.modules()
+            for hook in submodule._forward_pre_hooks.values()
+        ]
+        self._forward: Graph | None = None
+        self._backward: Graph | None = None
+        self._weights: Graph | None = None
+        # The graphs of autograd stay: their saved tensors are the memory from which the backward graph reads.
+        self._x: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
+        self._contributions: list[Callable[[], None]] = []
+        self._completed: list[MainGrad] = []
+        self._completed_by_weights: list[MainGrad] = []
+
+    @property
+    def queue(self) -> WeightGradQueue | None:
+        """Return what defers the weights' gradients."""
+        return self._main_grads[0].queue if self._main_grads else None
+
+    def forward(self, x: torch.Tensor, dropout: DropoutKeys | None) -> torch.Tensor:
+        for hook, module in self._gather_hooks:
+            hook(module, ())
+        if self._forward is None:
+            self._x = x.detach().requires_grad_()
+            self._forward = self._backend.capture(lambda: self._compute(dropout))
+        self._forward.replay()
+        return self._forward.outputs[0]
+
+    def _compute(self, dropout: DropoutKeys | None) -> tuple[torch.Tensor, ...]:
+        assert self._x is not None
+        with torch.enable_grad():
+            self._output, losses = self._unit.run(self._x, dropout)
+        if losses:
+            raise ConfigurationError(
+                f"--cuda-graph-impl local cannot capture layers with auxiliary losses ({losses[0].name}); leave it out"
+            )
+        return (self._output.detach(),)
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        for main_grad in self._main_grads:
+            # Graphs add: the first gradient of a step is added to zeros.
+            main_grad.fill_if_empty()
+        if self._backward is None:
+            self._backward = self._backend.capture(lambda: self._differentiate(grad))
+        self._backward.replay()
+        for main_grad in self._completed:
+            main_grad.complete()
+        if self._contributions:
+            assert self.queue is not None
+            self.queue.put(self._add_deferred)
+        return self._backward.outputs[0]
+
+    def _differentiate(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert self._x is not None
+        assert self._output is not None
+        queue = self.queue or WeightGradQueue()
+        with completions_held(self._main_grads) as self._completed, queue.diverted() as self._contributions:
+            inputs = (self._x, *self._parameters)
+            x_grad, *grads = torch.autograd.grad(self._output, inputs, grad, retain_graph=True, allow_unused=True)
+            for main_grad, of_parameter in zip(self._main_grads, grads):
+                # A linear layer has added its weight's gradient itself.
+                if of_parameter is not None:
+                    main_grad.add(of_parameter)
+        return (x_grad,)
+
+    def _add_deferred(self) -> None:
+        if self._weights is None:
+            self._weights = self._backend.capture(self._contribute)
+        self._weights.replay()
+        for main_grad in self._completed_by_weights:
+            main_grad.complete()
+
+    def _contribute(self) -> tuple[torch.Tensor, ...]:
+        with completions_held(self._main_grads) as self._completed_by_weights:
+            for contribution in self._contributions:
+                contribution()
+        return ()
+
+
+def _require_main_grad(parameter: nn.Parameter) -> MainGrad:
+    main_grad = main_grad_of(parameter)
+    assert main_grad is not None, "graphs add to main gradients: wrap the model in DistributedDataParallel first"
+    assert main_grad.num_uses == 1, "a parameter of several layers cannot be captured layer by layer"
+    return main_grad

@@ -1,1 +1,0 @@
-"""Attention whose keys and values are made of a narrow latent vector."""

@@ -1,0 +1,250 @@
+"""LoRA: attach low-rank adapters to the linear layers and experts of a transformer layer, and freeze the rest.
+
+Each expert has its own pair of adapter matrices per weight matrix. Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from megatron.core.errors import ConfigurationError
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.sharding import Box, ParamSpec, Piece, even_pieces, full_pieces, spec_of
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.lora import (
+    AdapterOptions,
+    ColumnAdapter,
+    LinearAdapters,
+    LowRankAdapter,
+    RowAdapter,
+    RowBlock,
+    adapt,
+)
+from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue
+from megatron.core.transformer.lora_targets import PART_OF, QUERY_KEY_VALUE, WHOLE
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.core.transformer.moe.experts import GroupedLinear, expert_pieces, grouped_linear
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+class ExpertAdapter(LowRankAdapter):
+    """Compute ``scale * B A x`` of each expert's rows by its own ``A`` and ``B``, or shards of them.
+
+    Experts whose output features are cut have all of ``A`` on each of the neighbours, and their own rows of ``B``;
+    those whose input features are cut have their own columns of ``A`` and all of ``B``, and leave a part of a sum.
+    What all neighbours hold has a part of its gradient on each. Dropout is not built.
+
+    Shapes: ``[n, in] -> [n, out]``, rows in the order of the experts; of the features that are cut this rank's.
+    """
+
+    def __init__(
+        self,
+        options: AdapterOptions,
+        layer_number: int,
+        site: int,
+        linear: GroupedLinear,
+        groups: ExpertGroups,
+        num_rows: int,
+        num_stacked: int,
+    ) -> None:
+        super().__init__(options, layer_number, site)
+        num_experts, _, in_features = spec_of(linear.weight).global_shape
+        num_local = num_experts // groups.size
+        down, up = (num_experts, options.rank, in_features), (num_experts, num_rows, options.rank)
+        is_in_cut = linear.cut_dim == 2
+        own_inputs = in_features // groups.tensor_size if is_in_cut else in_features
+        own_rows = num_rows if is_in_cut else num_rows // groups.tensor_size
+        of_down = _spec("lora_A", down, groups, 2 if is_in_cut else None, 1)
+        self.lora_A = self._make((num_local, options.rank, own_inputs), replace(of_down, init_bound=in_features**-0.5))
+        of_up = _spec("lora_B", up, groups, None if is_in_cut else 1, num_stacked)
+        self.lora_B = self._make((num_local, own_rows, options.rank), of_up)
+
+    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Return what is added to the rows; ``counts`` are those of each of this rank's experts."""
+        library = self.options.product_library
+        narrow = grouped_linear(x, self.lora_A, None, counts, library=library) * self.options.scale
+        return grouped_linear(narrow, self.lora_B, None, counts, library=library)
+
+
+def _spec(name: str, shape: tuple[int, ...], groups: ExpertGroups, cut_dim: int | None, num_stacked: int) -> ParamSpec:
+    is_copied = cut_dim is None and groups.tensor_size > 1
+    return ParamSpec(
+        name,
+        shape,
+        expert_pieces(shape, groups, cut_dim, num_stacked),
+        gradient_sum_axes=("tp",) if is_copied else (),
+        replica_index=groups.tensor_rank if is_copied else 0,
+        num_replicas=groups.tensor_size if is_copied else 1,
+        is_expert=True,
+    )
+
+
+_SITES = (WHOLE, *QUERY_KEY_VALUE, *PART_OF["linear_fc1"])
+
+
+def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+    """Put the configured adapters on every transformer layer of a model, and freeze all other parameters.
+
+    Must be called before parameters are named and initialised.
+
+    Raises:
+        ConfigurationError: a layer has an attention or a feed-forward of another kind.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    options = AdapterOptions(
+        rank=config.lora_rank,
+        scale=config.lora_alpha / config.lora_rank,
+        dropout=config.lora_dropout,
+        tp=tp,
+        sequence_parallel=config.sequence_parallel,
+        dtype=dtype_from_name(config.params_dtype),
+        device=device,
+        product_library=config.cpu_matmul,
+    )
+    for layer in [module for module in model.modules() if isinstance(module, TransformerLayer)]:
+        _adapt_layer(layer, config, options)
+        layer.adapters = tuple(module for module in layer.modules() if isinstance(module, LowRankAdapter))
+
+
+def _adapt_layer(layer: TransformerLayer, config: TransformerConfig, options: AdapterOptions) -> None:
+    for linear, parts in config.adapted_parts.items():
+        if linear in ("linear_qkv", "linear_proj"):
+            _adapt_linear(layer.self_attention, SelfAttention, linear, parts, layer.layer_number, config, options)
+        elif not isinstance(layer.mlp, MoELayer):
+            _adapt_linear(layer.mlp, MLP, linear, parts, layer.layer_number, config, options)
+        else:
+            _adapt_experts(layer.mlp, linear, parts, layer.layer_number, options)
+            width = config.moe_shared_expert_intermediate_size
+            if width is not None:
+                shared, own = layer.mlp.shared_experts, replace(config, ffn_hidden_size=width)
+                _adapt_linear(shared, MLP, linear, parts, layer.layer_number, own, options)
+
+
+def _adapt_linear(
+    block: nn.Module | None,
+    kind: type[nn.Module],
+    linear: str,
+    parts: tuple[str, ...],
+    layer_number: int,
+    config: TransformerConfig,
+    options: AdapterOptions,
+) -> None:
+    if not isinstance(block, kind):
+        raise ConfigurationError(
+            f"--lora-rank: {type(block).__name__} has no {linear}; leave it out of --lora-target-modules"
+        )
+    module = getattr(block, linear)
+    if isinstance(module, RowParallelLinear):
+        out_features, in_features = spec_of(module.weight).global_shape
+        site = len(_SITES) if linear == "linear_proj" else len(_SITES) + 1
+        only = RowAdapter(options, layer_number, site, in_features, out_features)
+        adapt(module, LinearAdapters({WHOLE: only}, {WHOLE: 0}))
+        return
+    widths, num_groups = _widths(linear, parts, config, options.tp)
+    adapters = {
+        part: ColumnAdapter(
+            *(options, layer_number, _site(linear, part)),
+            config.hidden_size,
+            tuple(_row_blocks(module, part, config, options)),
+        )
+        for part in parts
+    }
+    adapt(module, LinearAdapters(adapters, widths, num_groups))
+
+
+def _adapt_experts(
+    layer: MoELayer, linear: str, parts: tuple[str, ...], layer_number: int, options: AdapterOptions
+) -> None:
+    module = getattr(layer.experts, linear)
+    whole_rows, is_whole = spec_of(module.weight).global_shape[1], WHOLE in parts
+    num_stacked = len(spec_of(module.weight).pieces)
+    num_rows = whole_rows if is_whole else whole_rows // num_stacked
+    adapters = {
+        part: ExpertAdapter(
+            *(options, layer_number, _site(linear, part), module, layer.groups),
+            num_rows=num_rows,
+            num_stacked=num_stacked if is_whole else 1,
+        )
+        for part in parts
+    }
+    widths = {WHOLE: 0} if is_whole else dict.fromkeys(PART_OF[linear], num_rows // layer.groups.tensor_size)
+    adapt(module, LinearAdapters(adapters, widths))
+
+
+def _site(linear: str, part: str) -> int:
+    """Return the number of an adapter of a column-parallel layer; those of two layers for all rows differ."""
+    return _SITES.index(part) if part != WHOLE or linear == "linear_qkv" else _SITES.index("gate")
+
+
+def _widths(linear: str, parts: tuple[str, ...], config: TransformerConfig, tp: Group) -> tuple[dict[str, int], int]:
+    """Return how wide each part of a layer is on a rank, once in every group, and the number of groups there."""
+    if WHOLE in parts:
+        return {WHOLE: 0}, 1
+    if linear == "linear_fc1":
+        return dict.fromkeys(PART_OF[linear], config.ffn_hidden_size // tp.size), 1
+    num_groups = max(config.num_query_groups // tp.size, 1)
+    queries = config.query_projection_size // tp.size // num_groups
+    return {"q": queries, "k": config.kv_channels, "v": config.kv_channels}, num_groups
+
+
+def _row_blocks(module: nn.Module, part: str, config: TransformerConfig, options: AdapterOptions) -> Iterable[RowBlock]:
+    """Yield the rows of ``B`` that this rank holds of a part; the rows of a whole layer lie as the layer's own do."""
+    if part == WHOLE:
+        for weight in _weights(module):
+            yield RowBlock(weight.shape[0], _like(spec_of(weight), options.rank))
+        return
+    tp = options.tp
+    is_shared = part in ("k", "v") and config.num_query_groups < tp.size
+    width = {"q": config.query_projection_size, "gate": config.ffn_hidden_size, "up": config.ffn_hidden_size}.get(
+        part, config.kv_projection_size
+    )
+    shape = (width, options.rank)
+    if not is_shared:
+        yield RowBlock(width // tp.size, ParamSpec("lora_B", shape, even_pieces(shape, 0, tp.rank, tp.size)))
+        return
+    # As in the layer itself: ranks that share a group hold equal rows, of whose gradient each has a part.
+    ranks_per_group = tp.size // config.num_query_groups
+    group, member = divmod(tp.rank, ranks_per_group)
+    own = (config.kv_channels, options.rank)
+    piece = Piece(Box((group * config.kv_channels, 0), own), (0, 0))
+    yield RowBlock(
+        config.kv_channels,
+        ParamSpec(
+            *("lora_B", shape, (piece,)),
+            gradient_sum_axes=("tp",),
+            replica_index=member,
+            num_replicas=ranks_per_group,
+        ),
+    )
+
+
+def _weights(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    if isinstance(module, SharedGroupQueryKeyValue):
+        return module.query_weight, module.key_value_weight
+    assert isinstance(module, ColumnParallelLinear)
+    return (module.weight,)
+
+
+def _like(spec: ParamSpec, rank: int) -> ParamSpec:
+    """Return a weight's description with ``rank`` columns: the same rows on the same ranks, zero at first."""
+
+    def narrowed(box: Box) -> Box:
+        return full_pieces((box.shape[0], rank))[0].global_box.rebased((0, 0), (box.offset[0], 0))
+
+    return ParamSpec(
+        "lora_B",
+        (spec.global_shape[0], rank),
+        tuple(Piece(narrowed(piece.global_box), (piece.local_offset[0], 0)) for piece in spec.pieces),
+        gradient_sum_axes=spec.gradient_sum_axes,
+        replica_index=spec.replica_index,
+        num_replicas=spec.num_replicas,
+    )

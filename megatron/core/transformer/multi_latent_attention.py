@@ -1,0 +1,204 @@
+"""Multi-head latent attention (MLA): keys and values of all heads come from one low-rank latent per token.
+
+DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.fp8_quantizers import Float8Quantisers
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    make_parameter,
+    replicated_spec,
+    tensor_parallel_linear,
+)
+from megatron.core.tensor_parallel.mappings import (
+    InputRegion,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.recompute import several_saved_as_inputs
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, apply_rotary
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class ReplicatedLinear(nn.Module):
+    """Multiply by a weight that every tensor-parallel rank holds whole: a narrow map, cheaper than what it would send.
+
+    Under sequence parallelism each rank multiplies its own part of the sequence.
+
+    Shapes: ``[..., in] -> [..., out]``.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, in_features: int, out_features: int, tp: Group, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.tp, self.product_library = tp, config.cpu_matmul
+        self.quantisers: Float8Quantisers | None = None
+        shape = (out_features, in_features)
+        spec = replicated_spec("weight", shape, tp, config.sequence_parallel, std=config.init_method_std)
+        self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        return tensor_parallel_linear(
+            *(x, self.weight, None, InputRegion.SPLIT, self.tp),
+            library=self.product_library,
+            quantisers=self.quantisers,
+        )
+
+
+class LatentAttention(SelfAttention):
+    """Attend with keys and values made of a latent vector, which alone is kept for generation.
+
+    The rotary part of a key is one for all heads. Queries, keys and values are padded with zeros to one width, which
+    every kernel and every exchange of context parallelism takes.
+
+    Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def _add_projections(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
+        self.tp, self.sequence_parallel = tp, config.sequence_parallel
+        self.rank, self.rotary_width = config.kv_lora_rank, config.qk_pos_emb_head_dim
+        self.plain_width, self.value_width = config.qk_head_dim, config.v_head_dim
+        self.padded_width = config.latent_head_width
+
+        def up(in_features: int, head_width: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                in_features,
+                config.num_attention_heads * head_width,
+                tp,
+                has_bias=False,
+                sequence_parallel=config.sequence_parallel,
+                init_std=config.init_method_std,
+                dtype=dtype_from_name(config.params_dtype),
+                device=device,
+                library=config.cpu_matmul,
+            )
+
+        def norm(width: int) -> nn.Module:
+            if not config.qk_layernorm:
+                return nn.Identity()
+            return Norm(
+                config.normalization,
+                width,
+                config.norm_epsilon,
+                tp,
+                partial_gradient=config.sequence_parallel,
+                centred_weight=config.apply_layernorm_1p,
+                dtype=dtype_from_name(config.params_dtype),
+                device=device,
+                transformer_impl=config.transformer_impl,
+            )
+
+        if config.q_lora_rank is None:
+            self.linear_q_proj = up(config.hidden_size, config.latent_query_width)
+        else:
+            self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, config.q_lora_rank, tp, device)
+            self.linear_q_up_proj = up(config.q_lora_rank, config.latent_query_width)
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, width, tp, device)
+        self.linear_kv_up_proj = up(config.kv_lora_rank, config.qk_head_dim + config.v_head_dim)
+        self.q_layernorm = norm(config.q_lora_rank) if config.q_lora_rank is not None else None
+        self.kv_layernorm = norm(config.kv_lora_rank)
+        self.recomputes_up = "mla_up_proj" in config.recomputed_modules
+        self.query_factor = config.latent_score_factor
+
+    def _factor_of_scores(self, config: TransformerConfig) -> float | None:
+        """Return none: queries are multiplied where they are made."""
+        return None
+
+    def _context(
+        self,
+        x: torch.Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        cache: KeyValueCache | None,
+        dropout: DropoutKeys | None,
+    ) -> torch.Tensor:
+        if not (self.recomputes_up and self.training):
+            return super()._context(x, pattern, angles, cache, dropout)
+        assert angles is not None, "latent attention has rotary positions"
+        narrow = self._narrow(x, angles, cache)
+        widen = partial(self._widen, angles)
+        heads = widen(*narrow)
+        with several_saved_as_inputs(heads, widen, *narrow):
+            return self._weighted(*heads, pattern, dropout)
+
+    def _query_key_value(
+        self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert angles is not None, "latent attention has rotary positions"
+        return self._widen(angles, *self._narrow(x, angles, cache))
+
+    def _narrow(
+        self, x: torch.Tensor, angles: RotaryAngles, cache: KeyValueCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what queries are made of, the latent vectors of keys and values, and the rotary part of the keys.
+
+        Shapes: ``-> [s, b, q]``, ``[s, b, r]``, ``[s, b, 1, p]``; the first two are ``[s/tp, ...]`` under sequence
+        parallelism.
+        """
+        of_query = x if self.q_layernorm is None else self.q_layernorm(self.linear_q_down_proj(x))
+        narrow: torch.Tensor = self.linear_kv_down_proj(x)
+        latent, rotary_key = narrow.split_with_sizes((self.rank, self.rotary_width), dim=-1)
+        latent = self.kv_layernorm(latent)
+        if self.sequence_parallel:
+            rotary_key = gather_from_sequence_parallel_region(rotary_key.contiguous(), self.tp)
+        else:
+            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, self.tp)
+        rotary_key = apply_rotary(rotary_key.unsqueeze(2), angles)
+        if cache is not None:
+            latents, rotary_key = cache.update(self.layer_number, latent.unsqueeze(2), rotary_key)
+            latent = latents.squeeze(2)
+        return of_query, latent, rotary_key
+
+    def _widen(
+        self, angles: RotaryAngles, of_query: torch.Tensor, latent: torch.Tensor, rotary_key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the queries, keys and values of this rank's heads, all of one width. Shapes: ``-> [s, b, n/tp, d]``"""
+        query: torch.Tensor = (
+            self.linear_q_proj(of_query) if self.q_layernorm is None else self.linear_q_up_proj(of_query)
+        )
+        query = query.view(*query.shape[:2], self.num_heads, self.plain_width + self.rotary_width)
+        plain, rotary = query.split_with_sizes((self.plain_width, self.rotary_width), dim=-1)
+        query = self._padded(torch.cat((plain, apply_rotary(rotary, angles)), dim=-1))
+        if self.query_factor != 1.0:
+            query = query * self.query_factor
+        key_value = self.linear_kv_up_proj(latent)
+        key_value = key_value.view(*key_value.shape[:2], self.num_heads, self.plain_width + self.value_width)
+        key, value = key_value.split_with_sizes((self.plain_width, self.value_width), dim=-1)
+        key = torch.cat((key, rotary_key.expand(-1, -1, self.num_heads, -1)), dim=-1)
+        # A value that is not padded is a part of a wider tensor, of which nothing else is kept.
+        return query, self._padded(key), self._padded(value).contiguous() if self.recomputes_up else self._padded(value)
+
+    def _padded(self, heads: torch.Tensor) -> torch.Tensor:
+        missing = self.padded_width - heads.shape[-1]
+        return F.pad(heads, (0, missing)) if missing else heads
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pattern: AttentionPattern,
+        dropout: AttentionDropout | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * v]``."""
+        context = self.core(query, key, value, pattern, dropout, sinks=sinks)[..., : self.value_width]
+        return context.reshape(*context.shape[:2], -1)

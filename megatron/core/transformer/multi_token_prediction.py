@@ -1,0 +1,217 @@
+"""Multi-token prediction (MTP): a chain of MTP modules after the model, their inputs, targets and losses.
+
+Each module predicts one token further ahead. Gloeckle et al. 2024, https://arxiv.org/abs/2404.19737; DeepSeek-AI 2024,
+https://arxiv.org/abs/2412.19437.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from megatron.core.collectives import all_gather_first_dim
+from megatron.core.context_parallel.partition import cut_sequence, to_sequence_order
+from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
+from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.precision import dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.recompute import recompute
+from megatron.core.transformer.dropout import HiddenDropout, require_keys
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
+from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
+from megatron.core.transformer.transformer_config import PredictionConfig, TransformerConfig, further_loss_names
+from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
+
+
+@dataclass(frozen=True, eq=False)
+class FurtherTargets:
+    """Hold the tokens that each of ``n`` further predictions is given and predicts, the nearest first.
+
+    Where a sequence ends before them, tokens are 0; where it or a document does, the mask is False. ``counts`` are the
+    numbers of predictions that count, in whole sequences.
+
+    Shapes: ``tokens, labels, mask: [n, b, s/cp]``; ``counts: [n]`` int64.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    mask: torch.Tensor
+    counts: torch.Tensor
+
+
+def further_targets(
+    labels: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    document_ids: torch.Tensor | None,
+    number: int,
+    cp: Group,
+) -> FurtherTargets:
+    """Return the tokens behind the labels of each position; collective over context-parallel ranks.
+
+    Each rank has its part of the labels, which are the tokens that follow; the documents are of whole sequences.
+
+    Shapes: ``labels, loss_mask: [b, s/cp]``; ``document_ids: [b, s]``.
+    """
+    counts_here = torch.ones_like(labels) if loss_mask is None else (loss_mask != 0).to(labels.dtype)
+    if cp.size > 1:
+        both = torch.stack((labels.t(), counts_here.t()), dim=-1).contiguous()
+        both = to_sequence_order(all_gather_first_dim(both, cp), cp.size, dim=0)
+        labels, counts_here = both[..., 0].t(), both[..., 1].t()
+    # The last label is no token of the sequence, and layers are given none of it, as in Megatron: routers count tokens.
+    tokens = labels.clone()
+    tokens[:, -1] = 0
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for distance in range(1, number + 1):
+        mask = _ahead(counts_here, distance) != 0
+        given, predicted = _ahead(tokens, distance - 1), _ahead(labels, distance)
+        if document_ids is not None:
+            mask &= _ahead(document_ids, distance) == document_ids
+        found.append((given, predicted, mask))
+    given, predicted, mask = (torch.stack(parts) for parts in zip(*found))
+    counts = mask.sum(dim=(1, 2))
+    given, predicted, mask = (cut_sequence(part, cp, dim=2) for part in (given, predicted, mask))
+    return FurtherTargets(given, predicted, mask, counts)
+
+
+def further_losses(
+    per_token: Sequence[torch.Tensor], targets: FurtherTargets, config: PredictionConfig, cp: Group
+) -> Iterator[AuxiliaryLoss]:
+    """Yield the loss of each further token, by its mean over those that count.
+
+    Shapes: ``per_token: n x [b, s/cp]``.
+    """
+    coefficient = config.mtp_loss_scaling_factor / max(config.num_further_tokens, 1)
+    for name, loss, mask, count in zip(further_loss_names(config), per_token, targets.mask, targets.counts):
+        # In the dtype of the loss: in a float64 run a third would be rounded to float32 otherwise.
+        yield AuxiliaryLoss(name, (loss * mask).sum(), count.to(loss.dtype) / cp.size, coefficient)
+
+
+def _ahead(tensor: torch.Tensor, distance: int) -> torch.Tensor:
+    """Return at each position what stands ``distance`` behind it; 0 beyond the end. Shapes: ``[b, s] -> [b, s]``."""
+    end = tensor.new_zeros(tensor.shape[0], min(distance, tensor.shape[1]))
+    return torch.cat((tensor[:, distance:], end), dim=1)
+
+
+def further_layer_numbers(config: TransformerConfig) -> range:
+    """Return the numbers by which dropout knows the layers of the further tokens, and then their embeddings."""
+    return range(config.num_layers, config.num_layers + 2 * config.num_further_tokens)
+
+
+class PredictionLayer(nn.Module):
+    """Join the states of each position with the embedding of a token ahead of it, and apply a transformer layer.
+
+    ``depth`` counts from 0. The transformer layer is of the kind of the model's last one.
+
+    Shapes: ``[s, b, h], [s, b, h] -> [s, b, h]``; all are ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        depth: int,
+        tp: Group,
+        device: torch.device | str,
+        cp: Group | None,
+        experts: ExpertGroups | None,
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = tp, config.sequence_parallel
+        self.embedding_site = config.num_layers + config.num_further_tokens + depth
+        self.enorm = make_norm(config, tp, device)
+        self.hnorm = make_norm(config, tp, device)
+        self.eh_proj = ColumnParallelLinear(
+            2 * config.hidden_size,
+            config.hidden_size,
+            tp,
+            has_bias=False,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.init_method_std,
+            dtype=dtype_from_name(config.params_dtype),
+            device=device,
+            library=config.cpu_matmul,
+            gather_output=not config.sequence_parallel,
+        )
+        self.embedding_dropout = HiddenDropout(config.hidden_dropout)
+        self.transformer_layer = TransformerLayer(config, config.num_layers + depth, tp, device, cp, experts)
+        self.final_layernorm = make_norm(config, tp, device)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        embedded: torch.Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        dropout: DropoutKeys | None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> LayerOutput:
+        """Return the normalised states behind the layer, and its auxiliary losses."""
+        if self.embedding_dropout.is_active:
+            embedded = self.embedding_dropout(embedded, require_keys(dropout).after_attention(self.embedding_site))
+        joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        if self.sequence_parallel:
+            joined = gather_from_tensor_model_parallel_region(joined, self.tp)
+            joined = scatter_to_sequence_parallel_region(joined, self.tp)
+        hidden, losses = self.transformer_layer(joined, pattern, angles, None, dropout, None, padding_mask)
+        return LayerOutput(self.final_layernorm(hidden), losses)
+
+
+class MultiTokenPrediction(nn.Module):
+    """Hold the layers that predict further tokens, on the last pipeline stage.
+
+    ``made`` is called with each layer before the next one is made.
+
+    Shapes: ``[s, b, h] -> n x [s, b, h]``; all are ``[s/tp, b, h]`` under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tp: Group,
+        device: torch.device | str,
+        cp: Group | None = None,
+        experts: ExpertGroups | None = None,
+        made: Callable[[nn.Module], None] = lambda layer: None,
+    ) -> None:
+        super().__init__()
+        self.recomputes = config.recompute_granularity == "full"
+        self.layers = nn.ModuleDict()
+        for depth in range(config.num_further_tokens):
+            self.layers[str(depth)] = layer = PredictionLayer(config, depth, tp, device, cp, experts)
+            made(layer)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        embedded: torch.Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        dropout: DropoutKeys | None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> tuple[list[torch.Tensor], tuple[AuxiliaryLoss, ...]]:
+        """Return the states of each further prediction, and the layers' auxiliary losses.
+
+        ``hidden`` are the model's last states, ``embedded`` the tokens that the layers are given, one layer's after the
+        other's along the batch.
+
+        Shapes: ``embedded: [s, n * b, h]``.
+        """
+        states: list[torch.Tensor] = []
+        losses: tuple[AuxiliaryLoss, ...] = ()
+        for layer, tokens in zip(self.layers.values(), embedded.chunk(len(self.layers), dim=1)):
+            arguments = hidden, tokens, pattern, angles, dropout, padding_mask
+            is_again = self.recomputes and self.training
+            output = recompute(layer, *arguments) if is_again else layer(*arguments)
+            hidden, found = cast("LayerOutput", output)
+            states.append(hidden)
+            losses += found
+        return states, losses

@@ -1,1 +1,0 @@
-"""Layers behind a model that predict tokens beyond the next."""

@@ -1,1 +1,0 @@
-"""Maximal update parametrization (muP): how a model and its learning rates scale with its width."""
