@@ -8,11 +8,9 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "megatron.core.datasets.indices._helpers",
-            sources=["megatron/core/datasets/indices/helpers.cpp"],
-            depends=[
-                f"megatron/core/datasets/indices/{name}.h" for name in ("blend", "blend_x86", "sample_index", "shuffle")
-            ],
+            "megatron.core.datasets._helpers",
+            sources=["megatron/core/datasets/helpers.cpp"],
+            depends=[f"megatron/core/datasets/{name}.h" for name in ("blend", "blend_x86", "sample_index", "shuffle")],
             include_dirs=[pybind11.get_include()],
             language="c++",
             # A fused multiply-add would break ties between the data sets of a blend.
@@ -21,8 +19,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "megatron.core.datasets.indexed._bus_error",
-            sources=["megatron/core/datasets/indexed/bus_error.cpp"],
+            "megatron.core.datasets._bus_error",
+            sources=["megatron/core/datasets/bus_error.cpp"],
             include_dirs=[pybind11.get_include()],
             language="c++",
             extra_compile_args=["-O2", "-g0", "-std=c++17", "-fvisibility=hidden"],

@@ -35,13 +35,12 @@ from torch.utils.data import DataLoader
 _ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(_ROOT))
 
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder  # noqa: E402
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder  # noqa: E402
-from megatron.core.datasets.samples.batch import BatchContents, BatchLayout  # noqa: E402
-from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, GPTSample, SampleDataset  # noqa: E402
-from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig  # noqa: E402
-from megatron.core.datasets.samples.micro_batch_reader import MicroBatchReader  # noqa: E402
-from megatron.core.datasets.samples.read_ahead import ReadAhead  # noqa: E402
+from megatron.core.datasets.batch import BatchContents, BatchLayout  # noqa: E402
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder  # noqa: E402
+from megatron.core.datasets.gpt_dataset import ExternalSamples, GPTSample, SampleDataset  # noqa: E402
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig  # noqa: E402
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
+from megatron.core.datasets.micro_batch_reader import MicroBatchReader, ReadAhead  # noqa: E402
 
 VOCABULARY, SLOW_S = 50257, 0.002
 SCENES = {"alone": "micro-batches/s", "beside a step": "ms a step", "slow storage": "ms a step"}

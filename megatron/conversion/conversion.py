@@ -19,8 +19,8 @@ from megatron.conversion.target_layout import retarget
 from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX, RNG_PREFIX
 from megatron.core.errors import ConfigurationError, TokenizerError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.core.transformer.lora_targets import ADAPTERS
 from megatron.interop.adapters.merged_source import MergedSource

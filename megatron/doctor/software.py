@@ -20,8 +20,8 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
 }
 """Packages by the name of their module: the name of the distribution, and what they are used for."""
 _EXTENSIONS: Mapping[str, str] = {
-    "megatron.core.datasets.indices._helpers": "indices of data sets are built by NumPy, some ten times slower",
-    "megatron.core.datasets.indexed._bus_error": "a data file that is cut while it is read ends a run without a word",
+    "megatron.core.datasets._helpers": "indices of data sets are built by NumPy, some ten times slower",
+    "megatron.core.datasets._bus_error": "a data file that is cut while it is read ends a run without a word",
     "megatron.corpus._json_lines": "preprocessing reads JSON with Python, several times slower",
 }
 

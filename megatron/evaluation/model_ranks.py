@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 from megatron.core.collectives import all_gather_objects, broadcast_object
 from megatron.core.errors import InputError, MegatronError, TrainingError
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.padded_prompts import batches_of_like_length
-from megatron.core.inference.request import GenerationCancelled, GenerationRequest, StopRule
+from megatron.core.inference.inference_request import GenerationCancelled, GenerationRequest, StopRule
+from megatron.core.inference.prompt_batch import Score, ScoredRow, batches_of_like_length
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.inference.scored_batch import Score, ScoredRow
 from megatron.core.process_group import Group
 from megatron.evaluation.text_encoding import TextEncoding
 

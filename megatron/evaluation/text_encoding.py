@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.errors import InputError
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer
 
 

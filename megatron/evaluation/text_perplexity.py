@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import InputError
-from megatron.core.inference.scored_batch import ScoredRow
+from megatron.core.inference.prompt_batch import ScoredRow
 from megatron.evaluation.model_ranks import ModelRanks
 from megatron.evaluation.text_encoding import TextEncoding
 

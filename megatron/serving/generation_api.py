@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.errors import InputError
-from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.request import (
+from megatron.core.inference.beam_search import BeamConfig
+from megatron.core.inference.inference_request import (
     Continuation,
     GenerationRequest,
     StopRule,

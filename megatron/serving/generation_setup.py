@@ -15,9 +15,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError, InputError
 from megatron.core.object_store import as_path
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
-from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.core.tokenizers.tokenizer_file import read_json_object
+from megatron.core.tokenizers.tokenizer import NullTokenizer, Tokenizer, read_json_object
 from megatron.core.tokenizers.tokenizer_record import (
     PATH_ARGUMENTS,
     RECORD_FILE,

@@ -11,12 +11,7 @@ import torch
 
 from megatron.core.collectives import broadcast_object
 from megatron.core.dist_checkpointing.index import INDEX_FILE
-from megatron.core.dist_checkpointing.state_dict import (
-    RunTensors,
-    float8_tensors,
-    model_tensors,
-    optimizer_tensors,
-)
+from megatron.core.dist_checkpointing.state_dict import RunTensors, float8_tensors, model_tensors, optimizer_tensors
 from megatron.core.errors import InputError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.interop.new_iteration import iteration_folder

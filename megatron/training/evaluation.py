@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.datasets.samples.batch import Batch
+from megatron.core.datasets.batch import Batch
 from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.executor import ChunkResult, ModelChunk, run_schedule
 from megatron.core.pipeline_parallel.schedules import Action, forward_only

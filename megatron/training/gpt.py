@@ -14,8 +14,8 @@ from megatron.training.process.initialize import Runtime
 if TYPE_CHECKING:
     import torch
 
-    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-    from megatron.core.datasets.samples.batch import Batch
+    from megatron.core.datasets.batch import Batch
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.models.model import Model
     from megatron.core.pipeline_parallel.executor import ChunkResult
@@ -51,7 +51,7 @@ def provide_datasets(
     config: RunConfig, tokenizer: Tokenizer, targets: SampleTargets, report: Callable[[str], None]
 ) -> BlendedDatasetBuilder:
     """Return what builds the training, validation and test data that the flags name."""
-    from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder
     from megatron.training.data.data_plan import dataset_config, run_position
 
     if config.data.dataloader_type == "external":

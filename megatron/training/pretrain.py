@@ -9,11 +9,10 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 
 from megatron.core.available_host_memory import HostRoom, available_bytes
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
-from megatron.core.datasets.history.data_history import recorded_history
-from megatron.core.datasets.history.left_out import LeftOutSamples
-from megatron.core.datasets.history.sample_keys import ReadCounter, blend_names
-from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder, DatasetSplits
+from megatron.core.datasets.data_history import LeftOutSamples, recorded_history
+from megatron.core.datasets.gpt_dataset import ExternalSamples, SampleDataset
+from megatron.core.datasets.sample_keys import ReadCounter, blend_names
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer

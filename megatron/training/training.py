@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.core.collectives import raise_on_all_ranks
-from megatron.core.datasets.history.sample_keys import ReadCounter
+from megatron.core.datasets.sample_keys import ReadCounter
 from megatron.core.distributed.weight_checks import check_replicas_equal, compare_over_replicas
 from megatron.core.errors import TrainingError
 from megatron.core.timers import Timers, format_report

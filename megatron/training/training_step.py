@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.core.collectives import all_reduce
-from megatron.core.datasets.samples.batch import Batch
+from megatron.core.datasets.batch import Batch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
 from megatron.core.models.model import Model

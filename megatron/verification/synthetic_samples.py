@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.core.datasets.samples.gpt_dataset import GPTSample, make_sample
-from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTSample, make_sample
+from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 
 _NUM_SAMPLES = 1 << 16
 _DOCUMENT_ENDS = 0.15

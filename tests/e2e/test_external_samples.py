@@ -20,7 +20,7 @@ import sys
 import numpy as np
 
 import pretrain_gpt
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.training.config.arguments import parse_arguments_or_exit
 from megatron.training.process.preflight import prepare_data_or_exit
 from megatron.training.process.refusal import launch_environment_or_exit

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron.commands.data import inspect_batch
-from megatron.core.datasets.conversations.conversation_file import mask_prefix
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.core.datasets.conversation_file import mask_prefix
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tests.e2e.test_text_generation import call_tool
 from tests.e2e.toy_run import exact_figures
 from tests.harness.forked_training import ForkedRun, fork_training

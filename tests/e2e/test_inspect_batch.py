@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron.commands.data.inspect_batch import main
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tests.e2e.toy_run import toy_args
 from tests.harness.forked_training import fork_training
 from tests.harness.training_run import read_metrics

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra serve is not installed: no fastapi")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed: no uvicorn")
 
-from megatron.core.inference.request import GenerationRequest, StopRule
+from megatron.core.inference.inference_request import GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
 from tests.harness.openai_server import NAME, served
 

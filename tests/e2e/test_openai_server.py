@@ -20,7 +20,7 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed: no fast
 pytest.importorskip("uvicorn", reason="the extra serve is not installed: no uvicorn")
 
 from megatron.commands.generation import chat
-from megatron.core.inference.request import GenerationRequest, StopRule
+from megatron.core.inference.inference_request import GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.serving.job_queue import Job
 from megatron.serving.openai import http_server

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.core.datasets.samples.batch import Batch
+from megatron.core.datasets.batch import Batch
 from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss

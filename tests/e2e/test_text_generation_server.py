@@ -23,9 +23,9 @@ import torch
 
 from megatron.commands.generation import run_text_generation_server
 from megatron.core.dist_checkpointing.state_dict import RunTensors
-from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationRequest, StopRule
+from megatron.core.inference.inference_request import GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group

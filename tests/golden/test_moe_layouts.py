@@ -17,8 +17,8 @@ import torch.nn.functional as F
 import pretrain_gpt
 from megatron.core.collectives import all_gather_last_dim
 from megatron.core.context_parallel.partition import positions_of
-from megatron.core.datasets.samples.batch import Batch
-from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.datasets.batch import Batch
+from megatron.core.datasets.gpt_dataset import GPTSample
 from megatron.core.device import Device
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.models.gpt.gpt_model import GPTModel

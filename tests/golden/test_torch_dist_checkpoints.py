@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.datasets.samples.gpt_dataset import GPTSample, make_sample
-from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTSample, make_sample
+from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict import RunTensors, model_tensors, optimizer_tensors

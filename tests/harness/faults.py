@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 import pretrain_gpt
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.samples.batch import Batch
-from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, GPTSample, SampleDataset
+from megatron.core.datasets.batch import Batch
+from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
+from megatron.core.datasets.gpt_dataset import ExternalSamples, GPTSample, SampleDataset
 from megatron.core.errors import DataError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 import pretrain_gpt
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
+from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_embedding import GPTEmbedding

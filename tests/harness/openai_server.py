@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.conversations.template_choice import choose_template
+from megatron.core.datasets.chat_template import choose_template
 from megatron.core.flight_recorder import FlightRecorder
-from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
+from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tokenizers.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.save_plan import SavePlanner
+from megatron.core.dist_checkpointing.planner import SavePlanner
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.object_store import as_path
 from megatron.core.parallel_state import ParallelState

@@ -25,12 +25,12 @@ from tasks import (
     read,
 )
 
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indices import _helpers
-from megatron.core.datasets.indices.index_builder import CompiledIndexBuilder
-from megatron.core.datasets.indices.index_cache import IndexCache
-from megatron.core.datasets.samples.gpt_dataset import GPTDataset
-from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
+from megatron.core.datasets import _helpers
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
+from megatron.core.datasets.index_builder import CompiledIndexBuilder
+from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 BUILDER = CompiledIndexBuilder(_helpers)
 

@@ -71,8 +71,7 @@ def exhaustive_sizes(num_datasets: int, num_samples: int) -> Any:
 
 def write_inputs(folder: Path, num_documents: int) -> None:
     """Write lengths and shuffled documents for the indices, and a small data set of random text to read from."""
-    from megatron.core.datasets.indexed.index_writer import cut, write_index
-    from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, cut, write_index
 
     lengths = np.random.RandomState(1).randint(1, 4100, size=num_documents).astype(np.int32)
     np.save(folder / "lengths.npy", lengths)

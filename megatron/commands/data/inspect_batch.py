@@ -19,8 +19,7 @@ from typing import Any
 from megatron.commands.arguments.command_line import exit_status_of, stored_folder
 from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import TokenizerError, TrainingError
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer, Tokenizer
 from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer
 from megatron.training.data.step_position import StepPosition, find_step
 

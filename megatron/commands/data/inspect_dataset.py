@@ -22,8 +22,7 @@ from megatron.commands.arguments.command_line import (
     tokenizer_of,
 )
 from megatron.commands.arguments.parser import Parser
-from megatron.core.datasets.indexed.dataset_checksums import checksums_path, write_checksums
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, checksums_path, write_checksums
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.corpus.inspection.damage import faults_in_vocabulary, intact_dataset, verify_dataset, without_suffix
 from megatron.corpus.inspection.statistics import (

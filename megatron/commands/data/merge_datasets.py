@@ -18,14 +18,19 @@ from numpy.typing import NDArray
 
 from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
-from megatron.core.datasets.indexed.dataset_checksums import (
+from megatron.core.datasets.indexed_dataset import (
     CHECKSUM_BLOCK_BYTES,
+    PIECE_LENGTH,
     Block,
+    IndexedDataset,
+    bin_path,
     checksum_blocks,
+    cut,
+    idx_path,
+    replace_tokens,
     write_checksums,
+    write_index,
 )
-from megatron.core.datasets.indexed.index_writer import PIECE_LENGTH, cut, replace_tokens, write_index
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron.core.errors import DataError
 from megatron.corpus.token_shards import TokenShard, find_token_shards
 from megatron.training.process.progress_bar import CountedBar

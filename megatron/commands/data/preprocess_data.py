@@ -28,12 +28,10 @@ from megatron.commands.arguments.command_line import (
     tokenizer_of,
 )
 from megatron.commands.arguments.parser import Parser
-from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder
-from megatron.core.datasets.conversations.conversation_file import MASK_DTYPE, ConversationOptions, mask_prefix
-from megatron.core.datasets.indexed.indexed_dataset import bin_path, idx_path, optimal_dtype
+from megatron.core.datasets.conversation_file import MASK_DTYPE, ConversationEncoder, ConversationOptions, mask_prefix
+from megatron.core.datasets.indexed_dataset import bin_path, idx_path, optimal_dtype
 from megatron.core.errors import ConfigurationError, DataError, TokenizerError
-from megatron.core.tokenizers.encoder_choice import ENGINES, choose_encoder, missing_engine
-from megatron.core.tokenizers.text_encoder import ReferenceEncoder
+from megatron.core.tokenizers.text_encoder import ENGINES, ReferenceEncoder, choose_encoder, missing_engine
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.corpus.json_lines import find_compiled_reader
 from megatron.corpus.preprocessing.chunks import CHUNK_BYTES, cut_input

@@ -161,8 +161,8 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
 
 
 def _local_answer(arguments: argparse.Namespace, launch: LaunchEnvironment) -> Answer:
-    from megatron.core.datasets.conversations.template_choice import choose_template
-    from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
+    from megatron.core.datasets.chat_template import choose_template
+    from megatron.core.inference.continuous_engine import ContinuousEngine
     from megatron.serving.openai.local_chat import LocalChat
     from megatron.serving.openai.translator import Translator
 

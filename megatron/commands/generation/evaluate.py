@@ -164,7 +164,7 @@ def _run_tasks(
     max_length: int,
     bar: ProgressBar,
 ) -> None:
-    from megatron.core.datasets.conversations.template_choice import choose_template
+    from megatron.core.datasets.chat_template import choose_template
     from megatron.evaluation.harness_model import HarnessModel
     from megatron.evaluation.harness_tasks import table_of
 

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     model = model_request(arguments)
     end = EndRequest()
     from megatron.core.flight_recorder import FlightRecorder
-    from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
+    from megatron.core.inference.continuous_engine import ContinuousEngine
     from megatron.serving.generation_api import ApiTranslator
     from megatron.serving.generation_service import run_service
     from megatron.training.process.hang.watching import watching

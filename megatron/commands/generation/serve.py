@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.commands.arguments.end_request import EndRequest
 from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.commands.arguments.server_arguments import add_server_flags, server_problems
-from megatron.core.datasets.conversations.template_choice import choose_template
+from megatron.core.datasets.chat_template import choose_template
 from megatron.core.errors import ConfigurationError, DataError, InputError
 from megatron.serving.generation_setup import Checkpoint, load_engine, open_checkpoint
 from megatron.training.process.initialize import LaunchEnvironment, initialize_device, shut_down
@@ -175,7 +175,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     model = model_request(arguments)
     end = EndRequest()
     from megatron.core.flight_recorder import FlightRecorder
-    from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
+    from megatron.core.inference.continuous_engine import ContinuousEngine
     from megatron.serving.generation_service import run_service
     from megatron.serving.job_queue import JobQueue
     from megatron.training.process.hang.watching import watching

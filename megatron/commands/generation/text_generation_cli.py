@@ -15,8 +15,8 @@ from typing import Literal
 
 from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.request import GenerationRequest, StopRule, check_request, context_length
+from megatron.core.inference.beam_search import BeamConfig
+from megatron.core.inference.inference_request import GenerationRequest, StopRule, check_request, context_length
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.tokenizers.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Files that are forced to disk: large ones as fast as it takes them, small ones, folders, and its refusals."""
+"""Write files and folders durably (fsync), large files with direct I/O, and describe storage errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor of a run as a checkpoint sees it: with its values, and as a description that travels between ranks."""
+"""Sharded tensors of a run: with their values, and as descriptions that ranks exchange."""
 
 from __future__ import annotations
 

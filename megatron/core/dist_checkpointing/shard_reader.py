@@ -1,4 +1,4 @@
-"""Read what a plan asks for from shard files, of this machine or another, and compare checksums."""
+"""Read the pieces of a load plan from shard files, on this node or another, and compare checksums."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron.core.collectives import all_gather_objects, any_rank, broadcast_ob
 from megatron.core.dist_checkpointing.checksum import join_checksums, partial_checksum
 from megatron.core.dist_checkpointing.disk import read_error
 from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.load_plan import Cell, PieceRead
 from megatron.core.dist_checkpointing.mapping import dtype_of
+from megatron.core.dist_checkpointing.planner import Cell, PieceRead
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, InputError
 from megatron.core.process_group import Group
 from megatron.core.ranged_file import RangedFile, open_ranged, read_range

@@ -1,4 +1,4 @@
-"""What of a run goes into a checkpoint's tensors: weights, optimizer state and random number streams, each named."""
+"""Name a run's tensors in a checkpoint: weights, optimizer state, weight averages, and RNG streams."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec, whole_tensor
 from megatron.core.parallel_sizes import GRID_AXES, Place
 from megatron.core.parallel_state import ParallelState
@@ -97,3 +98,30 @@ def float8_tensors(float8: Float8Scaling | None, state: ParallelState) -> list[S
 def rng_name(stream: str, place: Place) -> str:
     """Return the name of a random number stream of the rank at a place in the grid."""
     return RNG_PREFIX + "".join(f"{axis}{place[axis]}." for axis in GRID_AXES) + stream
+
+
+@dataclass(frozen=True, eq=False)
+class AverageChoice:
+    """Hold the optimizer's tensors that a checkpoint fills, and the namespaces that must be filled.
+
+    ``line`` is there where the averages begin anew, with the loaded weights.
+    """
+
+    tensors: tuple[ShardedTensor, ...]
+    namespaces: tuple[str, ...]
+    line: str | None = None
+
+
+def average_choice(tensors: Sequence[ShardedTensor], index: CheckpointIndex) -> AverageChoice:
+    """Choose what is loaded of an optimizer's state: averages only where both have them."""
+    is_wanted = any(tensor.name.startswith(AVERAGE_PREFIX) for tensor in tensors)
+    is_stored = any(name.startswith(AVERAGE_PREFIX) for name in index.tensors)
+    if is_wanted == is_stored:
+        return AverageChoice(tuple(tensors), (OPTIMIZER_PREFIX,))
+    if is_wanted:
+        others = tuple(tensor for tensor in tensors if not tensor.name.startswith(AVERAGE_PREFIX))
+        line = "--ema-decay: the average begins with the loaded weights, since the checkpoint holds none"
+        return AverageChoice(others, (OPTIMIZER_PREFIX,), line)
+    kinds = {name.split(".")[1] for name in index.tensors if name.startswith(OPTIMIZER_PREFIX)}
+    namespaces = sorted(f"{OPTIMIZER_PREFIX}{kind}." for kind in kinds)
+    return AverageChoice(tuple(tensors), tuple(name for name in namespaces if name != AVERAGE_PREFIX))

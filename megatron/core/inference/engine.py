@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megatron.core.errors import InputError
-from megatron.core.inference.beam_batch import BeamBatch
-from megatron.core.inference.padded_prompts import batches_of_like_length
-from megatron.core.inference.request import (
-    Continuation,
-    GenerationRequest,
-    StopRule,
-    check_request,
+from megatron.core.inference.inference_request import Continuation, GenerationRequest, StopRule, check_request
+from megatron.core.inference.prompt_batch import (
+    BeamBatch,
+    SampledBatch,
+    Score,
+    ScoredBatch,
+    ScoredRow,
+    batches_of_like_length,
+    score_request,
 )
-from megatron.core.inference.sampled_batch import SampledBatch
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.inference.scored_batch import Score, ScoredBatch, ScoredRow, score_request
 from megatron.core.inference.staged_model import StagedModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState

@@ -1,19 +1,83 @@
-"""Some prompts of a request on their way through the model: padded, cached, seen a stretch of positions at a time."""
+"""Static batches of prompts that run through the model together: sampled, scored, or continued by beam search.
+
+Prompts of unequal length are padded on the left and the padding is masked. All rows end in the same column, so that
+one cache position serves every row of a step.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from megatron.core.collectives import all_gather_last_dim, all_reduce, broadcast
 from megatron.core.errors import InputError
-from megatron.core.inference.padded_prompts import pad_left
-from megatron.core.inference.request import GenerationCancelled, GenerationRequest
+from megatron.core.inference.beam_search import BeamSearch, Candidate
+from megatron.core.inference.inference_request import Continuation, GenerationCancelled, GenerationRequest
+from megatron.core.inference.sampling import add_bias, choose_tokens, forbid_pairs, forbid_repeats, penalize
 from megatron.core.inference.staged_model import StagedModel
+from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.random import stream_seed
 from megatron.core.transformer.kv_cache import KeyValueCache
+
+_PADDING = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedPrompts:
+    """Hold the tokens of a batch, the column in which each row begins, and whether these differ.
+
+    Shapes: ``tokens: [b, longest prompt]``; ``starts: [b]``.
+    """
+
+    tokens: torch.Tensor
+    starts: torch.Tensor
+    has_padding: bool
+
+    def positions(self, start: int, end: int) -> torch.Tensor:
+        """Return each row's own positions of the columns ``[start, end)``; 0 where it has not begun.
+
+        Shapes: ``-> [b, end - start]``.
+        """
+        columns = torch.arange(start, end, device=self.starts.device)
+        return (columns[None, :] - self.starts[:, None]).clamp(min=0)
+
+    def select_rows(self, rows: torch.Tensor) -> PaddedPrompts:
+        """Return the rows with these numbers, of which some may come several times."""
+        return PaddedPrompts(self.tokens[rows], self.starts[rows], self.has_padding)
+
+    def pattern(self, start: int, end: int) -> AttentionPattern:
+        """Return which columns below ``end`` those from ``start`` on look at.
+
+        A padding column looks at itself alone: a row without anything to look at would give NaN.
+        """
+        if not self.has_padding:
+            return CAUSAL
+        queries = torch.arange(start, end, device=self.starts.device)[:, None]
+        keys = torch.arange(end, device=self.starts.device)[None, :]
+        real = keys[None] >= self.starts[:, None, None]
+        return AttentionPattern(mask=((keys <= queries) & real | (keys == queries)).unsqueeze(1))
+
+
+def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> PaddedPrompts:
+    """Return the prompts as one batch."""
+    longest = max(map(len, prompts))
+    rows = [[_PADDING] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    starts = [longest - len(prompt) for prompt in prompts]
+    return PaddedPrompts(torch.tensor(rows, device=device), torch.tensor(starts, device=device), any(starts))
+
+
+def batches_of_like_length(prompts: Sequence[Sequence[int]], max_batch_size: int) -> Iterator[list[int]]:
+    """Yield the numbers of prompts that run together, those of like length, so that little is padded."""
+    by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    for start in range(0, len(prompts), max_batch_size):
+        yield sorted(by_length[start : start + max_batch_size])
+
 
 _PROMPT_TOKENS_AT_ONCE = 1024
 
@@ -125,3 +189,304 @@ def gather_logits(logits: torch.Tensor, vocab_size: int, tp: Group) -> torch.Ten
     Shapes: ``[b, v/tp] -> [b, vocab_size]``.
     """
     return all_gather_last_dim(logits, tp)[:, :vocab_size]
+
+
+# What is chosen where a row's logits are not finite, or every token is forbidden: all ranks must learn it.
+_NOT_FINITE = -1
+_NOTHING_LEFT = -2
+_FAILED = -3
+
+
+class SampledBatch(PromptBatch):
+    """Continue each prompt of a batch from a random stream of its own."""
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        request: GenerationRequest,
+        numbers: Sequence[int],
+        is_cancelled: Callable[[], bool] | None,
+    ) -> None:
+        super().__init__(staged, request, numbers, is_cancelled)
+        self.generators = [
+            torch.Generator(staged.device).manual_seed(stream_seed(request.sampling.seed, "sampling", (number,)))
+            for number in numbers
+        ]
+        self.texts = [list(request.prompts[number]) for number in numbers]
+        self.new_values: list[list[float]] = [[] for _ in numbers]
+
+    def run(self) -> Iterator[tuple[int, int]]:
+        """Yield (prompt number, token) step by step until every prompt has ended."""
+        logits = self.see_prompts()
+        running = [True] * len(self.numbers)
+        stop = self.request.stop
+        for step in range(self.request.max_new_tokens):
+            last = [text[-1] for text in self.texts]
+            if step > 0:
+                logits = self.see_tokens(last, step)
+            tokens, values = self._choose(logits, last, step)
+            for row, token in enumerate(tokens):
+                self.texts[row].append(token)
+                running[row] = running[row] and token not in stop.end_tokens
+                if running[row]:
+                    self.new_values[row].append(values[row])
+                    running[row] = not stop.closes(last[row], token)
+                    yield self.numbers[row], token
+            if not any(running):
+                break
+        self.staged.finish()
+
+    def log_probabilities(self) -> dict[int, list[float]]:
+        """Return each prompt's, by its number; none where they were not asked for."""
+        if not self.request.log_probabilities:
+            return {}
+        of_prompts = torch.cat(self.prompt_values, dim=1)
+        return {
+            number: of_prompts[row, start : self.length - 1].tolist() + self.new_values[row]
+            for row, (number, start) in enumerate(zip(self.numbers, self.prompts.starts.tolist(), strict=True))
+        }
+
+    def _choose(self, logits: torch.Tensor | None, last: Sequence[int], step: int) -> tuple[list[int], list[float]]:
+        """Return the next token of every row and its log-probability, chosen on the last stage, on every rank."""
+        failure: RuntimeError | None = None
+        chosen = torch.zeros(2, len(self.numbers), dtype=torch.float64, device=self.staged.device)
+        if logits is not None:
+            whole = self.whole_logits(logits)
+            try:
+                self._choose_from(whole, last, step, chosen)
+            except RuntimeError as error:  # the other stages wait for what is chosen
+                chosen[0] = _FAILED
+                failure = error
+        self.share(chosen, logits)
+        tokens = [int(token) for token in chosen[0].tolist()]
+        if _NOT_FINITE in tokens:
+            raise self.not_finite(tokens.index(_NOT_FINITE), step)
+        if _NOTHING_LEFT in tokens:
+            size = self.request.sampling.no_repeat_ngram_size
+            raise InputError(f"no_repeat_ngram_size {size} leaves no token to choose at token {step + 1}; raise it")
+        if _FAILED in tokens:
+            raise RuntimeError(f"no token can be chosen at token {step + 1}") from failure
+        return tokens, chosen[1].tolist()
+
+    def _choose_from(self, logits: torch.Tensor, last: Sequence[int], step: int, chosen: torch.Tensor) -> None:
+        """Fill the two rows of ``chosen``: tokens, log-probabilities.
+
+        Shapes: ``logits: [b, v]``, ``chosen: [2, b]``.
+        """
+        finite = logits.isfinite().all(dim=-1)
+        if not bool(finite.all()):
+            chosen[0] = torch.where(finite, 0, _NOT_FINITE)
+            return
+        sampling = self.request.sampling
+        allowed = add_bias(logits, [self.request.bias] * len(last))
+        num_new = [len(text) - len(self.request.prompts[n]) for n, text in zip(self.numbers, self.texts, strict=True)]
+        allowed = penalize(allowed, self.texts, num_new, sampling)
+        allowed = forbid_pairs(allowed, last, self.request.never)
+        allowed = forbid_repeats(allowed, self.texts, sampling.no_repeat_ngram_size)
+        left = allowed.isfinite().any(dim=-1)
+        if not bool(left.all()):
+            chosen[0] = torch.where(left, 0, _NOTHING_LEFT)
+            return
+        tokens = choose_tokens(allowed, sampling.at_step(step), self.generators)
+        chosen[0] = tokens
+        if self.request.log_probabilities:
+            wide = logits.to(arithmetic_dtype(logits.dtype))
+            chosen[1] = wide.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredRow:
+    """Hold the tokens of a text, of which the last ``num_scored`` are to be scored."""
+
+    tokens: tuple[int, ...]
+    num_scored: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Hold the log-probability of a row's scored tokens together, and whether each of them was the likeliest."""
+
+    log_probability: float
+    is_greedy: bool
+
+
+def score_request(rows: tuple[ScoredRow, ...]) -> GenerationRequest:
+    """Return what the model is shown: each row but its last token, which nothing follows.
+
+    Raises:
+        InputError: a row has fewer than two tokens, or all of it is to be scored, or none.
+    """
+    for row in rows:
+        if not 0 < row.num_scored < len(row.tokens):
+            raise InputError(
+                f"{row.num_scored} of {len(row.tokens)} tokens cannot be scored: it takes one or more, behind another"
+            )
+    return GenerationRequest(prompts=tuple(row.tokens[:-1] for row in rows), max_new_tokens=0, log_probabilities=True)
+
+
+class ScoredBatch(PromptBatch):
+    """Score some rows together."""
+
+    def __init__(self, staged: StagedModel, rows: tuple[ScoredRow, ...], numbers: list[int]) -> None:
+        super().__init__(staged, score_request(rows), numbers, None)
+        self._rows = [rows[number] for number in numbers]
+        last = torch.tensor([[row.tokens[-1]] for row in self._rows], device=staged.device)
+        self._targets = torch.cat([self.prompts.tokens[:, 1:], last], dim=1)
+        columns = torch.arange(self.length, device=staged.device)
+        counts = torch.tensor([row.num_scored for row in self._rows], device=staged.device)
+        self._is_scored = columns[None, :] >= self.length - counts[:, None]
+
+    def run(self) -> list[Score]:
+        """Return the rows' scores, the same on every rank.
+
+        Raises:
+            InputError: the model's logits are not finite.
+        """
+        values = [torch.zeros(2, len(self._rows), 0, dtype=torch.float64, device=self.staged.device)]
+        for start, end in self.stretches():
+            logits = self._forward(self.prompts.tokens[:, start:end], start, all_positions=True)
+            found = torch.zeros(2, len(self._rows), end - start, dtype=torch.float64, device=self.staged.device)
+            if logits is not None:
+                self._look_up(logits, start, end, found)
+            self.share(found, logits)
+            values.append(found)
+        self.staged.finish()
+        log_probabilities, misses = torch.cat(values, dim=2).sum(dim=2).tolist()
+        for row, value in enumerate(log_probabilities):
+            if value != value:
+                raise self.not_finite(row, 0)
+        return [Score(value, missed == 0) for value, missed in zip(log_probabilities, misses, strict=True)]
+
+    def _look_up(self, logits: torch.Tensor, start: int, end: int, found: torch.Tensor) -> None:
+        """Fill ``found`` for the columns ``[start, end)``: log-probabilities, and 1 where another token is likelier.
+
+        Shapes: ``logits: [s, b, v/tp]``, ``found: [2, b, s]``.
+        """
+        chosen = self._is_scored[:, start:end]
+        targets = self._targets[:, start:end][chosen]
+        whole = gather_logits(logits.transpose(0, 1)[chosen], self.staged.model.config.vocab_size, self.state.tp)
+        wide = whole.to(arithmetic_dtype(whole.dtype)).log_softmax(dim=-1)
+        found[0][chosen] = wide.gather(1, targets[:, None]).squeeze(1).to(found.dtype)
+        found[1][chosen] = (whole.argmax(dim=-1) != targets).to(found.dtype)
+
+
+class BeamBatch(PromptBatch):
+    """Search for the likeliest continuations of each prompt of a batch.
+
+    The last stage scores, and every rank is given the same candidates and keeps the same books. The prompts are shown
+    to the model once; then the rows of the cache follow the texts that go on.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        request: GenerationRequest,
+        numbers: Sequence[int],
+        is_cancelled: Callable[[], bool] | None,
+    ) -> None:
+        super().__init__(staged, request, numbers, is_cancelled)
+        assert request.beams is not None
+        self.num_beams = request.beams.num_beams
+        end_tokens = request.stop.end_tokens
+        self.searches = [BeamSearch(request.beams, request.max_new_tokens, end_tokens) for _ in numbers]
+
+    def run(self) -> dict[int, Continuation]:
+        """Return the continuation of each prompt by its number, when all searches have ended.
+
+        Raises:
+            InputError: the logits are not finite, or no text is left.
+        """
+        for _ in self.steps():
+            pass
+        return self.results()
+
+    def steps(self) -> Iterator[None]:
+        """Search one token further at each step, until all searches have ended.
+
+        Raises:
+            InputError: the logits are not finite.
+        """
+        logits = self.see_prompts()
+        rows = [prompt for prompt in range(len(self.numbers)) for _ in range(self.num_beams)]
+        if logits is not None:
+            logits = logits[:, rows]
+        self.prompts = self.prompts.select_rows(torch.tensor(rows, device=self.staged.device))
+        self._follow(rows)
+        for step in range(self.request.max_new_tokens):
+            if step > 0:
+                last = [text[-1] for search in self.searches for text in search.texts]
+                logits = self.see_tokens(last, step)
+            rows = self._advance(self._candidates(logits, step))
+            if all(search.is_done for search in self.searches):
+                break
+            self._follow(rows)
+            yield
+        self.staged.finish()
+
+    def results(self) -> dict[int, Continuation]:
+        """Return the continuation of each prompt by its number, once all searches have ended.
+
+        Raises:
+            InputError: no text is left.
+        """
+        return {number: self._continuation(search) for number, search in zip(self.numbers, self.searches, strict=True)}
+
+    def _continuation(self, search: BeamSearch) -> Continuation:
+        if not search.finished:
+            size = self.request.sampling.no_repeat_ngram_size
+            raise InputError(f"no_repeat_ngram_size {size} leaves no text to choose; raise it or ask for fewer tokens")
+        return Continuation(tokens=list(search.finished[0].tokens), hypotheses=tuple(search.finished))
+
+    def _follow(self, rows: Sequence[int]) -> None:
+        self.cache.select_rows(torch.tensor(rows, device=self.staged.device))
+
+    def _advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[int]:
+        """Take a step of every search and return from which row of the batch each row goes on."""
+        rows = []
+        for prompt, (search, own) in enumerate(zip(self.searches, candidates, strict=True)):
+            rows += [prompt * self.num_beams + beam for beam in search.advance(own)]
+        return rows
+
+    def _candidates(self, logits: torch.Tensor | None, step: int) -> list[list[Candidate]]:
+        """Return the likeliest ways to go on of every prompt, on every rank."""
+        vocab_size = self.staged.model.config.vocab_size
+        count = min(self.searches[0].num_candidates(), self.num_beams * vocab_size)
+        best = torch.zeros(2, len(self.numbers), count, dtype=torch.float64, device=self.staged.device)
+        if logits is not None:
+            self._score(self.whole_logits(logits), count, best)
+        self.share(best, logits)
+        places, values = best.tolist()
+        for prompt, own in enumerate(places):
+            if own[0] == _NOT_FINITE:
+                raise self.not_finite(prompt * self.num_beams, step)
+        return [
+            [
+                Candidate(int(place) // vocab_size, int(place) % vocab_size, value)
+                for place, value in zip(own_places, own_values, strict=True)
+            ]
+            for own_places, own_values in zip(places, values, strict=True)
+        ]
+
+    def _score(self, logits: torch.Tensor, count: int, best: torch.Tensor) -> None:
+        """Fill the two rows of ``best``: places among a prompt's beams x vocabulary, sums of log-probabilities.
+
+        Shapes: ``logits: [prompts * num_beams, v]``, ``best: [2, prompts, count]``.
+        """
+        finite = logits.isfinite().all(dim=-1).view(len(self.numbers), self.num_beams).all(dim=-1)
+        if not bool(finite.all()):
+            best[0] = torch.where(finite, 0, _NOT_FINITE)[:, None]
+            return
+        log_probabilities = logits.to(arithmetic_dtype(logits.dtype)).log_softmax(dim=-1)
+        texts = [
+            [*self.request.prompts[number], *text]
+            for number, search in zip(self.numbers, self.searches, strict=True)
+            for text in search.texts
+        ]
+        sampling, num_new = self.request.sampling, len(self.searches[0].texts[0])
+        allowed = penalize(log_probabilities, texts, num_new, sampling)
+        allowed = forbid_pairs(allowed, [text[-1] for text in texts], self.request.never)
+        allowed = forbid_repeats(allowed, texts, sampling.no_repeat_ngram_size)
+        before = [score for search in self.searches for score in search.scores]
+        sums = allowed + torch.tensor(before, dtype=allowed.dtype, device=allowed.device)[:, None]
+        found = sums.view(len(self.numbers), -1).topk(count, dim=-1)
+        best[0], best[1] = found.indices, found.values

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.core.inference.request import TokenPairs
+from megatron.core.inference.inference_request import TokenPairs
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.precision import arithmetic_dtype
 

@@ -1,4 +1,4 @@
-"""How the next token is chosen."""
+"""Sampling parameters: how the next token is chosen."""
 
 from __future__ import annotations
 

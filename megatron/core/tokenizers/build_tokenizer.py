@@ -8,11 +8,10 @@ from pathlib import Path
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
-from megatron.core.tokenizers.sentence_piece_tokenizer import SENTENCE_PIECE_TYPES, SentencePieceTokenizer
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.sentencepiece_tokenizer import SENTENCE_PIECE_TYPES, SentencePieceTokenizer
 from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS, TikTokenizer
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer, Tokenizer
 
 TOKENIZER_TYPES = (
     "GPT2BPETokenizer",

@@ -1,4 +1,4 @@
-"""tiktoken vocabularies behind a block of special tokens."""
+"""tiktoken tokenizers, with a block of special tokens before the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.optional_package import load_package
-from megatron.core.tokenizers.tokenizer import require_unicode
-from megatron.core.tokenizers.tokenizer_file import read_json, read_text, require_file
+from megatron.core.tokenizers.tokenizer import load_package, read_json, read_text, require_file, require_unicode
 
 DEFAULT_VOCAB_SIZE = 131072
 DEFAULT_NUM_SPECIAL_TOKENS = 1000

@@ -11,8 +11,7 @@ from typing import Any
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.core.tokenizers.tokenizer_file import read_json_object
+from megatron.core.tokenizers.tokenizer import Tokenizer, read_json_object
 
 TOKENIZER_FOLDER = "tokenizer"
 RECORD_FILE = "tokenizer_record.json"

@@ -1,4 +1,4 @@
-"""The compiled engine of the `tokenizers` package, behind the few calls that tokenizers here make."""
+"""The compiled engine of the `tokenizers` package, with a small interface for the tokenizers of this package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.optional_package import load_package
-from megatron.core.tokenizers.tokenizer import require_unicode
+from megatron.core.tokenizers.tokenizer import load_package, require_unicode
 
 _BATCH_CHARACTERS: Final = 1 << 16
 _PANIC: Final = "PanicException"

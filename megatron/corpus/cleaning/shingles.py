@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.tokenizers.optional_package import load_package
+from megatron.core.tokenizers.tokenizer import load_package
 
 # Scripts that put no space between words count each character as one: Thai, Lao, Burmese, Khmer; kana and CJK, of
 # which the punctuation is left out.

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from megatron.core.errors import ConfigurationError, TokenizerError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.core.tokenizers.optional_package import load_package
+from megatron.core.tokenizers.tokenizer import load_package
 from megatron.corpus.cleaning.shingles import SignatureMaker, shingles
 
 SAMPLE_CHARACTERS: Final = 4096

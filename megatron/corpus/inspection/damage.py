@@ -8,8 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.indexed.dataset_checksums import Damage, Read, checksums_path, untold, verify_checksums
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megatron.core.datasets.indexed_dataset import (
+    Damage,
+    IndexedDataset,
+    Read,
+    bin_path,
+    checksums_path,
+    idx_path,
+    untold,
+    verify_checksums,
+)
 from megatron.core.errors import DataError
 
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.indexed.dataset_checksums import Read, untold
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, Read, untold
 
 PERCENTILES: Final = (1, 5, 25, 50, 75, 95, 99)
 _BLOCK_TOKENS: Final = 1 << 20

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from megatron.core.datasets.indexed.dataset_checksums import Block, checksum_blocks
+from megatron.core.datasets.indexed_dataset import Block, checksum_blocks
 from megatron.corpus.preprocessing.chunks import Chunk
 
 FORMAT: Final = 2

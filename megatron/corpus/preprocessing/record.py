@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.indexed.indexed_dataset import bin_path, idx_path
+from megatron.core.datasets.indexed_dataset import bin_path, idx_path
 
 
 def write_record(path: Path, folder: Path, description: dict[str, Any], prefixes: Sequence[str]) -> None:

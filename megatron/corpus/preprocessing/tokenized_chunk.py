@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder, EncodedConversation
-from megatron.core.datasets.conversations.conversation_file import MASK_DTYPE
+from megatron.core.datasets.conversation_file import MASK_DTYPE, ConversationEncoder, EncodedConversation
 from megatron.core.errors import DataError, InputError, TokenizerError
 from megatron.core.tokenizers.text_encoder import TextEncoder
 from megatron.corpus.json_lines import ExtractTexts, JsonLines, Problem, list_lines, read_json_lines

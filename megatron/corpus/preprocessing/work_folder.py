@@ -21,9 +21,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.indexed.dataset_checksums import Block, write_checksums
-from megatron.core.datasets.indexed.index_writer import PIECE_LENGTH, replace_tokens, write_index
-from megatron.core.datasets.indexed.indexed_dataset import idx_path
+from megatron.core.datasets.indexed_dataset import (
+    PIECE_LENGTH,
+    Block,
+    idx_path,
+    replace_tokens,
+    write_checksums,
+    write_index,
+)
 from megatron.core.errors import DataError
 from megatron.corpus.preprocessing.chunks import Chunk
 from megatron.corpus.preprocessing.manifest import (

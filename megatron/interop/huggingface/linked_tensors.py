@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES
+from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.sharding import Box, split_box

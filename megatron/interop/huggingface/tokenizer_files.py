@@ -10,10 +10,8 @@ from typing import Any
 
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
-from megatron.core.tokenizers.sentence_piece_tokenizer import SENTENCE_PIECE_TYPES
-from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.core.tokenizers.tokenizer_file import MODEL_FOLDER_FILES, read_json_object
+from megatron.core.tokenizers.sentencepiece_tokenizer import SENTENCE_PIECE_TYPES
+from megatron.core.tokenizers.tokenizer import MODEL_FOLDER_FILES, NullTokenizer, Tokenizer, read_json_object
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, rebuild_tokenizer, record_tokenizer
 from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer
 from megatron.interop.huggingface.settings import GENERATION_FILE

@@ -10,12 +10,11 @@ import torch
 
 from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.disk import read_error
-from megatron.core.dist_checkpointing.index import INDEX_FILE, StoredPiece, StoredTensor, read_index
-from megatron.core.dist_checkpointing.index_check import check_geometry
+from megatron.core.dist_checkpointing.index import INDEX_FILE, StoredPiece, StoredTensor, check_run_state, read_index
 from megatron.core.dist_checkpointing.mapping import dtype_of
-from megatron.core.dist_checkpointing.run_state import check_run_state
 from megatron.core.dist_checkpointing.shard_file import check_file
 from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, RNG_PREFIX
+from megatron.core.dist_checkpointing.validation import check_geometry
 from megatron.core.errors import DamagedCheckpointError
 from megatron.core.object_store import as_path
 from megatron.core.ranged_file import RangedFile, open_ranged

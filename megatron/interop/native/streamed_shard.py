@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.checksum import checksum
 from megatron.core.dist_checkpointing.disk import SequentialFile
 from megatron.core.dist_checkpointing.index import StoredFile, StoredPiece
 from megatron.core.dist_checkpointing.mapping import dtype_name, piece_key
-from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES
+from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES
 from megatron.core.dist_checkpointing.shard_file import ShardEntry, shard_header
 from megatron.core.sharding import Box, split_box
 from megatron.interop.checkpoint_source import CheckpointSource, TensorInfo

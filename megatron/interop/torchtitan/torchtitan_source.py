@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.sharding import Box
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.huggingface.link_table import LinkTable
 from megatron.interop.huggingface.tensor_link import TensorLink

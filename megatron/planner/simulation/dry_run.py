@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.datasets.gpt_dataset import GPTSample
 from megatron.core.models.model import Model
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_layout import StageContents

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.inference.continuous.progress import TokenValue
+from megatron.core.inference.inference_request import TokenValue
 from megatron.core.tokenizers.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 from megatron.core.inference.beam_search import Hypothesis
-from megatron.core.inference.continuous.progress import (
+from megatron.core.inference.inference_request import (
     NewToken,
     Progress,
     PromptEnded,

@@ -7,12 +7,12 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from megatron.core.datasets.conversations.chat_template import END_OF_DOCUMENT, ChatTemplate
-from megatron.core.datasets.conversations.conversation import ASSISTANT, Conversation
-from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder
+from megatron.core.datasets.chat_template import END_OF_DOCUMENT, ChatTemplate
+from megatron.core.datasets.conversation import ASSISTANT, Conversation
+from megatron.core.datasets.conversation_file import ConversationEncoder
 from megatron.core.errors import DataError, InputError
-from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.request import GenerationRequest, StopRule, check_request, context_length
+from megatron.core.inference.beam_search import BeamConfig
+from megatron.core.inference.inference_request import GenerationRequest, StopRule, check_request, context_length
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.tokenizers.tokenizer import Tokenizer

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import raise_on_all_ranks
-from megatron.core.dist_checkpointing.averages import average_choice
 from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, untold
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL_PREFIX,
     RunTensors,
+    average_choice,
     model_tensors,
     optimizer_tensors,
 )
-from megatron.core.dist_checkpointing.strictness import STRICT, STRICTNESS, Strictness
+from megatron.core.dist_checkpointing.validation import STRICT, STRICTNESS, Strictness
 from megatron.core.distributed.weight_checks import not_finite
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.object_store import as_path, local_copy

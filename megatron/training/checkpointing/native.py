@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 from megatron.core.collectives import run_on_all_ranks
 from megatron.core.config_base import IDENTITY, field_specs
-from megatron.core.dist_checkpointing.index import CheckpointIndex
+from megatron.core.dist_checkpointing.index import CheckpointIndex, check_run_state
 from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, load_index, load_tensors, untold
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.run_state import check_run_state
-from megatron.core.dist_checkpointing.strictness import STRICT, Strictness
+from megatron.core.dist_checkpointing.validation import STRICT, Strictness
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.interop.adapters.stored_adapter import NO_ADAPTERS

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.core.collectives import broadcast_object, run_on_all_ranks
-from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
+from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.dist_checkpointing.index import INDEX_FILE, encode_common
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.save_plan import SavePlan, SavePlanner
+from megatron.core.dist_checkpointing.planner import SavePlan, SavePlanner
 from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
 from megatron.core.dist_checkpointing.state_dict import (
     RunTensors,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.collectives import any_rank, broadcast_object, run_on_all_ranks
-from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
+from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
 from megatron.core.dist_checkpointing.load import Progress, untold
-from megatron.core.dist_checkpointing.save_plan import SavePlanner
+from megatron.core.dist_checkpointing.planner import SavePlanner
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError, TrainingError
 from megatron.core.object_store import as_path

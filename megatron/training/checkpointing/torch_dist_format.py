@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.background import StagingArea
+from megatron.core.dist_checkpointing.async_save import StagingArea
 from megatron.core.dist_checkpointing.disk import write_error
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.parallel_state import ParallelState

@@ -12,8 +12,7 @@ from megatron.core.config_base import IDENTITY, Role, field_specs
 from megatron.core.dist_checkpointing.index import read_index_file
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, TokenizerError
 from megatron.core.object_store import as_path, local_copy
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
-from megatron.core.tokenizers.tokenizer_file import read_json_object
+from megatron.core.tokenizers.tokenizer import NullTokenizer, read_json_object
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, recorded_arguments
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE

@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron.core.config_base import FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES
-from megatron.core.tokenizers.patch_tokenizer import CODE_TOKENIZER_TYPES, PATCH_TOKENIZER_TYPES
+from megatron.core.tokenizers.huggingface_tokenizer import CODE_TOKENIZER_TYPES, PATCH_TOKENIZER_TYPES
 
 RAW_DATASETS = ("LLama-SFT-Raw", "LLama-SFT", "JSON-SFT")
 """What Pai-Megatron-Patch calls conversations in jsonl."""

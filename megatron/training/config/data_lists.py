@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.datasets.samples.gpt_dataset_config import ValidationSet, parse_blend
+from megatron.core.datasets.gpt_dataset_config import ValidationSet, parse_blend
 from megatron.core.errors import ConfigurationError
 from megatron.core.safe_io import MAX_TEXT_BYTES, parse_json
 from megatron.training.config.training_config import ValidationConfig

@@ -12,18 +12,11 @@ from numpy.typing import NDArray
 
 from megatron.core.collectives import broadcast
 from megatron.core.context_parallel.partition import chunk_length, chunks_of, cut_sequence
-from megatron.core.datasets.history.sample_keys import blend_names, data_set_numbers, sample_keys
-from megatron.core.datasets.samples.batch import Batch, BatchContents, BatchLayout
-from megatron.core.datasets.samples.data_samplers import (
-    MicroBatchSampler,
-    SampleOrder,
-    WholeSetSampler,
-    sample_ids_hash,
-)
-from megatron.core.datasets.samples.external_reader import ExternalReader
-from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
-from megatron.core.datasets.samples.micro_batch_reader import MicroBatchReader
-from megatron.core.datasets.samples.read_ahead import ReadAhead
+from megatron.core.datasets.batch import Batch, BatchContents, BatchLayout
+from megatron.core.datasets.data_samplers import MicroBatchSampler, SampleOrder, WholeSetSampler, sample_ids_hash
+from megatron.core.datasets.gpt_dataset import ExternalSamples, SampleDataset
+from megatron.core.datasets.micro_batch_reader import ExternalReader, MicroBatchReader, ReadAhead
+from megatron.core.datasets.sample_keys import blend_names, data_set_numbers, sample_keys
 from megatron.core.device import Device
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.training.config.run_config import RunConfig

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from megatron.core.datasets.conversations.conversation_file import ConversationOptions
-from megatron.core.datasets.history.data_history import RunPosition, recorded_history
-from megatron.core.datasets.samples.fill_in_the_middle import FillInTheMiddle, special_token_id
-from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig, ValidationSet, parse_blend
+from megatron.core.datasets.conversation_file import ConversationOptions
+from megatron.core.datasets.data_history import RunPosition, recorded_history
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, special_token_id
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig, ValidationSet, parse_blend
 from megatron.core.errors import ConfigurationError, TokenizerError
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.data_config import DataConfig
@@ -23,7 +23,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.train_state import TrainState
 
 if TYPE_CHECKING:
-    from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+    from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 
 
 class DatasetSplitsBuilder(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.datasets.samples.batch import Batch
+from megatron.core.datasets.batch import Batch
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron.core.collectives import raise_on_all_ranks
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.samples.data_samplers import DataloaderType, SampleOrder
-from megatron.core.datasets.samples.gpt_dataset import SampleDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
+from megatron.core.datasets.data_samplers import DataloaderType, SampleOrder
+from megatron.core.datasets.gpt_dataset import SampleDataset
 from megatron.core.errors import DataError, MegatronError
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.data_plan import DatasetSplitsBuilder, SampleTargets

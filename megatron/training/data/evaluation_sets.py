@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, SampleDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
+from megatron.core.datasets.gpt_dataset import ExternalSamples, SampleDataset
 from megatron.training.config.data_lists import extra_validation_sets
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data.batch_source import BatchSource

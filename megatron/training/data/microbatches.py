@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megatron.core.datasets.samples.batch import Batch
+from megatron.core.datasets.batch import Batch
 
 
 class MicrobatchSource(Protocol):

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-from megatron.core.datasets.history.continued_data import ContinuedData, OpenedPart
-from megatron.core.datasets.history.data_history import DataHistory, recorded_history
-from megatron.core.datasets.history.sample_keys import SamplePlace, locate_sample, sample_keys
-from megatron.core.datasets.indices.index_builder import select_index_builder
-from megatron.core.datasets.samples.data_samplers import sample_ids_hash
-from megatron.core.datasets.samples.data_source import open_data_set
-from megatron.core.datasets.samples.gpt_dataset import ExternalSamples, GPTSample, SampleDataset
-from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_builder import (
+    BlendedDatasetBuilder,
+    ContinuedData,
+    OpenedPart,
+    open_data_set,
+)
+from megatron.core.datasets.data_history import DataHistory, recorded_history
+from megatron.core.datasets.data_samplers import sample_ids_hash
+from megatron.core.datasets.gpt_dataset import ExternalSamples, GPTSample, SampleDataset
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.index_builder import select_index_builder
+from megatron.core.datasets.sample_keys import SamplePlace, locate_sample, sample_keys
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.data.data_plan import dataset_config, sample_targets

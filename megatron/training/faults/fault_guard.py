@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from megatron.core.datasets.history.left_out import LeftOut, LeftOutSamples
+from megatron.core.datasets.data_history import LeftOut, LeftOutSamples
 from megatron.core.distributed.weight_checks import BadWeightsError
 from megatron.core.errors import TrainingError
 from megatron.core.optimizer.optimizer import StepOutcome

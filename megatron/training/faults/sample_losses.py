@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import all_gather_objects
-from megatron.core.datasets.samples.batch import Batch
+from megatron.core.datasets.batch import Batch
 from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.training.config.run_config import RunConfig

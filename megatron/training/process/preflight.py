@@ -6,7 +6,7 @@ import dataclasses
 import sys
 
 from megatron.core.available_host_memory import HostRoom, available_bytes
-from megatron.core.datasets.indexed.lost_pages import report_lost_pages
+from megatron.core.datasets.indexed_dataset import report_lost_pages
 from megatron.core.errors import InputError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.history.dataset_chain import LaterPhase, SegmentChain
-from megatron.core.datasets.indices.index_builder import SEPARATE_FINAL_EPOCH_BELOW, plan_epochs
-from megatron.core.datasets.samples.blended_dataset import BlendedDataset
-from megatron.core.datasets.samples.fill_in_the_middle import FillInTheMiddle
-from megatron.core.datasets.samples.gpt_dataset import GPTDataset
+from megatron.core.datasets.blended_dataset import BlendedDataset, LaterPhase, SegmentChain
+from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.index_builder import SEPARATE_FINAL_EPOCH_BELOW, plan_epochs
 
 _TITLES = {"train": "train", "valid": "validation", "test": "test"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError
 from megatron.training.gpt import training_script
 from megatron.verification.faults import spoiled_script

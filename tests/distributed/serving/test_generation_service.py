@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from megatron.core.errors import TrainingError
 from megatron.core.flight_recorder import FlightRecorder
-from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
-from megatron.core.inference.continuous.progress import NewToken, Progress, PromptEnded
-from megatron.core.inference.request import GenerationRequest
+from megatron.core.inference.continuous_engine import ContinuousEngine
+from megatron.core.inference.inference_request import GenerationRequest, NewToken, Progress, PromptEnded
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.serving.generation_service import run_service

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
+from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.device import Device
 from megatron.core.errors import CheckpointError, DataError
 from megatron.core.parallel_sizes import ONE_RANK

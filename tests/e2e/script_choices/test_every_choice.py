@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError
 from megatron.interop.huggingface.model_export import write_hugging_face
 from megatron.interop.native.native_source import NativeSource

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands.data import preprocess_data
-from megatron.core.datasets.conversations.conversation_file import mask_prefix
+from megatron.core.datasets.conversation_file import mask_prefix
 from tests.e2e.script_choices.choices import Choices
 from tests.harness.forked_training import ForkedRun, fork_training
 from tests.unit.core.datasets.conversations.small_chat import write_chat_folder, write_lines

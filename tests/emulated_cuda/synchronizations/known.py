@@ -10,7 +10,7 @@ APART: dict[str, tuple[str, str]] = {
     # Methods of the same names that have nothing to do with a device.
     "megatron/commands/training/rank_launcher.py:": (HOST, "processes of a launcher"),
     "megatron/conversion/target_layout.py:": (HOST, "a description of sizes"),
-    "megatron/core/datasets/samples/read_ahead.py:": (HOST, "threads that read samples"),
+    "megatron/core/datasets/micro_batch_reader.py:ReadAhead": (HOST, "threads that read samples"),
     "megatron/corpus/": (HOST, "processes that prepare data"),
     "megatron/interop/": (HOST, "processes, and descriptions of sizes"),
     "megatron/pictures/": (HOST, "a server of records"),
@@ -43,11 +43,11 @@ _SEND = (
 )
 
 NOT_REPORTED: dict[str, str] = {
-    "megatron/core/inference/beam_batch.py:BeamBatch.steps: self.staged.finish()": _SEND,
-    "megatron/core/inference/continuous/running_batch.py:RunningBatch.step: self.staged.finish()": _SEND,
+    "megatron/core/inference/prompt_batch.py:BeamBatch.steps: self.staged.finish()": _SEND,
+    "megatron/core/inference/running_batch.py:RunningBatch.step: self.staged.finish()": _SEND,
     "megatron/core/inference/prompt_batch.py:PromptBatch._stop_if_cancelled: self.staged.finish()": _SEND,
-    "megatron/core/inference/sampled_batch.py:SampledBatch.run: self.staged.finish()": _SEND,
-    "megatron/core/inference/scored_batch.py:ScoredBatch.run: self.staged.finish()": _SEND,
+    "megatron/core/inference/prompt_batch.py:SampledBatch.run: self.staged.finish()": _SEND,
+    "megatron/core/inference/prompt_batch.py:ScoredBatch.run: self.staged.finish()": _SEND,
     "megatron/core/inference/staged_model.py:StagedModel.finish: self._out.finish()": _SEND,
     "megatron/core/optimizer/cpu_offloading.py:HostOffload.finish: self._values.reach(number)": (
         "without --overlap-cpu-optimizer-d2h-h2d it keeps copies from overlapping with updates. Values do not need it: "

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.planning.explain import main
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.planner.explanation import Explanation, explain, first_rank
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import OURS

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from megatron.commands.data import inspect_dataset
-from megatron.core.datasets.indexed import dataset_checksums
-from megatron.core.datasets.indexed.dataset_checksums import checksums_path, write_checksums
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets import indexed_dataset
+from megatron.core.datasets.indexed_dataset import (
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    checksums_path,
+    write_checksums,
+)
 from megatron.corpus.inspection.statistics import count_tokens, describe_ends, describe_lengths, document_lengths
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "60")
@@ -21,7 +24,7 @@ BLOCK = 64
 @pytest.fixture
 def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write 7 documents of 11 sequences, two documents empty, most ending with 0, in blocks of 64 bytes."""
-    monkeypatch.setattr(dataset_checksums, "CHECKSUM_BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(indexed_dataset, "CHECKSUM_BLOCK_BYTES", BLOCK)
     prefix = tmp_path / "data"
     draw = np.random.default_rng(3)
     with IndexedDatasetBuilder(prefix, "u2") as builder:

@@ -7,9 +7,8 @@ import pytest
 
 from megatron.commands.data import merge_datasets
 from megatron.commands.data.merge_datasets import merge
-from megatron.core.datasets.indexed import index_writer
-from megatron.core.datasets.indexed.dataset_checksums import checksums_path, verify_checksums
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets import indexed_dataset
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, checksums_path, verify_checksums
 from megatron.core.errors import DataError
 from tests.unit.core.datasets.indexed.document_copy import copy_documents
 
@@ -38,7 +37,7 @@ def test_the_same_as_adding_one_after_the_other(tmp_path: Path, monkeypatch: pyt
             copy_documents(prefix, builder)
         builder.finalize()
     for piece_length in (5, 1 << 20):
-        for module in (index_writer, merge_datasets):
+        for module in (indexed_dataset, merge_datasets):
             monkeypatch.setattr(module, "PIECE_LENGTH", piece_length)
         merge(tmp_path / "parts", tmp_path / "merged", multimodal=modes)
         for suffix in (".bin", ".idx"):

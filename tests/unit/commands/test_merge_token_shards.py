@@ -11,8 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron.commands.data.merge_datasets import main
-from megatron.core.datasets.indexed.dataset_checksums import verify_checksums
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, verify_checksums
 from megatron.corpus import token_shards
 
 END = 50256

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.datasets.conversations.conversation_file import ConversationFile, mask_prefix
-from megatron.core.datasets.indexed.dataset_checksums import verify_checksums
+from megatron.core.datasets.conversation_file import ConversationFile, mask_prefix
+from megatron.core.datasets.indexed_dataset import verify_checksums
 from tests.unit.commands.test_preprocess_data import NULL, assert_refused, preprocess, write_lines
 
 PLAIN = [*NULL, "--sft", "--chat-template", "plain", "--workers", "2"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands.data import preprocess_data
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.errors import DataError
 from megatron.corpus.preprocessing.input_files import find_input
 from tests.unit.commands.test_preprocess_input import NULL, documents, preprocess

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from megatron.core.datasets.indexed.dataset_checksums import verify_checksums
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, verify_checksums
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
 
 ROOT = Path(__file__).parents[3]

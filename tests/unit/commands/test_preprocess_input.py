@@ -15,8 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron.core.datasets.indexed.dataset_checksums import verify_checksums
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, verify_checksums
 from megatron.core.errors import DataError
 from megatron.corpus.preprocessing.input_files import find_input
 from megatron.corpus.preprocessing.progress import Progress

@@ -53,7 +53,7 @@ def test_the_training_script_and_the_extensions_are_in_the_wheel(installed: Path
     program = "from megatron.core import errors; print(errors.__file__)"
     found = run_command([sys.executable, "-c", program], cwd=installed.parent, env={"PYTHONPATH": str(installed)})
     assert found.check().stdout.startswith(str(installed))
-    assert list(installed.glob("megatron/core/datasets/indices/_helpers*"))
+    assert list(installed.glob("megatron/core/datasets/_helpers*"))
     assert list(installed.glob("megatron/corpus/_json_lines*"))
 
 

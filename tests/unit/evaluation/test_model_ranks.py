@@ -6,7 +6,7 @@ from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.evaluation.model_ranks import ModelRanks, TextQuestion
 from megatron.evaluation.text_encoding import TextEncoding
 from tests.unit.core.inference.small_models import build, odd_config

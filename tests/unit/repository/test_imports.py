@@ -67,7 +67,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "mlflow": ("megatron/training/reporting/loggers/mlflow_logger.py",),
     "wandb": ("megatron/training/reporting/loggers/wandb_logger.py",),
     "lm_eval": ("megatron/evaluation/harness_model.py", "megatron/evaluation/harness_tasks.py"),
-    "jinja2": ("megatron/core/datasets/conversations/chat_template.py",),
+    "jinja2": ("megatron/core/datasets/chat_template.py",),
     "triton": ("megatron/core/ops/triton/", "megatron/planner/simulation/triton.py"),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
     "transformers": ("megatron/conversion/conversion_check.py",),
@@ -82,7 +82,7 @@ TORCH_FREE_PATTERNS = (
     "megatron/core/errors.py",
     "megatron/core/config_base.py",
     "megatron/core/**/*_config.py",
-    "megatron/core/datasets/blended_dataset_builder.py",
+    "megatron/core/datasets/blended_megatron_dataset_builder.py",
     "megatron/core/tokenizers/*.py",
     "megatron/core/dist_checkpointing/index.py",
     "megatron/interop/huggingface/families.py",

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.beam_search import Hypothesis
-from megatron.core.inference.request import Continuation, TokenPairs
+from megatron.core.inference.beam_search import BeamConfig, Hypothesis
+from megatron.core.inference.inference_request import Continuation, TokenPairs
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
 from megatron.serving.generation_api import ApiRequest, ApiTranslator, BadRequest, read_body

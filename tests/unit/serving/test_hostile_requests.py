@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.inference.continuous.progress import NewToken, PromptEnded, PromptSearched
-from megatron.core.inference.request import Continuation
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.inference.inference_request import Continuation, NewToken, PromptEnded, PromptSearched
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.serving.generation_api import ApiTranslator, BadRequest, read_body
 from megatron.serving.generation_http import GenerationServer
 from megatron.serving.job_queue import Job

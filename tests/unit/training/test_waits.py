@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pretrain_gpt
-from megatron.core.datasets.history.left_out import LeftOutSamples
-from megatron.core.datasets.samples.batch import Batch
+from megatron.core.datasets.batch import Batch
+from megatron.core.datasets.data_history import LeftOutSamples
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer

@@ -16,7 +16,7 @@ from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError, TrainingError
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationRequest
+from megatron.core.inference.inference_request import GenerationRequest
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import Communicators, create_parallel_state

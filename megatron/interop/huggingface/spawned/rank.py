@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from megatron.core.device import select_device
 from megatron.core.errors import InputError
-from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import Continuation, GenerationRequest, StopRule
+from megatron.core.inference.inference_request import Continuation, GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.datasets.conversations.conversation_file import ConversationFile, is_raw
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
-from megatron.core.datasets.samples.gpt_dataset_config import parse_blend, parse_split, split_boundaries, suggest_split
+from megatron.core.datasets.conversation_file import ConversationFile, is_raw
+from megatron.core.datasets.gpt_dataset_config import parse_blend, parse_split, split_boundaries, suggest_split
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.errors import ConfigurationError, DataError, StorageError
 from megatron.training.config.checks.check import Check
 from megatron.training.config.data_config import INDEXED_DATASETS, RAW_DATASETS

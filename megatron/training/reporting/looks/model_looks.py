@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.shared_model import share_model
+from megatron.core.inference.staged_model import share_model
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.process_group import single_rank_group

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationRequest, StopRule, check_request
+from megatron.core.inference.inference_request import GenerationRequest, StopRule, check_request
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.run_config import RunConfig

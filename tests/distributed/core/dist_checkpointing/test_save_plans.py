@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import save_plan, shard_file
+from megatron.core.dist_checkpointing import planner as save_plan
+from megatron.core.dist_checkpointing import shard_file
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.mapping import whole_tensor
-from megatron.core.dist_checkpointing.save_plan import SavePlanner
+from megatron.core.dist_checkpointing.planner import SavePlanner
 from megatron.core.dist_checkpointing.shard_file import shard_name
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_sizes import ParallelSizes

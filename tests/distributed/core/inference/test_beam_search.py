@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import Device
-from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import Continuation, GenerationRequest, StopRule
+from megatron.core.inference.inference_request import Continuation, GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state

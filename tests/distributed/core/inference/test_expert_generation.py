@@ -8,10 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.device import Device
-from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
-from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
+from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import Continuation, GenerationRequest
+from megatron.core.inference.inference_request import Continuation, GatheredAnswer, GenerationRequest
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state

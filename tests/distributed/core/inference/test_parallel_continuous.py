@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
-from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
+from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import Continuation, GenerationRequest
+from megatron.core.inference.inference_request import Continuation, GatheredAnswer, GenerationRequest
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron.core.errors import InputError
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import Continuation, GenerationCancelled, GenerationRequest, StopRule
+from megatron.core.inference.inference_request import Continuation, GenerationCancelled, GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state

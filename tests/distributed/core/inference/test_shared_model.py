@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationRequest
+from megatron.core.inference.inference_request import GenerationRequest
+from megatron.core.inference.prompt_batch import Score, ScoredRow
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.inference.scored_batch import Score, ScoredRow
-from megatron.core.inference.shared_model import share_model
+from megatron.core.inference.staged_model import share_model
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import wrap_model
 from megatron.core.parallel_sizes import ParallelSizes

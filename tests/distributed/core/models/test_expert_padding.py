@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pretrain_gpt
-from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.datasets.gpt_dataset import GPTSample
 from megatron.core.device import Device
 from megatron.core.timers import Timers
 from megatron.training.data.batch_source import BatchSource

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from megatron.core.context_parallel.partition import positions_of
-from megatron.core.datasets.samples.batch import Batch
-from megatron.core.datasets.samples.gpt_dataset import GPTSample
-from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
-from megatron.core.datasets.samples.mock_gpt_dataset import MockGPTDataset
+from megatron.core.datasets.batch import Batch
+from megatron.core.datasets.gpt_dataset import GPTSample, MockGPTDataset
+from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.device import Device
 from megatron.core.process_group import CollectiveCall
 from megatron.training.config.arguments import resolve_arguments

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.core.datasets.history.dataset_chain import LaterPhase
-from megatron.core.datasets.history.sample_keys import blend_names
-from megatron.core.datasets.indices.index_cache import IndexArrays
-from megatron.core.datasets.samples.blended_dataset import BlendedDataset
-from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
+from megatron.core.datasets.blended_dataset import BlendedDataset, LaterPhase
+from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset
+from megatron.core.datasets.index_cache import IndexArrays
+from megatron.core.datasets.sample_keys import blend_names
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer

@@ -14,15 +14,19 @@ import torch.distributed as dist
 
 from megatron.core.device import select_device
 from megatron.core.errors import MegatronError
-from megatron.core.inference import prompt_batch
-from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.continuous import running_batch
-from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
-from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
+from megatron.core.inference import prompt_batch, running_batch
+from megatron.core.inference.beam_search import BeamConfig
+from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationCancelled, GenerationRequest, StopRule, TokenPairs
+from megatron.core.inference.inference_request import (
+    GatheredAnswer,
+    GenerationCancelled,
+    GenerationRequest,
+    StopRule,
+    TokenPairs,
+)
+from megatron.core.inference.prompt_batch import ScoredRow
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.inference.scored_batch import ScoredRow
 from megatron.core.inference.staged_model import StagedModel
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel

@@ -20,11 +20,11 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import pretrain_gpt
-from megatron.core.datasets.blended_dataset_builder import DatasetSplits
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.samples.batch import Batch
-from megatron.core.datasets.samples.gpt_dataset import GPTSample
-from megatron.core.dist_checkpointing.background import BackgroundTask
+from megatron.core.datasets.batch import Batch
+from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
+from megatron.core.datasets.gpt_dataset import GPTSample
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.dist_checkpointing.async_save import BackgroundTask
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import Model
@@ -41,7 +41,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "megatron.core.distributed.weight_checks": {"_CHUNK_ELEMENTS": 1000},
     "megatron.core.flight_recorder": {"_CAPACITY": 16},
     "megatron.core.host_memory": {"_BLOCKS": (2**14, 2**15, 2**16), "_SMALLEST_OF_MANY": 2**11},
-    "megatron.core.inference.continuous.running_batch": {"_PROMPT_TOKENS_AT_ONCE": 8},
+    "megatron.core.inference.running_batch": {"_PROMPT_TOKENS_AT_ONCE": 8},
     "megatron.core.inference.prompt_batch": {"_PROMPT_TOKENS_AT_ONCE": 8},
     "megatron.core.ops.cross_entropy": {"_CUDA_SLAB_ELEMENTS": 500},
     "megatron.core.ops.dropout": {"_BLOCK": 300},
@@ -69,7 +69,7 @@ def make_sizes_small() -> None:
     update_bucket.cut_into_buckets.__defaults__ = (2000,)
     owners = importlib.import_module("megatron.core.optimizer.matrix_owners").MatrixOwners
     owners.__init__.__kwdefaults__["round_bytes"] = 16_000
-    importlib.import_module("megatron.core.dist_checkpointing.save_plan").SavePlanner.__init__.__defaults__ = (4096,)
+    importlib.import_module("megatron.core.dist_checkpointing.planner").SavePlanner.__init__.__defaults__ = (4096,)
     kernel = importlib.import_module("megatron.core.ops.attention_block").AttentionBlocks
     kernel.__init__.__defaults__ = (*kernel.__init__.__defaults__[:-1], 1000)
 

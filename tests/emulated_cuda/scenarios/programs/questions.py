@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pretrain_gpt
-from megatron.core.inference.scored_batch import ScoredRow
+from megatron.core.inference.prompt_batch import ScoredRow
 from megatron.training.process.process_exit import run_program
 from megatron.training.reporting.looks import task_scores
 

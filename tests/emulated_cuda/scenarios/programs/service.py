@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.flight_recorder import FlightRecorder
-from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
-from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
-from megatron.core.inference.continuous.progress import Progress
-from megatron.core.inference.request import GenerationRequest
+from megatron.core.inference.continuous_engine import ContinuousEngine
+from megatron.core.inference.inference_request import GatheredAnswer, GenerationRequest, Progress
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.serving.generation_service import run_service

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.device import select_device
-from megatron.core.dist_checkpointing.background import StagingArea
+from megatron.core.dist_checkpointing.async_save import StagingArea
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import background
-from megatron.core.dist_checkpointing.background import BackgroundTask, StagingArea
+from megatron.core.dist_checkpointing import async_save
+from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
 from megatron.core.host_memory import pack
 
 
@@ -85,7 +85,7 @@ def test_memory_is_taken_once_and_grows_where_it_must() -> None:
 
 def test_copies_of_a_devices_tensors_lie_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is page-locked is packed into blocks of powers of two; here the device is pretended, the bytes are not."""
-    monkeypatch.setattr(background, "side_by_side", pack)
+    monkeypatch.setattr(async_save, "side_by_side", pack)
     made: list[int] = []
 
     def make(num_bytes: int, is_pinned: bool) -> torch.Tensor:

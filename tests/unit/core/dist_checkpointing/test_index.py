@@ -15,11 +15,11 @@ from megatron.core.dist_checkpointing.index import (
     StoredFile,
     StoredPiece,
     StoredTensor,
+    check_run_state,
     read_index,
     write_index,
 )
-from megatron.core.dist_checkpointing.index_check import check_geometry
-from megatron.core.dist_checkpointing.run_state import check_run_state
+from megatron.core.dist_checkpointing.validation import check_geometry
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box
 

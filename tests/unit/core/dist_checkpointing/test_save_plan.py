@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.mapping import TensorDescription, whole_tensor
-from megatron.core.dist_checkpointing.save_plan import SavePlanner, check_writes, plan_writes
+from megatron.core.dist_checkpointing.planner import SavePlanner, check_writes, plan_writes
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import Box, full_pieces, split_box, subtract, uncovered

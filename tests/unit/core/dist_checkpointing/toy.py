@@ -13,7 +13,7 @@ import torch
 from megatron.core.collectives import barrier
 from megatron.core.dist_checkpointing.index import write_index
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec
-from megatron.core.dist_checkpointing.save_plan import MAX_PIECE_BYTES, SavePlanner
+from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, SavePlanner
 from megatron.core.dist_checkpointing.shard_file import build_index, take_share
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.parallel_state import ParallelState, gather_from_world

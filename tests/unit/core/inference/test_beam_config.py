@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import InputError
-from megatron.core.inference.beam_config import BeamConfig
+from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import GenerationRequest, StopRule, TokenPairs, check_request
+from megatron.core.inference.inference_request import GenerationRequest, StopRule, TokenPairs, check_request
 from megatron.core.inference.sampling import repeating_tokens
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import describe_parallel_state

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.beam_search import IMPOSSIBLE, BeamSearch, Candidate, Hypothesis
+from megatron.core.inference.beam_search import IMPOSSIBLE, BeamConfig, BeamSearch, Candidate, Hypothesis
 
 END = 9
 

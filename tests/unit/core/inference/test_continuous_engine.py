@@ -9,16 +9,22 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.errors import InputError
-from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.continuous import row_choice, running_batch
-from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
-from megatron.core.inference.continuous.gathered_answer import GatheredAnswer
-from megatron.core.inference.continuous.progress import NewToken, PromptEnded, PromptFailed, PromptSeen
-from megatron.core.inference.continuous.row import Row
-from megatron.core.inference.continuous.row_choice import NOT_FINITE, choose_for_rows, read_value
-from megatron.core.inference.continuous.slot_cache import SlotCache
+from megatron.core.inference import running_batch
+from megatron.core.inference.beam_search import BeamConfig
+from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.request import Continuation, GenerationRequest, StopRule, TokenPairs
+from megatron.core.inference.inference_request import (
+    Continuation,
+    GatheredAnswer,
+    GenerationRequest,
+    NewToken,
+    PromptEnded,
+    PromptFailed,
+    PromptSeen,
+    StopRule,
+    TokenPairs,
+)
+from megatron.core.inference.running_batch import NOT_FINITE, Row, SlotCache, choose_for_rows, read_value
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
@@ -390,7 +396,7 @@ def test_a_row_without_a_token_to_choose_fails_alone(monkeypatch: pytest.MonkeyP
     def fail(*given: object) -> torch.Tensor:
         raise RuntimeError("probability tensor contains inf")
 
-    monkeypatch.setattr(row_choice, "choose_tokens", fail)
+    monkeypatch.setattr(running_batch, "choose_tokens", fail)
     continuous.add(2, GenerationRequest(prompts=((1, 2),), max_new_tokens=4))
     (failed,) = [happened for _, happened in continuous.step() if isinstance(happened, PromptFailed)]
     assert str(failed.error) == "no token can be chosen at token 1"

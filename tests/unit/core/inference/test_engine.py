@@ -8,20 +8,19 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.inference import sampled_batch
-from megatron.core.inference.beam_config import BeamConfig
-from megatron.core.inference.continuous.continuous_engine import ContinuousEngine
+from megatron.core.inference import prompt_batch
+from megatron.core.inference.beam_search import BeamConfig
+from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine, generate
-from megatron.core.inference.prompt_batch import gather_logits
-from megatron.core.inference.request import (
+from megatron.core.inference.inference_request import (
     GenerationCancelled,
     GenerationRequest,
     StopRule,
     TokenPairs,
     context_length,
 )
+from megatron.core.inference.prompt_batch import ScoredRow, gather_logits
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.inference.scored_batch import ScoredRow
 from megatron.core.inference.staged_model import StagedModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.attention_pattern import CAUSAL
@@ -484,7 +483,7 @@ def test_an_error_of_the_choice_reaches_every_stage(monkeypatch: pytest.MonkeyPa
     def fail(*given: object) -> torch.Tensor:
         raise RuntimeError("probability tensor contains inf")
 
-    monkeypatch.setattr(sampled_batch, "choose_tokens", fail)
+    monkeypatch.setattr(prompt_batch, "choose_tokens", fail)
     with pytest.raises(RuntimeError, match="no token can be chosen at token 1") as caught:
         InferenceEngine(make_model("odd"), STATE).generate(request())
     assert str(caught.value.__cause__) == "probability tensor contains inf"

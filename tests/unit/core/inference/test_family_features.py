@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.inference import engine, prompt_batch
-from megatron.core.inference.request import GenerationRequest
+from megatron.core.inference.inference_request import GenerationRequest
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.inference.padded_prompts import batches_of_like_length, pad_left
+from megatron.core.inference.prompt_batch import batches_of_like_length, pad_left
 from megatron.core.ops.attention_pattern import CAUSAL
 
 CPU = torch.device("cpu")

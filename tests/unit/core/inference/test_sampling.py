@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.inference.request import TokenPairs
+from megatron.core.inference.inference_request import TokenPairs
 from megatron.core.inference.sampling import (
     add_bias,
     apply_temperature,

@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.errors import InputError
 from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.scored_batch import ScoredRow
+from megatron.core.inference.prompt_batch import ScoredRow
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group

@@ -12,13 +12,17 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers import encoder_choice
-from megatron.core.tokenizers.encoder_choice import HARD_TEXTS, choose_encoder, missing_engine
+from megatron.core.tokenizers import text_encoder
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
-from megatron.core.tokenizers.text_encoder import GigatokenEncoder, ReferenceEncoder
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.text_encoder import (
+    HARD_TEXTS,
+    GigatokenEncoder,
+    ReferenceEncoder,
+    choose_encoder,
+    missing_engine,
+)
+from megatron.core.tokenizers.tokenizer import NullTokenizer, Tokenizer
 from tests.unit.core.tokenizers.gpt2_oracle import GPT2Oracle
 
 SHARED = Path(__file__).parents[4].parent / "shared" / "data"
@@ -128,7 +132,7 @@ class WrongEncoder:
 def test_an_engine_that_differs_on_the_input_is_not_used(
     gpt2: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoder_choice, "_candidates", lambda tokenizer: [("gigatoken", lambda: WrongEncoder(gpt2))])
+    monkeypatch.setattr(text_encoder, "_candidates", lambda tokenizer: [("gigatoken", lambda: WrongEncoder(gpt2))])
     assert choose_encoder(gpt2, "auto", ["a plain text"], no_report).name == "gigatoken"
     reports: list[str] = []
     assert choose_encoder(gpt2, "auto", ["a plain text", "an odd text"], reports.append).name == "reference"

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.merge_check import check_merges
+from megatron.core.tokenizers.gpt2_bpe_tokenizer import check_merges
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron.core.tokenizers.tokenizers_engine import TokenizersEngine
 
 TEXTS = ["", "parse the arguments", "naïve 你好 🙂", "  spaces\n\nand lines ", "x" * 50]

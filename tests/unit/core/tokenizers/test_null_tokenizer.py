@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 
 
 def test_one_id_more_than_the_vocabulary_size() -> None:

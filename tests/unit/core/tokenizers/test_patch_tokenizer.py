@@ -9,8 +9,7 @@ import pytest
 
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.patch_tokenizer import patched_vocab_size
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer, patched_vocab_size
 from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer, record_tokenizer
 from megatron.core.tokenizers.tokenizers_engine import TokenizersEngine
 

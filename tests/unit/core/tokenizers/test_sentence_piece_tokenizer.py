@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.sentence_piece_tokenizer import SentencePieceTokenizer
+from megatron.core.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="the optional package sentencepiece is absent")
 

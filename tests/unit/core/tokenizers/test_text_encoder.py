@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.tokenizers.encoder_choice import HARD_TEXTS
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.text_encoder import WordEncoder, cut_at_spaces
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.text_encoder import HARD_TEXTS, WordEncoder, cut_at_spaces
 from megatron.core.tokenizers.tokenizer import Tokenizer
 
 # The word patterns of GPT-4 and Llama 3, and of Qwen 2 (which takes digits one by one, and normalizes).

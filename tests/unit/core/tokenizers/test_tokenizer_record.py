@@ -9,8 +9,8 @@ import pytest
 from megatron.core.errors import TokenizerError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_record import (
     describe_tokenizer,
     load_recorded_tokenizer,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.core.inference.continuous.progress import TokenValue
+from megatron.core.inference.inference_request import TokenValue
 from megatron.serving.openai.choice_text import ChoiceText
 
 

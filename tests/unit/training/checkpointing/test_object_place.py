@@ -157,7 +157,7 @@ def test_whenever_the_writer_dies_the_old_or_the_new_checkpoint_is_whole(monkeyp
 def save_killed(iteration: int, run: RunTensors, options: dict[str, int]) -> None:
     """Save in this thread, so that the end of the process ends the save too."""
     with pytest.MonkeyPatch.context() as context:
-        context.setattr("megatron.core.dist_checkpointing.background.threading.Thread", _AtOnce)
+        context.setattr("megatron.core.dist_checkpointing.async_save.threading.Thread", _AtOnce)
         save(folder(), iteration, [], run, **options)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.datasets.samples.gpt_dataset_config import Blend, ValidationSet
+from megatron.core.datasets.gpt_dataset_config import Blend, ValidationSet
 from megatron.core.errors import ConfigurationError
 from megatron.training.config.data_lists import extra_validation_sets, read_data_list, read_per_split_lists
 from megatron.training.config.training_config import ValidationConfig

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.training.config.arguments import ParsedArguments, resolve_arguments
 from megatron.training.data.data_plan import dataset_config
 from tests.unit.training.config.command_lines import MINIMAL

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>")
 TEMPLATE = """{% for message in messages %}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron.core.datasets.conversations.conversation import Conversation
-from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder
-from megatron.core.datasets.conversations.template_choice import choose_template
+from megatron.core.datasets.chat_template import choose_template
+from megatron.core.datasets.conversation import Conversation
+from megatron.core.datasets.conversation_file import ConversationEncoder
 from tests.unit.core.datasets.conversations.small_chat import MARKED, write_chat_folder
 
 EVERYTHING = """{#- Tools, dates, loops that end early, and blocks on lines of their own. -#}

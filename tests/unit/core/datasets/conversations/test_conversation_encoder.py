@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron.core.datasets.conversations.chat_template import ChatTemplate
-from megatron.core.datasets.conversations.conversation import read_conversations
-from megatron.core.datasets.conversations.conversation_encoder import ConversationEncoder
-from megatron.core.datasets.conversations.template_choice import choose_template
+from megatron.core.datasets.chat_template import ChatTemplate, choose_template
+from megatron.core.datasets.conversation import read_conversations
+from megatron.core.datasets.conversation_file import ConversationEncoder
 from megatron.core.errors import DataError
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
-from megatron.core.tokenizers.sentence_piece_tokenizer import SentencePieceTokenizer
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 from tests.unit.core.datasets.conversations.small_chat import MARKED, TEMPLATE, write_chat_folder
 
 TURNS = [
@@ -267,7 +266,7 @@ def test_a_template_sees_the_special_tokens_of_the_files_alone(tmp_path: Path) -
     ],
 )
 def test_a_template_makes_no_more_than_it_may(source: str, length: int, problem: str | None, monkeypatch) -> None:
-    monkeypatch.setattr("megatron.core.datasets.conversations.chat_template._LONGEST", 100)
+    monkeypatch.setattr("megatron.core.datasets.chat_template._LONGEST", 100)
     template = ChatTemplate(source, "mine", {})
     if problem is None:
         assert len(template.render_prompt(TURNS)) == length

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
-from megatron.core.datasets.history.data_history import (
+from megatron.core.datasets.blended_dataset import LaterPhase, SegmentChain
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder, DatasetSplits
+from megatron.core.datasets.data_history import (
     DataHistory,
     DataSetKey,
     DataSetRecord,
@@ -23,17 +24,10 @@ from megatron.core.datasets.history.data_history import (
     number_occurrences,
     recorded_history,
 )
-from megatron.core.datasets.history.dataset_chain import LaterPhase, SegmentChain
-from megatron.core.datasets.history.sample_keys import (
-    ReadCounter,
-    SamplePlace,
-    blend_names,
-    locate_sample,
-    sample_keys,
-)
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.samples.data_samplers import DataloaderType, SampleOrder
-from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.data_samplers import DataloaderType, SampleOrder
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.sample_keys import ReadCounter, SamplePlace, blend_names, locate_sample, sample_keys
 from megatron.core.errors import DataError
 
 LENGTH = 8

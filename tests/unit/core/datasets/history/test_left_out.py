@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.datasets.history.data_history import recorded_history
-from megatron.core.datasets.history.left_out import LeftOut, LeftOutSamples
+from megatron.core.datasets.data_history import LeftOut, LeftOutSamples, recorded_history
 from megatron.core.errors import DataError
 
 FIRST = LeftOut(start=40, end=48, iteration=6, reason="sample 43", samples=(43,))

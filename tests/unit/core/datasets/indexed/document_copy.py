@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 
 def copy_documents(prefix: Path, builder: IndexedDatasetBuilder) -> None:

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.errors import DataError
 
 FORK = multiprocessing.get_context("fork")

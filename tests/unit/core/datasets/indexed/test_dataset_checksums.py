@@ -7,22 +7,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed import dataset_checksums
-from megatron.core.datasets.indexed.dataset_checksums import Block, checksum_blocks, checksums_path, verify_checksums
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets import indexed_dataset
+from megatron.core.datasets.indexed_dataset import (
+    Block,
+    IndexedDatasetBuilder,
+    checksum_blocks,
+    checksums_path,
+    verify_checksums,
+)
 from megatron.core.errors import DataError
 
 
 @pytest.fixture
 def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a data set of 300 bytes of tokens in blocks of 128."""
-    monkeypatch.setattr(dataset_checksums, "CHECKSUM_BLOCK_BYTES", 128)
+    monkeypatch.setattr(indexed_dataset, "CHECKSUM_BLOCK_BYTES", 128)
     prefix = tmp_path / "data"
     with IndexedDatasetBuilder(prefix, "u2") as builder:
         for length in (40, 0, 110):
             builder.add_document(np.arange(length))
         builder.finalize()
-    dataset_checksums.write_checksums(prefix)
+    indexed_dataset.write_checksums(prefix)
     return prefix
 
 
@@ -99,10 +104,10 @@ def test_a_data_set_that_is_written_again_loses_its_old_checksums(prefix: Path) 
 
 
 def test_data_in_parts_has_the_blocks_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_checksums, "CHECKSUM_BLOCK_BYTES", 4)
+    monkeypatch.setattr(indexed_dataset, "CHECKSUM_BLOCK_BYTES", 4)
     assert [block.num_bytes for block in checksum_blocks(b"abcdefghi")] == [4, 4, 1]
     assert checksum_blocks(b"123456789"[:0]) == []
-    monkeypatch.setattr(dataset_checksums, "CHECKSUM_BLOCK_BYTES", 9)
+    monkeypatch.setattr(indexed_dataset, "CHECKSUM_BLOCK_BYTES", 9)
     assert checksum_blocks(b"123456789") == [Block(9, 0xCBF43926)]
 
 
@@ -110,7 +115,7 @@ def test_progress_counts_every_byte(prefix: Path) -> None:
     whole = 300 + Path(f"{prefix}.idx").stat().st_size
     for do in (
         lambda read: list(verify_checksums(prefix, read)),
-        lambda read: dataset_checksums.write_checksums(prefix, read=read),
+        lambda read: indexed_dataset.write_checksums(prefix, read=read),
     ):
         told: list[int] = []
         do(told.append)
@@ -134,7 +139,7 @@ def test_checksums_are_on_the_disk_before_they_get_their_name(prefix: Path, monk
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
-    dataset_checksums.write_checksums(prefix)
+    indexed_dataset.write_checksums(prefix)
     assert len(replaced) == 1
 
 
@@ -144,5 +149,5 @@ def test_nothing_is_left_of_checksums_that_cannot_be_written(prefix: Path, monke
 
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(DataError, match="cannot be written: disk is full"):
-        dataset_checksums.write_checksums(prefix)
+        indexed_dataset.write_checksums(prefix)
     assert sorted(path.name for path in prefix.parent.iterdir()) == ["data.bin", "data.checksums.json", "data.idx"]

@@ -10,10 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed.dataset_checksums import write_checksums
-from megatron.core.datasets.indexed.index_writer import replace_tokens
-from megatron.core.datasets.indexed.indexed_dataset import DTYPE_CODES, IndexedDataset, optimal_dtype
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import (
+    DTYPE_CODES,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    optimal_dtype,
+    replace_tokens,
+    write_checksums,
+)
 from megatron.core.errors import DataError
 from tests.unit.core.datasets.indexed.document_copy import copy_documents
 

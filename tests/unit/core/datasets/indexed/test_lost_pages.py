@@ -13,17 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.indexed.lost_pages import report_lost_pages
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, report_lost_pages
 from megatron.core.errors import DataError
 from tests.harness.training_run import REPOSITORY
 
 PROGRAM = """
 import os, sys
 import numpy as np
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed.lost_pages import report_lost_pages
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import report_lost_pages
 assert report_lost_pages(int(sys.argv[2])), "the extension is not built: see CONTRIBUTING.md"
 view = IndexedDataset(sys.argv[1]).get(0)
 os.truncate(sys.argv[1] + ".bin", 100)
@@ -90,6 +88,6 @@ def test_a_cut_is_seen_before_the_next_read(num_bytes: int, mapped: bool, prefix
 
 def test_a_process_without_the_extension_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGBUS)
-    monkeypatch.setitem(sys.modules, "megatron.core.datasets.indexed._bus_error", None)
+    monkeypatch.setitem(sys.modules, "megatron.core.datasets._bus_error", None)
     assert not report_lost_pages(0)
     assert signal.getsignal(signal.SIGBUS) == before

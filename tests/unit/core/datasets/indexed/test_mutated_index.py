@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from megatron.core.datasets.indexed.indexed_dataset import INDEX_HEADER, IndexedDataset
+from megatron.core.datasets.indexed_dataset import INDEX_HEADER, IndexedDataset
 from megatron.core.errors import InputError
 from tests.harness.bounded import bad_cases
 from tests.harness.mutations import mutated_bytes

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron.core import object_store
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset, bin_path, idx_path
-from megatron.core.datasets.indices.index_cache import Arrays, IndexCache
+from megatron.core.datasets.index_cache import Arrays, IndexCache
+from megatron.core.datasets.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron.core.errors import DataError, InputError, StorageError
 from megatron.core.object_store import ObjectPath, ReadAheadFile, as_path
 from tests.e2e.toy_run import DATA

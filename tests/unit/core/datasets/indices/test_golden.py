@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-from megatron.core.datasets.indices.index_builder import IndexBuilder, NumpyIndexBuilder, select_index_builder
-from megatron.core.datasets.samples.blended_dataset import BlendedDataset
-from megatron.core.datasets.samples.gpt_dataset import GPTDataset
-from megatron.core.datasets.samples.gpt_dataset_config import SPLIT_NAMES, Blend, GPTDatasetConfig, parse_split
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_dataset_config import SPLIT_NAMES, Blend, GPTDatasetConfig, parse_split
+from megatron.core.datasets.index_builder import IndexBuilder, NumpyIndexBuilder, select_index_builder
 from tests.unit.core.datasets.samples.dense_mask import dense_attention_mask
 
 GOLDEN = Path(__file__).parents[4] / "golden" / "data"

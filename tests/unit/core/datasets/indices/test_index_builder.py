@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets.indices.index_builder import (
+from megatron.core.datasets.blended_dataset import normalize_weights, samples_per_dataset
+from megatron.core.datasets.index_builder import (
     EpochPlan,
     IndexBuilder,
     NumpyIndexBuilder,
@@ -21,7 +22,6 @@ from megatron.core.datasets.indices.index_builder import (
     select_index_builder,
     shuffle_index_dtype,
 )
-from megatron.core.datasets.samples.blended_dataset import normalize_weights, samples_per_dataset
 from megatron.core.errors import DataError
 
 
@@ -35,7 +35,7 @@ def compiled() -> IndexBuilder:
 
 
 def helpers() -> Any:
-    from megatron.core.datasets.indices import _helpers
+    from megatron.core.datasets import _helpers
 
     return _helpers
 
@@ -229,7 +229,7 @@ def test_the_sample_index_is_the_same_in_64_bits(compiled: IndexBuilder, monkeyp
         narrow = compiled.sample_index(lengths, documents, length, num_samples)
         assert narrow.dtype == np.int32
         with monkeypatch.context() as patched:
-            patched.setattr("megatron.core.datasets.indices.index_builder._INT32_MAX", 1000)
+            patched.setattr("megatron.core.datasets.index_builder._INT32_MAX", 1000)
             wide = compiled.sample_index(lengths, documents, length, num_samples)
             assert wide.dtype == np.int64
             assert_identical(wide, numpy_builder.sample_index(lengths, documents, length, num_samples))
@@ -265,8 +265,8 @@ def test_samples_that_do_not_fit_are_refused(compiled: IndexBuilder) -> None:
 
 
 def test_a_missing_extension_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "megatron.core.datasets.indices._helpers", None)
-    import megatron.core.datasets.indices as package
+    monkeypatch.setitem(sys.modules, "megatron.core.datasets._helpers", None)
+    import megatron.core.datasets as package
 
     monkeypatch.delattr(package, "_helpers", raising=False)
     lines: list[str] = []
@@ -285,7 +285,7 @@ def test_text_of_less_than_a_sample_is_repeated_for_one(num_samples: int | None,
 
 def test_shuffles_of_64_bit_numbers_are_numpys(compiled: IndexBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "megatron.core.datasets.indices.index_builder.shuffle_index_dtype", lambda num_samples: np.dtype(np.int64)
+        "megatron.core.datasets.index_builder.shuffle_index_dtype", lambda num_samples: np.dtype(np.int64)
     )
     left, right = np.random.RandomState(11), np.random.RandomState(11)
     assert_identical(compiled.shuffle_index(70, 100, left), numpy_builder.shuffle_index(70, 100, right))

@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
-from megatron.core.datasets.indices.index_cache import IndexCache, find_damage
-from megatron.core.datasets.samples.gpt_dataset import GPTDataset
-from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.index_builder import NumpyIndexBuilder
+from megatron.core.datasets.index_cache import IndexCache, find_damage
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.errors import DataError
 from tests.unit.core.datasets.indexed.document_copy import copy_documents
 
@@ -232,7 +231,7 @@ def test_lengths_are_hashed_once_and_again_when_the_file_changed(
     open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
     open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
     assert len(hashed) == 2  # it may still change within the same tick of the clock
-    monkeypatch.setattr("megatron.core.datasets.indexed.indexed_dataset._SETTLED_AFTER_NS", 0)
+    monkeypatch.setattr("megatron.core.datasets.indexed_dataset._SETTLED_AFTER_NS", 0)
     for _ in range(3):
         open_dataset(cache, [], prefix=prefix, num_samples=1, sequences=range(2))
     assert len(hashed) == 3

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-from megatron.core.datasets.samples.blended_dataset import BlendedDataset
-from megatron.core.datasets.samples.gpt_dataset import GPTDataset
-from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig
 
 GOLDEN = Path(__file__).parents[4] / "golden" / "data"
 FORK = multiprocessing.get_context("fork")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.indices.index_progress import CountedIndexBuilder
+from megatron.core.datasets.index_builder import CountedIndexBuilder
 
 
 class Builder:

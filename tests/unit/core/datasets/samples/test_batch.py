@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.samples.batch import Batch, BatchContents, BatchLayout
-from megatron.core.datasets.samples.gpt_dataset import GPTSample
-from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
-from megatron.core.datasets.samples.mock_gpt_dataset import MockGPTDataset
+from megatron.core.datasets.batch import Batch, BatchContents, BatchLayout
+from megatron.core.datasets.gpt_dataset import GPTSample, MockGPTDataset
+from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.errors import DataError
 
 LENGTH, ROWS = 24, 3

@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder, DatasetSplits
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
-from megatron.core.datasets.samples.blended_dataset import BlendedDataset, normalize_weights, samples_per_dataset
-from megatron.core.datasets.samples.gpt_dataset import GPTDataset
-from megatron.core.datasets.samples.gpt_dataset_config import (
+from megatron.core.datasets.blended_dataset import BlendedDataset, normalize_weights, samples_per_dataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder, DatasetSplits
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_dataset_config import (
     Blend,
     GPTDatasetConfig,
     ValidationSet,
@@ -22,7 +20,8 @@ from megatron.core.datasets.samples.gpt_dataset_config import (
     split_boundaries,
     suggest_split,
 )
-from megatron.core.datasets.samples.mock_gpt_dataset import MockGPTDataset
+from megatron.core.datasets.index_builder import NumpyIndexBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError, DataError
 
 Sizes = tuple[int | None, int | None, int | None]
@@ -341,7 +340,7 @@ def test_a_blend_that_takes_nothing_of_a_data_set_is_read_from_the_cache_too(
     first = build(tmp_path, (7, 0, 0), blend=blend, split="1").train
     assert isinstance(first, BlendedDataset)
     assert np.bincount(first.dataset_index, minlength=60).min() == 0
-    monkeypatch.setattr("megatron.core.datasets.samples.blended_dataset.np.bincount", None)
+    monkeypatch.setattr("megatron.core.datasets.blended_dataset.np.bincount", None)
     again = build(tmp_path, (7, 0, 0), blend=blend, split="1").train
     assert isinstance(again, BlendedDataset)
     assert again.dataset_index.tolist() == first.dataset_index.tolist()
@@ -389,9 +388,9 @@ def test_a_weight_of_a_data_set_without_tokens_is_rejected(tmp_path: Path) -> No
 
 def test_the_vocabulary_is_compared_with_the_first_tokens_alone(tmp_path: Path, monkeypatch) -> None:
     blend = Blend((write_text(tmp_path / "text", 3, 20, first_token=95),))
-    monkeypatch.setattr("megatron.core.datasets.blended_dataset_builder._PROBED_TOKENS", 41)
+    monkeypatch.setattr("megatron.core.datasets.blended_megatron_dataset_builder._PROBED_TOKENS", 41)
     assert "token id 97" in refusal(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=97)
-    monkeypatch.setattr("megatron.core.datasets.blended_dataset_builder._PROBED_TOKENS", 40)
+    monkeypatch.setattr("megatron.core.datasets.blended_megatron_dataset_builder._PROBED_TOKENS", 40)
     build(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=97)
     assert "token id 96" in refusal(tmp_path, (5, 0, 0), blend=blend, split="1", vocab_size=96)
 

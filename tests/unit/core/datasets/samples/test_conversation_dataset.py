@@ -11,21 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-from megatron.core.datasets.conversations import conversation_file
-from megatron.core.datasets.conversations.conversation_file import ConversationFile, ConversationOptions, mask_prefix
-from megatron.core.datasets.history.data_history import DataHistory, RunPosition
-from megatron.core.datasets.history.sample_keys import locate_sample, sample_keys
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
-from megatron.core.datasets.indices.index_cache import IndexCache
-from megatron.core.datasets.samples.conversation_dataset import ConversationDataset, count_epochs
-from megatron.core.datasets.samples.conversation_packing import pack_conversations
-from megatron.core.datasets.samples.data_source import count_held, make_samples
-from megatron.core.datasets.samples.gpt_dataset import GPTSample
-from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets import conversation_file
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder, count_held, make_samples
+from megatron.core.datasets.conversation_dataset import ConversationDataset, count_epochs, pack_conversations
+from megatron.core.datasets.conversation_file import ConversationFile, ConversationOptions, mask_prefix
+from megatron.core.datasets.data_history import DataHistory, RunPosition
+from megatron.core.datasets.gpt_dataset import GPTSample
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.index_builder import NumpyIndexBuilder
+from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.sample_keys import locate_sample, sample_keys
 from megatron.core.errors import DataError
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 
 EOD = 99
 LENGTH = 11

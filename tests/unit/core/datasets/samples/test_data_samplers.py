@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.samples.data_samplers import (
+from megatron.core.datasets.data_samplers import (
     PADDING_ID,
     DataloaderType,
     MicroBatchSampler,

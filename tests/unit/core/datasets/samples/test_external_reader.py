@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.samples.batch import Batch, BatchContents, BatchLayout
-from megatron.core.datasets.samples.external_reader import ExternalReader
-from megatron.core.datasets.samples.gpt_dataset import GPTSample
+from megatron.core.datasets.batch import Batch, BatchContents, BatchLayout
+from megatron.core.datasets.gpt_dataset import GPTSample
+from megatron.core.datasets.micro_batch_reader import ExternalReader
 from megatron.core.errors import DataError
 
 LENGTH, VOCABULARY = 16, 90

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
-from megatron.core.datasets.indices.index_cache import IndexCache
-from megatron.core.datasets.samples.fill_in_the_middle import FillInTheMiddle, special_token_id
-from megatron.core.datasets.samples.gpt_dataset import GPTDataset
-from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, special_token_id
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
+from megatron.core.datasets.index_builder import NumpyIndexBuilder
+from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from tests.unit.core.datasets.conversations.small_chat import write_chat_folder
 
 PREFIX, MIDDLE, SUFFIX, END = "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<|end|>"

@@ -7,13 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.indices.index_builder import NumpyIndexBuilder
-from megatron.core.datasets.indices.index_cache import IndexCache
-from megatron.core.datasets.samples.gpt_dataset import GPTDataset, make_sample
-from megatron.core.datasets.samples.gpt_dataset_config import GPTDatasetConfig
-from megatron.core.datasets.samples.mock_gpt_dataset import MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset, make_sample
+from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
+from megatron.core.datasets.index_builder import NumpyIndexBuilder
+from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError, DataError
 from tests.unit.core.datasets.samples.dense_mask import dense_attention_mask
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig
 from megatron.core.errors import ConfigurationError
 
 BLEND = Blend(("a", "b"), (0.5, 2.0))

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.blended_dataset_builder import BlendedDatasetBuilder
-from megatron.core.datasets.history.sample_keys import data_set_numbers
-from megatron.core.datasets.indexed.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.samples.batch import BatchContents, BatchLayout
-from megatron.core.datasets.samples.data_samplers import PADDING_ID
-from megatron.core.datasets.samples.gpt_dataset import GPTSample, SampleDataset
-from megatron.core.datasets.samples.gpt_dataset_config import Blend, GPTDatasetConfig
-from megatron.core.datasets.samples.micro_batch_reader import MicroBatchReader
+from megatron.core.datasets.batch import BatchContents, BatchLayout
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder
+from megatron.core.datasets.data_samplers import PADDING_ID
+from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.micro_batch_reader import MicroBatchReader
+from megatron.core.datasets.sample_keys import data_set_numbers
 from megatron.core.errors import DataError
 
 LENGTH = 16

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.datasets.samples import read_ahead
-from megatron.core.datasets.samples.read_ahead import ReadAhead
+from megatron.core.datasets import micro_batch_reader
+from megatron.core.datasets.micro_batch_reader import ReadAhead
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 
 LEAVES_WHILE_READING = """
 import os, signal, sys
 import numpy as np
-from megatron.core.datasets.samples.read_ahead import ReadAhead
+from megatron.core.datasets.micro_batch_reader import ReadAhead
 
 def read(job):
     return np.sort(np.random.rand(300_000)).sum()
@@ -139,7 +139,7 @@ def test_closing_waits_for_what_is_begun_only(monkeypatch: pytest.MonkeyPatch) -
             assert may_end.wait(10.0)
         return job
 
-    monkeypatch.setattr(read_ahead, "wait", recording_wait)
+    monkeypatch.setattr(micro_batch_reader, "wait", recording_wait)
     ahead = ReadAhead(slow, iter(range(100)), 1)
     assert next(ahead) == 0
     threading.Timer(0.05, may_end.set).start()
@@ -184,7 +184,7 @@ def test_a_process_that_leaves_while_batches_are_read_ends_as_it_would(how: str,
 
 
 def test_a_thread_that_is_stuck_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "_LAST_JOBS_S", 0.05)
+    monkeypatch.setattr(micro_batch_reader, "_LAST_JOBS_S", 0.05)
     release = threading.Event()
 
     def fail_then_stick(job: int) -> int:

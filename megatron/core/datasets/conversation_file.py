@@ -1,0 +1,259 @@
+"""Encode conversations into tokens with a loss mask of their answers, and read them from files.
+
+A file is a packed data set with its loss masks, or jsonl, which is encoded once and cached as a packed data set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.chat_template import END_OF_DOCUMENT, ChatTemplate, RenderedConversation, choose_template
+from megatron.core.datasets.conversation import Message, read_conversations
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, idx_path, optimal_dtype
+from megatron.core.errors import DataError, InputError
+from megatron.core.object_store import as_path
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.tokenizer_record import PATH_ARGUMENTS
+
+
+@dataclass(frozen=True)
+class EncodedConversation:
+    """Hold the tokens of a conversation, int64 ``[n]``, and 1 for each that an answer holds, uint8 ``[n]``."""
+
+    tokens: NDArray[np.int64]
+    loss_mask: NDArray[np.uint8]
+
+
+class ConversationEncoder:
+    """Turn lines of jsonl into tokens and loss masks, with a tokenizer and a chat template.
+
+    The template alone says which special tokens there are: one that a tokenizer puts before every text is left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._num_leading = len(tokenizer.tokenize(""))
+
+    def encode_line(self, line: bytes) -> list[EncodedConversation]:
+        """Encode the conversations of a line.
+
+        Raises:
+            DataError: the line cannot be read, or the template fails.
+            TokenizerError: a text cannot be encoded.
+        """
+        return [self._encode(self.template.render(conversation)) for conversation in read_conversations(line)]
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens that the assistant goes on from.
+
+        Raises:
+            DataError: the template fails.
+            TokenizerError: a text cannot be encoded.
+        """
+        return next(self._tokenize([self.template.render_prompt(messages)]))
+
+    def describe(self) -> dict[str, str]:
+        """Return what the tokens of a line depend on, as digests of the tokenizer and of the template."""
+        tokenizer = hashlib.blake2b(digest_size=16)
+        for path in self.tokenizer.files:
+            tokenizer.update(path.read_bytes())
+        arguments = {key: value for key, value in self.tokenizer.arguments.items() if key not in PATH_ARGUMENTS}
+        tokenizer.update(repr((self.tokenizer.name, self.tokenizer.vocab_size, arguments)).encode())
+        template = repr((self.template.source, sorted(self.template.special_tokens.items()))).encode()
+        return {
+            "tokenizer": tokenizer.hexdigest(),
+            "chat_template": hashlib.blake2b(template, digest_size=16).hexdigest(),
+        }
+
+    def _encode(self, rendered: RenderedConversation) -> EncodedConversation:
+        """Encode the whole text; an answer's first token is the first that the text before it does not have alike."""
+        offsets = [offset for answer in rendered.answers for offset in answer]
+        ids, *beginnings = self._tokenize([rendered.text, *(rendered.text[:offset] for offset in offsets)])
+        places = [_common_length(beginning, ids) for beginning in beginnings]
+        loss_mask = np.zeros(len(ids), np.uint8)
+        for begin, end in zip(places[::2], places[1::2]):
+            loss_mask[begin:end] = 1
+        loss_mask[:1] = 0  # nothing comes before it that it could be predicted from
+        if not loss_mask.any():
+            raise DataError(f"{self.template.name} leaves no token of an answer to learn")
+        return EncodedConversation(np.array(ids, np.int64), loss_mask)
+
+    def _tokenize(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        parts = [text.split(END_OF_DOCUMENT) for text in texts]
+        encoded = iter(self.tokenizer.tokenize_batch([part for of_text in parts for part in of_text]))
+        for of_text in parts:
+            ids = next(encoded)[self._num_leading :]
+            for _ in of_text[1:]:
+                assert self.tokenizer.eod_id is not None, "only then is there a sign for it"
+                ids += [self.tokenizer.eod_id, *next(encoded)[self._num_leading :]]
+            yield ids
+
+
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    if left == right[: len(left)]:
+        return len(left)
+    return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
+
+
+MASK_DTYPE: Final = np.dtype("<u1")
+_HASH_BYTES: Final = 1 << 20
+
+
+def mask_prefix(prefix: str | Path) -> str:
+    """Return the prefix of the loss masks of a data set: token files of its own lengths that hold 0 and 1."""
+    return f"{prefix}_loss_mask"
+
+
+def is_raw(prefix: str | Path) -> bool:
+    """Tell whether a path is a file of jsonl in place of the prefix of a data set."""
+    return as_path(prefix).is_file() and not idx_path(prefix).is_file()
+
+
+class ConversationFile(IndexedDataset):
+    """Give random access to conversations, a sequence each, and to their loss masks.
+
+    Raises:
+        DataError: as `IndexedDataset`, or there are no masks, or not of these conversations.
+    """
+
+    def _open(self) -> None:
+        raw = None if idx_path(self.prefix).is_file() else self._find_raw_text()
+        if raw is not None:
+            raise DataError(f"{self.prefix} is no data set; to learn the conversations of {raw}, give that name")
+        super()._open()
+        masks = mask_prefix(self.prefix)
+        if not idx_path(masks).is_file():
+            raise DataError(
+                f"{self.prefix} has no loss masks: there is no {idx_path(masks)}; fine-tuning reads conversations that "
+                "were written by: python tools/preprocess_data.py --sft --input FILE.jsonl --output-prefix PREFIX with "
+                "the tokenizer's flags, or FILE.jsonl itself"
+            )
+        self._masks = IndexedDataset(masks, self.mmap_bin_files)
+        if self._masks.dtype != MASK_DTYPE or not np.array_equal(self._masks.sequence_lengths, self.sequence_lengths):
+            raise DataError(f"{masks} does not hold the loss masks of {self.prefix}; write both again")
+
+    def get_mask(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Return which tokens of a conversation belong to answers, as `get` does the tokens."""
+        return self._masks.get(index, offset, length)
+
+
+@dataclass(frozen=True)
+class ConversationOptions:
+    """Hold how conversations become samples.
+
+    Attributes:
+        tokenizer: encodes those that come as jsonl.
+        chat_template: a file or a name; None is the tokenizer's own.
+        longest: positions that a conversation may take, beyond which it is cut; None: as many as a sample has.
+        packs: whether a sample holds as many conversations as fit, or one.
+    """
+
+    tokenizer: Tokenizer
+    chat_template: str | None = None
+    longest: int | None = None
+    packs: bool = True
+
+    @property
+    def variant(self) -> str:
+        """Return what tells samples from those of the defaults, for a record of what was read; "" for the defaults."""
+        cut = [] if self.longest is None else [f"cut at {self.longest}"]
+        words = cut if self.packs else [*cut, "not packed"]
+        return f" ({', '.join(words)})" if words else ""
+
+    def encoder(self) -> ConversationEncoder:
+        """Return what encodes jsonl.
+
+        Raises:
+            DataError: the chat template cannot be used.
+        """
+        return ConversationEncoder(self.tokenizer, choose_template(self.tokenizer, self.chat_template))
+
+    def open(self, prefix: str, cache: Path, mmap_bin_files: bool, report: Callable[[str], None]) -> ConversationFile:
+        """Open a data set, or what a file of jsonl was packed to, in ``cache``, now or by another process before.
+
+        Raises:
+            DataError: it cannot be opened, or the jsonl not be packed.
+        """
+        if is_raw(prefix):
+            prefix = _pack_once(Path(prefix), self.encoder(), cache, report)
+        return ConversationFile(prefix, mmap_bin_files)
+
+
+def _pack_once(source: Path, encoder: ConversationEncoder, folder: Path, report: Callable[[str], None]) -> str:
+    """Return the prefix of the packed conversations of a file; the first process writes, others wait for it."""
+    name = hashlib.blake2b(repr((_digest(source), encoder.describe())).encode(), digest_size=8).hexdigest()
+    prefix = folder / f"{source.stem}-{name}"
+    if idx_path(prefix).is_file():
+        return str(prefix)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{prefix.name}.lock"):
+            if not idx_path(prefix).is_file():
+                report(f" > tokenizing {source} with {encoder.template.name}, once: it is kept in {folder}")
+                num_conversations, num_tokens = pack(source, encoder, prefix)
+                report(f" > tokenized {num_conversations} conversations, {num_tokens} tokens")
+    except OSError as error:
+        raise DataError(
+            f"the tokens of {source} cannot be kept in {folder} ({error}); give --data-cache-path a folder that can be "
+            "written, or pack them with tools/preprocess_data.py --sft"
+        ) from error
+    return str(prefix)
+
+
+def pack(source: Path, encoder: ConversationEncoder, prefix: Path) -> tuple[int, int]:
+    """Write the conversations of a file of jsonl and their masks; return how many there are, and their tokens.
+
+    Raises:
+        DataError: a line cannot be read or rendered, which is named, or there is none.
+    """
+    num_tokens = 0
+    dtype = optimal_dtype(encoder.tokenizer.vocab_size)
+    with (
+        open(source, "rb") as lines,
+        IndexedDatasetBuilder(prefix, dtype) as tokens,
+        IndexedDatasetBuilder(mask_prefix(prefix), MASK_DTYPE) as masks,
+    ):
+        for number, line in enumerate(lines, start=1):
+            if line.isspace():
+                continue
+            try:
+                encoded = encoder.encode_line(line)
+            except InputError as error:
+                raise DataError(f"{source}:{number}: {error}") from error
+            for conversation in encoded:
+                tokens.add_document(conversation.tokens)
+                masks.add_document(conversation.loss_mask)
+                num_tokens += len(conversation.tokens)
+        if not tokens.num_documents:
+            raise DataError(f"{source} holds no conversation: there is no line in it")
+        # The masks first: what has an index of tokens is whole.
+        masks.finalize()
+        tokens.finalize()
+        return tokens.num_documents, num_tokens
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb", buffering=0) as file:
+        while data := file.read(_HASH_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process of this machine at a time in; where the file system has no locks, each does the work."""
+    with open(path, "w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,398 @@
+"""Record which samples a run has read, in its checkpoints, so that no change repeats or drops a sample.
+
+A run reads its samples in phases. A phase has one blend. A run that continues with another blend starts a new phase,
+which continues each data set where the earlier phases stopped. The samples of one data set are a chain of segments.
+Each segment is shuffled by itself, in an order that never changes once it was started: a run that becomes longer, or
+gives a data set more weight than before, appends a segment. The history also records the samples that a run skipped.
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.errors import DataError
+
+LEFT_OUT, NUM_REWOUND = "left_out", "num_rewound"
+"""The names of the record beside the data history's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """Hold the consumed samples ``[start, end)`` of one step that was left out, and why.
+
+    ``samples`` are the ids of those that were found to be bad, where some were.
+    """
+
+    start: int
+    end: int
+    iteration: int
+    reason: str
+    samples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeftOutSamples:
+    """Hold all that a run has left out, in the order in which it did.
+
+    ``num_rewound`` counts how often it went back and left nothing out.
+    """
+
+    steps: tuple[LeftOut, ...] = ()
+    num_rewound: int = 0
+
+    def with_step(self, step: LeftOut) -> LeftOutSamples:
+        """Return the record with one more step; a step of the same samples is replaced."""
+        others = tuple(known for known in self.steps if (known.start, known.end) != (step.start, step.end))
+        return LeftOutSamples((*others, step), self.num_rewound)
+
+    def with_rewind(self) -> LeftOutSamples:
+        """Return the record with one more rewind that left nothing out."""
+        return LeftOutSamples(self.steps, self.num_rewound + 1)
+
+    def meeting(self, start: int, end: int) -> LeftOut | None:
+        """Return the first step of which a sample is among the consumed samples ``[start, end)``."""
+        return next((step for step in self.steps if step.start < end and start < step.end), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON-ready values, to stand beside a data history's; what is empty is not in it."""
+        steps = {LEFT_OUT: [dataclasses.asdict(step) for step in self.steps]} if self.steps else {}
+        return steps | ({NUM_REWOUND: self.num_rewound} if self.num_rewound else {})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | None) -> LeftOutSamples:
+        """Read back what `to_dict` returned, from among other values.
+
+        Raises:
+            DataError: it is something else.
+        """
+        try:
+            steps = tuple(
+                LeftOut(
+                    start=int(step["start"]),
+                    end=int(step["end"]),
+                    iteration=int(step["iteration"]),
+                    reason=str(step["reason"]),
+                    samples=tuple(map(int, step["samples"])),
+                )
+                for step in (values or {}).get(LEFT_OUT, ())
+            )
+            num_rewound = int((values or {}).get(NUM_REWOUND, 0))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"the checkpoint's record of the samples left out is damaged ({error!r})") from error
+        return cls(steps, num_rewound)
+
+
+_SAME_WEIGHT = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSetKey:
+    """Identify the same part of the same text, wherever its files lie.
+
+    ``occurrence`` counts the times that a blend has named the same part before.
+    """
+
+    name: str
+    lengths_fingerprint: str
+    first_sequence: int
+    end_sequence: int
+    sequence_length: int
+    occurrence: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Name samples of a data set that are shuffled by themselves: whole epochs for a number of samples, and a seed."""
+
+    num_samples: int | None
+    """Samples that decide the number of epochs; None for one epoch."""
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSetRecord:
+    """Hold what is recorded of one data set."""
+
+    key: DataSetKey
+    prefix: str
+    """Where its files were last read."""
+    segments: tuple[Segment, ...]
+    consumed_samples: int = 0
+    """Samples that the run has trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Hold one blend of a run: its data sets by number, their weights, and how far each had been read before."""
+
+    start: int
+    """Consumed samples of the run at which it begins."""
+    data_sets: tuple[int, ...]
+    weights: tuple[float, ...]
+    """Of any scale; 0 for a data set of which nothing was left."""
+    has_given_weights: bool
+    """Whether the user gave the weights; else they are what the data sets hold."""
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataHistory:
+    """Hold the data sets and phases of a run; ``num_samples`` and ``seed`` make the permutations of ``cyclic``."""
+
+    dataloader_type: str
+    num_samples: int | None
+    seed: int | None
+    consumed_samples: int
+    """Consumed samples of the run at which those of the data sets were counted."""
+    data_sets: tuple[DataSetRecord, ...]
+    phases: tuple[Phase, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the history as JSON-ready values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DataHistory:
+        """Read back what `to_dict` returned.
+
+        Raises:
+            DataError: it is something else.
+        """
+        try:
+            history = cls(
+                dataloader_type=str(values["dataloader_type"]),
+                num_samples=None if values["num_samples"] is None else int(values["num_samples"]),
+                seed=None if values["seed"] is None else int(values["seed"]),
+                consumed_samples=int(values["consumed_samples"]),
+                data_sets=tuple(_read_data_set(record) for record in values["data_sets"]),
+                phases=tuple(_read_phase(phase) for phase in values["phases"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"the checkpoint's record of the data that was read is damaged ({error!r})") from error
+        for phase in history.phases:
+            if not all(0 <= number < len(history.data_sets) for number in phase.data_sets):
+                raise DataError("the checkpoint's record of the data that was read names a data set that it lacks")
+        return history
+
+    def until(self, consumed_samples: int) -> DataHistory:
+        """Return the history up to the phase that the next sample after ``consumed_samples`` belongs to."""
+        phases = tuple(phase for phase in self.phases if phase.start <= consumed_samples)
+        return dataclasses.replace(self, phases=phases)
+
+    def counted_as(self, earlier: DataHistory) -> DataHistory:
+        """Return the history with the counts of an earlier point of the same run."""
+        counts = [record.consumed_samples for record in earlier.data_sets]
+        return self.with_consumed(earlier.consumed_samples, counts + [0] * (len(self.data_sets) - len(counts)))
+
+    def with_consumed(self, consumed_samples: int, of_data_sets: Sequence[int]) -> DataHistory:
+        """Return the history with new counts, one for each data set."""
+        records = [
+            dataclasses.replace(record, consumed_samples=int(count))
+            for record, count in zip(self.data_sets, of_data_sets, strict=True)
+        ]
+        return dataclasses.replace(self, consumed_samples=consumed_samples, data_sets=tuple(records))
+
+
+def recorded_history(train_data: Mapping[str, Any] | None) -> DataHistory | None:
+    """Return the history that a checkpoint records; None where it has none, as of samples that a caller makes.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    if train_data is None or (train_data and set(train_data) <= {LEFT_OUT, NUM_REWOUND}):
+        return None
+    return DataHistory.from_dict(train_data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPosition:
+    """Hold how far a run has come in its training data, and how it got there (None: nothing is recorded)."""
+
+    dataloader_type: str = "single"
+    consumed_samples: int = 0
+    history: DataHistory | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendPart:
+    """Name one data set of the blend that a run is given now, and how many samples one epoch of it has."""
+
+    key: DataSetKey
+    prefix: str
+    samples_per_epoch: int
+
+
+def _read_data_set(values: Mapping[str, Any]) -> DataSetRecord:
+    return DataSetRecord(
+        key=DataSetKey(**values["key"]),
+        prefix=str(values["prefix"]),
+        segments=tuple(Segment(**segment) for segment in values["segments"]),
+        consumed_samples=int(values["consumed_samples"]),
+    )
+
+
+def _read_phase(values: Mapping[str, Any]) -> Phase:
+    return Phase(
+        start=int(values["start"]),
+        data_sets=tuple(map(int, values["data_sets"])),
+        weights=tuple(map(float, values["weights"])),
+        has_given_weights=bool(values["has_given_weights"]),
+        offsets=tuple(map(int, values["offsets"])),
+    )
+
+
+def number_occurrences(keys: Sequence[DataSetKey]) -> list[DataSetKey]:
+    """Count equal keys apart: a blend may name the same data set twice."""
+    seen: dict[DataSetKey, int] = {}
+    numbered = []
+    for key in keys:
+        numbered.append(dataclasses.replace(key, occurrence=seen.get(key, 0)))
+        seen[key] = seen.get(key, 0) + 1
+    return numbered
+
+
+def begin_history(
+    dataloader_type: str,
+    parts: Sequence[BlendPart],
+    segments: Sequence[Segment],
+    weights: Sequence[float] | None,
+    num_samples: int,
+    seed: int,
+) -> DataHistory:
+    """Return the history of a run that begins with a blend of ``num_samples`` samples."""
+    is_cyclic = dataloader_type == "cyclic"
+    return DataHistory(
+        dataloader_type=dataloader_type,
+        num_samples=num_samples if is_cyclic else None,
+        seed=seed if is_cyclic else None,
+        consumed_samples=0,
+        data_sets=tuple(
+            DataSetRecord(key=part.key, prefix=part.prefix, segments=(segment,))
+            for part, segment in zip(parts, segments, strict=True)
+        ),
+        phases=(
+            Phase(
+                start=0,
+                data_sets=tuple(range(len(parts))),
+                weights=tuple(float(part.samples_per_epoch) for part in parts) if weights is None else tuple(weights),
+                has_given_weights=weights is not None,
+                offsets=(0,) * len(parts),
+            ),
+        ),
+    )
+
+
+def continue_history(
+    history: DataHistory,
+    parts: Sequence[BlendPart],
+    weights: Sequence[float] | None,
+    consumed_samples: int,
+    num_samples: int,
+    dataloader_type: str,
+    seed: int,
+) -> tuple[DataHistory, str | None]:
+    """Return the history of a run that goes on with a blend to ``num_samples``, and a line where the blend is new.
+
+    Raises:
+        DataError: the order of samples cannot go on: it, or the blend of a ``cyclic`` one, is another than before.
+    """
+    if dataloader_type != history.dataloader_type:
+        raise DataError(
+            f"the checkpoint's run reads with --dataloader-type {history.dataloader_type}: with {dataloader_type} it "
+            f"would repeat samples; give --dataloader-type {history.dataloader_type}, or --finetune to begin anew"
+        )
+    if history.seed is not None and history.seed != seed:
+        raise DataError(
+            f"the checkpoint's run has --seed {history.seed}, which decides the order of --dataloader-type cyclic: "
+            f"with {seed} it would repeat samples; give --seed {history.seed}, or --finetune to begin anew"
+        )
+    if history.consumed_samples != consumed_samples:
+        raise DataError(
+            f"the checkpoint's record of the data that was read is of {history.consumed_samples} consumed samples, but "
+            f"the run stands at {consumed_samples}; take another checkpoint (--ckpt-step), or --finetune to begin anew"
+        )
+    history, numbers = _with_parts(history, parts)
+    last = history.phases[-1]
+    if _is_same_blend(last, numbers, weights):
+        return history, None
+    if dataloader_type == "cyclic":
+        raise DataError(
+            "the blend is another than in the checkpoint, and --dataloader-type cyclic has permuted the samples of the "
+            "old one together; keep --data-path as it was, or give --finetune to begin anew"
+        )
+    phase = _next_phase(history, parts, numbers, weights, consumed_samples, num_samples)
+    kept = history.phases if last.start < consumed_samples else history.phases[:-1]
+    return dataclasses.replace(history, phases=(*kept, phase)), _describe_change(history, last, phase)
+
+
+def _with_parts(history: DataHistory, parts: Sequence[BlendPart]) -> tuple[DataHistory, list[int]]:
+    """Add data sets that are new, and return the number of each part."""
+    records = list(history.data_sets)
+    known = {record.key: number for number, record in enumerate(records)}
+    numbers = []
+    for part in parts:
+        number = known.get(part.key)
+        if number is None:
+            number = len(records)
+            records.append(DataSetRecord(key=part.key, prefix=part.prefix, segments=()))
+        elif records[number].prefix != part.prefix:
+            records[number] = dataclasses.replace(records[number], prefix=part.prefix)
+        numbers.append(number)
+    return dataclasses.replace(history, data_sets=tuple(records)), numbers
+
+
+def _is_same_blend(phase: Phase, numbers: Sequence[int], weights: Sequence[float] | None) -> bool:
+    if tuple(numbers) != phase.data_sets or phase.has_given_weights != (weights is not None):
+        return False
+    if weights is None:
+        return True
+    before, now = sum(phase.weights), sum(weights)
+    return all(abs(old / before - new / now) < _SAME_WEIGHT for old, new in zip(phase.weights, weights, strict=True))
+
+
+def _next_phase(
+    history: DataHistory,
+    parts: Sequence[BlendPart],
+    numbers: Sequence[int],
+    weights: Sequence[float] | None,
+    consumed_samples: int,
+    num_samples: int,
+) -> Phase:
+    """Return the phase that begins here; without weights each data set counts with what is left of its epoch."""
+    offsets = [history.data_sets[number].consumed_samples for number in numbers]
+    if weights is None:
+        sizes = [part.samples_per_epoch for part in parts]
+        left = [max(size - offset, 0) for offset, size in zip(offsets, sizes)]
+        weights_now = left if sum(left) >= num_samples - consumed_samples else sizes
+    return Phase(
+        start=consumed_samples,
+        data_sets=tuple(numbers),
+        weights=tuple(float(weight) for weight in (weights_now if weights is None else weights)),
+        has_given_weights=weights is not None,
+        offsets=tuple(offsets),
+    )
+
+
+def _describe_change(history: DataHistory, old: Phase, new: Phase) -> str:
+    def shares(phase: Phase) -> dict[int, float]:
+        return {number: weight / sum(phase.weights) for number, weight in zip(phase.data_sets, phase.weights)}
+
+    before, now = shares(old), shares(new)
+    parts = []
+    for number in dict.fromkeys((*new.data_sets, *old.data_sets)):
+        record = history.data_sets[number]
+        if number not in now:
+            change = f"{before[number]:.6g} -> left out"
+        elif record.consumed_samples or number in before:
+            share = "left out" if number not in before else f"{before[number]:.6g}"
+            change = f"{share} -> {now[number]:.6g}, going on after {record.consumed_samples} samples"
+        else:
+            change = f"new, {now[number]:.6g}"
+            if any(other.key.name == record.key.name for other in history.data_sets[:number]):
+                change += " (its text, --split or --seq-length is another than before: it is read from its beginning)"
+        parts.append(f"{record.prefix} {change}")
+    return f" > the training data changes after {new.start} samples: {'; '.join(parts)}"

@@ -1,0 +1,144 @@
+"""Decide which samples each data-parallel rank reads in each micro-batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.core.errors import DataError
+
+DataloaderType = Literal["single", "cyclic"]
+
+PADDING_ID: Final = -1
+"""Stands for a sample that fills a micro-batch and counts for nothing."""
+
+_EPOCHS_KEPT = 2
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The order in which a run consumes the samples of one data set: a function of seed and position alone.
+
+    ``single`` reads samples 0, 1, … and ends with the last. ``cyclic`` permutes all samples anew in every epoch and
+    never ends. Neither depends on the number of ranks or the batch size. The permutations of the epochs that were asked
+    for last are kept: what is read ahead may be of the one after that of the step.
+
+    Raises:
+        DataError: there are no samples.
+    """
+
+    dataloader_type: DataloaderType
+    num_samples: int
+    seed: int = 1234
+    _permutations: dict[int, NDArray[np.int32] | NDArray[np.int64]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise DataError("a data set without samples cannot be read; give it more text or a larger share of --split")
+
+    def sample_ids(self, consumed_samples: int, count: int) -> NDArray[np.int64]:
+        """Return the ``count`` sample ids that follow ``consumed_samples``; fewer where ``single`` ends."""
+        end = consumed_samples + count
+        if self.dataloader_type == "single":
+            return np.arange(consumed_samples, max(consumed_samples, min(end, self.num_samples)), dtype=np.int64)
+        parts = []
+        for epoch in range(consumed_samples // self.num_samples, -(-end // self.num_samples)):
+            first = epoch * self.num_samples
+            order = self.epoch_permutation(epoch)
+            parts.append(order[max(consumed_samples - first, 0) : end - first])
+        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+
+    def epoch_permutation(self, epoch: int) -> NDArray[np.int32] | NDArray[np.int64]:
+        """Return the samples in the order of one epoch of ``cyclic``."""
+        if epoch not in self._permutations:
+            for other in sorted(self._permutations)[: 1 - _EPOCHS_KEPT]:
+                del self._permutations[other]
+            self._permutations[epoch] = self._draw(epoch)
+        return self._permutations[epoch]
+
+    def _draw(self, epoch: int) -> NDArray[np.int32] | NDArray[np.int64]:
+        digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
+        generator = torch.Generator()
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        order: NDArray[np.int64] = torch.randperm(self.num_samples, generator=generator).numpy()
+        return order if self.num_samples > np.iinfo(np.int32).max else order.astype(np.int32)
+
+
+@dataclass(frozen=True)
+class MicroBatchSampler:
+    """Yield the sample ids of one data-parallel rank, one list a micro-batch.
+
+    Of each ``micro_batch_size * data_parallel_size`` samples of the global order, rank r takes the r-th
+    ``micro_batch_size``. A last part that does not fill every rank is left out. A step of any number of micro-batches
+    thus reads the same samples whatever the number of ranks.
+
+    Raises:
+        DataError: ``single`` has no samples left after ``consumed_samples``.
+    """
+
+    order: SampleOrder
+    consumed_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.data_parallel_rank < self.data_parallel_size
+        left = self.order.num_samples - self.consumed_samples
+        if self.order.dataloader_type == "single" and left < self._chunk:
+            raise DataError(
+                f"{self.consumed_samples} samples are consumed of the {self.order.num_samples} that the data set has: "
+                f"{max(left, 0)} are left, {self._chunk} are needed for one micro-batch on every rank; train for more "
+                "iterations than before (--train-iters) or use --dataloader-type cyclic"
+            )
+
+    @property
+    def _chunk(self) -> int:
+        return self.micro_batch_size * self.data_parallel_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        begin = self.data_parallel_rank * self.micro_batch_size
+        for chunk in self._chunks():
+            yield chunk[begin : begin + self.micro_batch_size].tolist()
+
+    def _chunks(self) -> Iterator[NDArray[np.int64]]:
+        position = self.consumed_samples
+        while self.order.dataloader_type == "cyclic" or position + self._chunk <= self.order.num_samples:
+            yield self.order.sample_ids(position, self._chunk)
+            position += self._chunk
+
+
+@dataclass(frozen=True)
+class WholeSetSampler:
+    """Yield the first ``num_samples`` samples once, in order, split over the ranks as `MicroBatchSampler` does.
+
+    Every rank gets as many micro-batches of full size; what the last ones lack are samples that do not count
+    (`PADDING_ID`).
+    """
+
+    num_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // (self.micro_batch_size * self.data_parallel_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for microbatch in range(len(self)):
+            first = (microbatch * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
+            ids = range(first, first + self.micro_batch_size)
+            yield [sample_id if sample_id < self.num_samples else PADDING_ID for sample_id in ids]
+
+
+def sample_ids_hash(sample_ids: NDArray[np.int64]) -> str:
+    """Hash what names the samples of a step, in global order, to 16 hexadecimal digits: equal at every layout."""
+    return hashlib.blake2b(np.ascontiguousarray(sample_ids, "<i8").data, digest_size=8).hexdigest()

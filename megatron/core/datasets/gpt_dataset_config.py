@@ -1,0 +1,230 @@
+"""Configuration of a GPT data set, and the parsers of blends and splits on the command line."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.datasets.conversation_file import ConversationOptions
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
+from megatron.core.errors import ConfigurationError
+from megatron.core.object_store import as_path, is_url, machine_cache
+
+SPLIT_NAMES = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Data set prefixes and the share of each; without weights each is used up, in proportion to its size."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A validation set beside the one of the split: its name, its data, and its samples (None: all of one epoch)."""
+
+    name: str
+    blend: Blend
+    num_samples: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTDatasetConfig:
+    """Describe the training, validation and test data of a run.
+
+    Raises:
+        ConfigurationError: values that contradict each other, all of them at once.
+    """
+
+    sequence_length: int
+    """Tokens of a sample, without the one more that the last label needs."""
+
+    random_seed: int = 1234
+    """Seed of every shuffle; each data set and split starts from it afresh."""
+
+    blend: Blend | None = None
+    """Data sets that are divided among training, validation and test by ``split``."""
+
+    blend_per_split: tuple[Blend | None, Blend | None, Blend | None] | None = None
+    """Data sets of training, validation and test apart; takes the place of ``blend`` and ``split``."""
+
+    extra_valid: tuple[ValidationSet, ...] = ()
+    """Validation sets beside the one of the split, all of whose sequences they use."""
+
+    split: str = "969,30,1"
+    """Shares of training, validation and test in the sequences of each data set."""
+
+    mock: bool = False
+    """Make up sequences instead of reading any."""
+
+    path_to_cache: str | None = None
+    """Folder of the index cache; without it, ``cache/GPTDataset_indices`` beside each data set."""
+
+    mmap_bin_files: bool = True
+    """Map the token files into memory; without it they are read."""
+
+    mid_level_dataset_surplus: float = 0.005
+    """Share of samples that each data set of a weighted blend is built with beyond its part."""
+
+    drop_last_partial_validation_sequence: bool = True
+    """Leave out the last validation sample where it is shorter than the others; else it is padded."""
+
+    reset_position_ids: bool = False
+    """Count positions from 0 again after each end-of-document token."""
+
+    reset_attention_mask: bool = False
+    """Let no token attend to another document; samples then carry ``document_ids``."""
+
+    eod_mask_loss: bool = False
+    """Leave positions whose input is an end-of-document token out of the loss."""
+
+    eod_token_id: int | None = None
+    """The tokenizer's end-of-document token."""
+
+    vocab_size: int | None = None
+    """Ids that the tokenizer knows; tokens are checked against it. None checks nothing."""
+
+    conversations: ConversationOptions | None = None
+    """Read conversations, whose answers alone are learnt, in place of text."""
+
+    fill_in_the_middle: FillInTheMiddle | None = None
+    """Turn some documents of each sample into tasks of filling in their middle."""
+
+    def __post_init__(self) -> None:
+        problems = list(self._find_problems())
+        if problems:
+            raise ConfigurationError(problems)
+
+    def index_folder(self, prefix: str) -> Path:
+        """Return where the indices of a data set are kept."""
+        if self.path_to_cache:
+            return as_path(self.path_to_cache)
+        if is_url(prefix):
+            return machine_cache() / "GPTDataset_indices"
+        parent = Path(prefix).parent
+        # What jsonl was packed to lies among the indices already.
+        return parent if parent.name == "GPTDataset_indices" else parent / "cache" / "GPTDataset_indices"
+
+    def _find_problems(self) -> list[str]:
+        problems = []
+        if self.sequence_length < 1:
+            problems.append(f"the sequence length is {self.sequence_length}; give --seq-length 1 or more")
+        if not 0 <= self.random_seed < 2**32:
+            problems.append(f"the seed is {self.random_seed}; give --seed a value from 0 to {2**32 - 1}")
+        sources = [self.blend is not None, self.blend_per_split is not None, self.mock]
+        if sum(sources) != 1:
+            problems.append(
+                f"{sum(sources)} sources of data are given; give one of --data-path, "
+                "--train-data-path (with --valid-data-path, --test-data-path) or --mock-data"
+            )
+        flags = {
+            "--reset-position-ids": self.reset_position_ids,
+            "--reset-attention-mask": self.reset_attention_mask,
+            "--eod-mask-loss": self.eod_mask_loss,
+        }
+        if self.conversations is not None:
+            # Conversations are known apart without a token that ends them.
+            flags = {"--eod-mask-loss": self.eod_mask_loss}
+        needing = [flag for flag, on in flags.items() if on]
+        if needing and self.eod_token_id is None:
+            problems.append(
+                f"the tokenizer has no end-of-document token, which {', '.join(needing)} needs; leave "
+                f"{'it' if len(needing) == 1 else 'them'} out or choose a tokenizer that has one"
+            )
+        if self.blend is not None:
+            try:
+                parse_split(self.split)
+            except ConfigurationError as error:
+                problems.extend(error.problems)
+        extra = [extra.blend for extra in self.extra_valid]
+        for blend in (self.blend, *(self.blend_per_split or ()), *extra):
+            problems.extend(_find_blend_problems(blend) if blend is not None else ())
+        return problems
+
+
+def parse_blend(items: Sequence[str]) -> Blend:
+    """Read ``prefix``, ``prefix prefix …`` or ``weight prefix weight prefix …``.
+
+    Weights may be of any scale, such as token counts.
+
+    Raises:
+        ConfigurationError: no items, or only some of the places where weights stand hold numbers.
+    """
+    if not items:
+        raise ConfigurationError("an empty list of data paths is given; give prefixes, or weights and prefixes in turn")
+    heads = items[0::2]
+    numbers = [head for head in heads if _is_number(head)]
+    if len(items) < 2 or not numbers:
+        return Blend(tuple(items))
+    if len(numbers) < len(heads) or len(items) % 2:
+        stray = next((head for head in heads if not _is_number(head)), items[-1])
+        raise ConfigurationError(
+            f"the data paths mix weights and plain prefixes: {stray!r} stands where a weight was expected; write "
+            "'weight prefix weight prefix' for all or for none"
+        )
+    return Blend(tuple(items[1::2]), tuple(float(head) for head in heads))
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Read ``949,50,1`` as the shares of training, validation and test, which sum to 1; missing ones are 0.
+
+    Raises:
+        ConfigurationError: something else than one to three numbers of 0 or more, or nothing but zeros.
+    """
+    parts = [part for part in re.split(r"[,/\s]+", text.strip()) if part]
+    if not 1 <= len(parts) <= len(SPLIT_NAMES) or not all(re.fullmatch(r"\d*\.?\d+|\d+\.", part) for part in parts):
+        raise ConfigurationError(f"--split {text!r} cannot be read; give up to three numbers, such as --split 949,50,1")
+    weights = [float(part) for part in parts] + [0.0] * (len(SPLIT_NAMES) - len(parts))
+    total = sum(weights)
+    if total <= 0:
+        raise ConfigurationError(f"--split {text!r} leaves nothing to train on; give numbers such as --split 949,50,1")
+    train, valid, test = (weight / total for weight in weights)
+    return train, valid, test
+
+
+def split_boundaries(shares: Sequence[float], num_sequences: int) -> list[range | None]:
+    """Divide the sequences of a data set; a share of 0 gives None, one that rounds to nothing an empty range."""
+    bounds = list(itertools.accumulate(shares, initial=0.0))
+    return [
+        range(round(begin * num_sequences), round(end * num_sequences)) if end > begin else None
+        for begin, end in itertools.pairwise(bounds)
+    ]
+
+
+def suggest_split(shares: Sequence[float], num_sequences: int) -> str | None:
+    """Find the split nearest to ``shares`` that leaves no wanted part of ``num_sequences`` sequences empty.
+
+    Returns it as ``--split`` takes it, or None where there are fewer sequences than wanted parts.
+    """
+    counts = [max(1, round(share * num_sequences)) if share > 0 else 0 for share in shares]
+    while sum(counts) > num_sequences and max(counts) > 1:
+        counts[counts.index(max(counts))] -= 1
+    if sum(counts) > num_sequences:
+        return None
+    counts[counts.index(max(counts))] += num_sequences - sum(counts)
+    return ",".join(map(str, counts))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _find_blend_problems(blend: Blend) -> list[str]:
+    if blend.weights is None:
+        return [] if blend.prefixes else ["a blend without data sets is given; give at least one prefix"]
+    if len(blend.weights) != len(blend.prefixes):
+        return [f"a blend has {len(blend.prefixes)} data sets and {len(blend.weights)} weights; give one weight each"]
+    return [
+        f"the weight of {prefix} is {weight:g}; give a positive weight, or leave the data set out"
+        for prefix, weight in zip(blend.prefixes, blend.weights, strict=True)
+        if not 0 < weight < float("inf")
+    ]

@@ -1,1 +1,0 @@
-"""Token files: `.bin` and `.idx`, read, written and checked."""

@@ -1,1 +1,0 @@
-"""Samples and batches: GPT data sets, blends, and reading ahead."""

@@ -1,0 +1,157 @@
+"""Validate a checkpoint: its index against the files, and its tensors against the model that is to be loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.mapping import dtype_of
+from megatron.core.errors import DamagedCheckpointError
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.index import StoredTensor
+    from megatron.core.dist_checkpointing.mapping import TensorDescription
+
+
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Strictness:
+    """Say what tensors that are on one side only mean.
+
+    ``allows_missing``: a tensor of the run that the checkpoint lacks keeps its value, and is listed.
+    ``allows_unexpected``: a tensor of the checkpoint that the run lacks is passed over; ``lists_unexpected``, by name.
+    """
+
+    allows_missing: bool = False
+    allows_unexpected: bool = False
+    lists_unexpected: bool = False
+
+
+STRICT = Strictness()
+
+STRICTNESS: Mapping[str, Strictness] = {
+    "raise_all": STRICT,
+    "raise_unexpected": Strictness(allows_unexpected=True),
+    "assume_ok_unexpected": Strictness(allows_unexpected=True),
+    "log_all": Strictness(allows_missing=True, allows_unexpected=True, lists_unexpected=True),
+    "log_unexpected": Strictness(allows_missing=True, allows_unexpected=True),
+    "return_all": Strictness(allows_missing=True, allows_unexpected=True, lists_unexpected=True),
+    "return_unexpected": Strictness(allows_missing=True, allows_unexpected=True),
+    "ignore_all": Strictness(allows_missing=True, allows_unexpected=True),
+}
+"""What each value of ``--dist-ckpt-strictness`` means. To Megatron, a tensor that the checkpoint lacks is unexpected.
+
+No random value stays in silence: what was left alone is listed by all that allow it.
+"""
+
+
+@dataclass(frozen=True)
+class Misfits:
+    """Hold the names of tensors on one side only, and a few words for each that has another shape or dtype."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    different: tuple[str, ...]
+
+    def problems(self, strictness: Strictness = STRICT) -> list[str]:
+        """Return a few words for each kind of tensor that is refused; of many, the first are named."""
+        problems = []
+        if self.missing and not strictness.allows_missing:
+            problems.append(f"missing in the checkpoint: {_listed(self.missing)}")
+        if self.unexpected and not strictness.allows_unexpected:
+            problems.append(f"unexpected in the checkpoint: {_listed(self.unexpected)}")
+        if self.different:
+            problems.append(_listed(self.different))
+        return problems
+
+
+def _listed(items: Sequence[str]) -> str:
+    more = f" and {len(items) - _MOST_NAMED} more" if len(items) > _MOST_NAMED else ""
+    return ", ".join(items[:_MOST_NAMED]) + more
+
+
+def find_misfits(
+    wanted: Iterable[Sequence[TensorDescription]],
+    stored: Mapping[str, StoredTensor],
+    namespaces: Sequence[str],
+    allow_cast: bool = False,
+) -> Misfits:
+    """Find every tensor that is missing, unexpected, or of another shape or dtype.
+
+    ``wanted`` holds all ranks' descriptions: a tensor is unexpected only if no rank wants it and its name begins with
+    one of ``namespaces``. With ``allow_cast`` a differing dtype is no problem.
+    """
+    names: dict[str, TensorDescription] = {}
+    for descriptions in wanted:
+        for description in descriptions:
+            names.setdefault(description.name, description)
+    different = []
+    for name in sorted(names.keys() & stored.keys()):
+        have, want = stored[name], names[name]
+        if have.global_shape != want.global_shape:
+            different.append(
+                f"{name}: shape {list(have.global_shape)} in the checkpoint, {list(want.global_shape)} in this run"
+            )
+        elif have.dtype != want.dtype and not allow_cast:
+            different.append(f"{name}: dtype {have.dtype} in the checkpoint, {want.dtype} in this run")
+    return Misfits(
+        missing=tuple(sorted(names.keys() - stored.keys())),
+        unexpected=tuple(sorted(n for n in stored.keys() - names.keys() if n.startswith(tuple(namespaces)))),
+        different=tuple(different),
+    )
+
+
+def check_geometry(folder: Path, index: CheckpointIndex) -> None:
+    """Refuse boxes that are outside of their tensor, overlap, have other sizes than their bytes, or are in no file.
+
+    So nothing that is read is larger than the files. A gap between boxes is found where somebody reads it.
+
+    Raises:
+        DamagedCheckpointError: there is such a box; it is named.
+    """
+    try:
+        _check_index(index)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{folder / INDEX_FILE}: not an index of a checkpoint ({error})") from error
+
+
+def _check_index(index: CheckpointIndex) -> None:
+    sizes = {name: file.num_bytes for name, file in index.files.items()}
+    total = 0
+    for tensor in index.tensors.values():
+        item_bytes = _item_bytes(tensor)
+        held = 0
+        for piece in tensor.pieces:
+            _check_piece(tensor, piece, item_bytes, sizes)
+            held += piece.box.num_elements
+            total += piece.num_bytes
+        if held > math.prod(tensor.global_shape):
+            raise ValueError(f"pieces of {tensor.name} overlap: {held} elements for a shape of {tensor.global_shape}")
+    if total > sum(sizes.values()):
+        raise ValueError(f"pieces of {total} bytes in files of {sum(sizes.values())} bytes")
+
+
+def _item_bytes(tensor: StoredTensor) -> int:
+    try:
+        return dtype_of(tensor.dtype).itemsize
+    except KeyError as error:
+        raise ValueError(f"{tensor.name} has the dtype {tensor.dtype:.40}") from error
+
+
+def _check_piece(tensor: StoredTensor, piece: StoredPiece, item_bytes: int, sizes: Mapping[str, int]) -> None:
+    shape, box = tensor.global_shape, piece.box
+    if not len(box.offset) == len(box.shape) == len(shape):
+        raise ValueError(f"a piece of {tensor.name} has {len(box.shape)} dims, and the tensor {len(shape)}")
+    for start, length, size in zip(box.offset, box.shape, shape):
+        if start + length > size:
+            raise ValueError(f"a piece of {tensor.name} at {box.offset} of shape {box.shape} is outside of {shape}")
+    if box.num_elements * item_bytes != piece.num_bytes:
+        raise ValueError(f"a piece of {tensor.name} of shape {box.shape} in {piece.num_bytes} bytes")
+    if piece.file not in sizes or piece.start + piece.num_bytes > sizes[piece.file]:
+        raise ValueError(f"a piece of {tensor.name} is at byte {piece.start} of {piece.file:.80}, beyond its end")

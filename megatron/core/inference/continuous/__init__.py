@@ -1,1 +1,0 @@
-"""Requests that run together: each joins when it comes and leaves when it has ended."""

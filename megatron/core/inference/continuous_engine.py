@@ -1,0 +1,115 @@
+"""Continuous-batching engine: many requests at once on one model; each starts as soon as there is room."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator
+
+import torch
+
+from megatron.core.errors import InputError
+from megatron.core.inference.engine import InferenceEngine
+from megatron.core.inference.inference_request import GenerationRequest, PromptFailed, PromptSearched
+from megatron.core.inference.prompt_batch import BeamBatch, batches_of_like_length
+from megatron.core.inference.running_batch import News, Row, RunningBatch
+from megatron.core.inference.staged_model import StagedModel
+
+_MOST_SEARCHES = 4
+
+
+class ContinuousEngine:
+    """Run the prompts of many requests together, and a step of each beam search beside them.
+
+    At most ``max_rows`` prompts run at once, and rows x (the longest of them with all its tokens) stays within
+    ``max_tokens``, one row excepted. Others wait in the order in which they came. Every rank makes the same calls.
+    """
+
+    def __init__(self, engine: InferenceEngine, max_rows: int, max_tokens: int) -> None:
+        self.model = engine.model
+        self.state = engine.state
+        self.max_rows = max_rows
+        self.max_tokens = max_tokens
+        self._staged = engine.staged
+        self._batch = RunningBatch(self._staged)
+        self._waiting: deque[Row] = deque()
+        self._searches: dict[int, Iterator[list[News]]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether a step would do anything."""
+        return bool(self._batch.rows or self._waiting or self._searches)
+
+    @property
+    def has_room(self) -> bool:
+        """Tell whether another request may be added: none waits that could begin before it."""
+        return not self._waiting and self.room > 0 and len(self._searches) < _MOST_SEARCHES
+
+    @property
+    def room(self) -> int:
+        """Return how many more prompts can run at once."""
+        return self.max_rows - len(self._batch.rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many prompts run."""
+        return len(self._batch.rows)
+
+    def add(self, job: int, request: GenerationRequest) -> None:
+        """Take a request, which `check_request` has let pass; ``job`` is its number."""
+        if request.beams is not None:
+            self._searches[job] = _search(self._staged, job, request, self.max_rows)
+        else:
+            device = self._staged.device
+            self._waiting.extend(Row(job, request, prompt, device) for prompt in range(len(request.prompts)))
+
+    def drop(self, jobs: Collection[int]) -> None:
+        """Give requests up."""
+        with torch.inference_mode():
+            self._batch.drop(jobs)
+        self._waiting = deque(row for row in self._waiting if row.job not in jobs)
+        for job in jobs:
+            self._searches.pop(job, None)
+
+    def reset(self) -> None:
+        """Give all requests up and forget what the cache holds."""
+        self._batch = RunningBatch(self._staged)
+        self._waiting.clear()
+        self._searches.clear()
+
+    def step(self) -> list[News]:
+        """Go one token further with everything that runs, and return what happened, by the jobs' numbers."""
+        news: list[News] = []
+        self.model.eval()
+        with torch.inference_mode():
+            while self._waiting and self._fits(self._waiting[0]):
+                self._batch.add(self._waiting.popleft())
+            if self._batch.rows:
+                news += self._batch.step()
+            for job, search in list(self._searches.items()):
+                found = next(search, None)
+                if found is None:
+                    del self._searches[job]
+                else:
+                    news += found
+        return news
+
+    def _fits(self, row: Row) -> bool:
+        rows = [*self._batch.rows, row]
+        if len(rows) == 1:
+            return True
+        return len(rows) <= self.max_rows and len(rows) * max(row.full_length for row in rows) <= self.max_tokens
+
+
+def _search(staged: StagedModel, job: int, request: GenerationRequest, max_rows: int) -> Iterator[list[News]]:
+    """Search for the texts of each prompt, a token at a time."""
+    assert request.beams is not None
+    for numbers in batches_of_like_length(request.prompts, max(1, max_rows // request.beams.num_beams)):
+        batch = BeamBatch(staged, request, numbers, is_cancelled=None)
+        try:
+            for _ in batch.steps():
+                yield []
+            found = batch.results()
+        except InputError as error:
+            yield [(job, PromptFailed(number, error)) for number in numbers]
+        else:
+            yield [(job, PromptSearched(number, continuation)) for number, continuation in found.items()]
