@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from megatron.commands.training.pretrain import main
+from megatron.training.exit_reason import run_program
 from megatron.training.gpt import forward_step, provide_datasets, provide_model
-from megatron.training.process.process_exit import run_program
 
 __all__ = ["forward_step", "main", "provide_datasets", "provide_model"]
 

@@ -72,11 +72,11 @@ def model_flags(dp: int, num_layers: int) -> list[str]:
 def time_step(dp: int) -> dict[str, Any]:
     """Train a few steps as one rank in the middle of TP 8 · PP 16 · DP ``dp``, and return the fastest one's time."""
     import pretrain_gpt
+    from megatron.checkpoint.train_state import TrainState
     from megatron.core.device import Device
     from megatron.core.timers import Timers
+    from megatron.training.initialize import make_runtime
     from megatron.training.model_setup import build_training_parts
-    from megatron.training.process.initialize import make_runtime
-    from megatron.training.train_state import TrainState
     from megatron.training.training_step import TrainingStep
     from megatron.verification.collective_recorder import stand_in
     from megatron.verification.run_cell import make_source, resolve_cell
@@ -99,7 +99,7 @@ def time_step(dp: int) -> dict[str, Any]:
 def time_sample_ids() -> dict[str, Any]:
     """Name and hash the samples of a global batch, as the reporting rank does at each step and no other."""
     from megatron.core.device import Device
-    from megatron.training.process.initialize import make_runtime
+    from megatron.training.initialize import make_runtime
     from megatron.verification.collective_recorder import stand_in
     from megatron.verification.run_cell import make_source, resolve_cell
 
@@ -127,8 +127,8 @@ def measure_save() -> dict[str, Any]:
     from megatron.core.dist_checkpointing.planner import plan_writes
     from megatron.core.dist_checkpointing.shard_file import WrittenShare
     from megatron.core.dist_checkpointing.state_dict import model_tensors, optimizer_tensors, rng_tensors
+    from megatron.training.initialize import make_runtime
     from megatron.training.model_setup import build_training_parts
-    from megatron.training.process.initialize import make_runtime
     from megatron.verification.collective_recorder import stand_in
     from megatron.verification.run_cell import resolve_cell
 

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.commands.reliability.doctor import main
-from megatron.training.process.process_exit import run_program
+from megatron.training.exit_reason import run_program
 
 if __name__ == "__main__":
     run_program(main)

@@ -55,12 +55,12 @@ def run_steps(output: Path) -> None:
     from ours import WorkloadDataset, configure
     from workload import Workload
 
+    from megatron.checkpoint.train_state import TrainState
     from megatron.core.timers import Timers
-    from megatron.training.data.batch_source import BatchSource
+    from megatron.training.batch_source import BatchSource
+    from megatron.training.fault_tolerance.watchdog import watching
+    from megatron.training.initialize import initialize_runtime, read_launch_environment, shut_down
     from megatron.training.model_setup import build_training_parts
-    from megatron.training.process.hang.watching import watching
-    from megatron.training.process.initialize import initialize_runtime, read_launch_environment, shut_down
-    from megatron.training.train_state import TrainState
     from megatron.training.training_step import TrainingStep
     from pretrain_gpt import forward_step, provide_model
 

@@ -13,7 +13,7 @@ from stopwatch import Stopwatch
 from workload import Workload, add_workload_arguments, workload_of
 
 if TYPE_CHECKING:
-    from megatron.training.config.run_config import RunConfig
+    from megatron.config.run_config import RunConfig
 
 _DTYPE_FLAGS: dict[str, list[str]] = {"float32": [], "bfloat16": ["--bf16"]}
 
@@ -79,8 +79,8 @@ def _expert_flags(workload: Workload) -> list[str]:
 
 def configure(workload: Workload, num_steps: int, world_size: int, rank: int) -> RunConfig:
     """Return the configuration that the command line gives."""
+    from megatron.config.arguments import parse_arguments_or_exit
     from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-    from megatron.training.config.arguments import parse_arguments_or_exit
     from megatron.training.pretrain import with_vocabulary
 
     config = parse_arguments_or_exit(training_flags(workload, num_steps), world_size, rank)
@@ -90,7 +90,7 @@ def configure(workload: Workload, num_steps: int, world_size: int, rank: int) ->
 
 def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> None:
     """Train and write what was measured; every rank writes its own file."""
-    from megatron.training.process.initialize import initialize_runtime, read_launch_environment, shut_down
+    from megatron.training.initialize import initialize_runtime, read_launch_environment, shut_down
 
     launch = read_launch_environment()
     config = configure(workload, num_warmup + num_steps, launch.world_size, launch.rank)
@@ -98,11 +98,11 @@ def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> No
 
     import torch
 
+    from megatron.checkpoint.train_state import TrainState
     from megatron.core.timers import Timers
-    from megatron.training.cpu_matmul import choose_library
-    from megatron.training.data.batch_source import BatchSource
+    from megatron.training.autotune import choose_library
+    from megatron.training.batch_source import BatchSource
     from megatron.training.model_setup import build_training_parts
-    from megatron.training.train_state import TrainState
     from megatron.training.training_step import TrainingStep
     from pretrain_gpt import forward_step, provide_model
 
@@ -129,8 +129,8 @@ def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> No
 
 def write_initial_weights(workload: Workload, path: Path) -> None:
     """Save the weights that every layout starts from, padded rows included, for a contestant to load."""
+    from megatron.training.initialize import LaunchEnvironment, initialize_runtime
     from megatron.training.model_setup import build_training_parts
-    from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime
     from pretrain_gpt import provide_model
 
     config = configure(workload, 1, 1, 0)

@@ -26,22 +26,20 @@ VALUE = "…"
 # A ValueError of the library becomes the end of the message that names the flag.
 BASES = ("InputError", "TrainingError", "ValueError")
 CHECKING_FILES = (
-    "megatron/training/config/", "megatron/core/config_base.py", "megatron/core/parallel_sizes.py",
+    "megatron/config/", "megatron/core/config_base.py", "megatron/core/parallel_sizes.py",
     "megatron/core/pipeline_parallel/stage_layout.py",
 )  # fmt: skip
 """Here every sentence that is put together is an answer to a command line, whatever the function is called."""
-OTHER_SENTENCES = (
-    "megatron/training/config/argument_block.py",
-    "megatron/training/config/sources/printed_config.py",
-)
+OTHER_SENTENCES = ("megatron/config/printed_config.py",)
 _CHECKING = re.compile(r"problem|check|conflict|refus|mistake|unknown|wrong")
 _FEWEST_WORDS = 2
 
 SUBJECTS = {
-    "Flags": ("megatron/training/config/", "megatron/core/config_base.py", "megatron/core/model_parallel_config.py"),
+    "Flags": ("megatron/config/", "megatron/core/config_base.py", "megatron/core/model_parallel_config.py"),
     "The layout, the model and its parts": ("megatron/core/",),
     "Data and tokenizers": (
-        "megatron/core/datasets/", "megatron/core/tokenizers/", "megatron/corpus/", "megatron/training/data/",
+        "megatron/core/datasets/", "megatron/core/tokenizers/", "megatron/corpus/", "megatron/training/data_plan.py",
+        "megatron/training/batch_source.py",
         "megatron/commands/data/",
     ),
     "Checkpoints": (
@@ -68,19 +66,18 @@ _NOTE = "a note, and the run continues: omit the flag, or set what it requires; 
 ADVICE = {
     "megatron/": "change what is named; `megatron COMMAND --help` says what a command takes",
     "pretrain_gpt.py": "change what is named; `--help` says what the flags take",
-    "megatron/training/config/": "change the flag that is named; [its meaning and values](arguments.md)",
-    "megatron/training/config/notes/": _NOTE,
-    "megatron/training/config/resolution.py": _NOTE,
-    "megatron/training/config/table_flags.py": _NOTE,
-    "megatron/training/config/tokenizer_choice.py": _NOTE,
-    "megatron/training/config/unknown_flags.py": "do what the message says behind its colon, or leave the flag out",
-    "megatron/training/config/checks/context_parallelism.py": "see [context parallelism](context_parallelism.md)",
-    "megatron/training/config/checks/float8.py": "see [fp8](fp8.md)",
-    "megatron/training/config/checks/model_parts/": "see [mixtures of experts](mixture_of_experts.md)",
-    "megatron/training/config/checks/architectures/latent": "see [latent attention](latent_attention.md)",
-    "megatron/training/config/checks/data_files.py": "name files that are there; see [data sets](datasets.md)",
-    "megatron/training/config/checkpoint_arguments.py": "name a checkpoint that knows its model, or give its flags",
-    "megatron/training/config/sources/": "mend the line of the file; see [files](running.md#configuration-files)",
+    "megatron/config/": "change the flag that is named; [its meaning and values](arguments.md)",
+    "megatron/config/notes.py": _NOTE,
+    "megatron/config/resolution.py": _NOTE,
+    "megatron/config/megatron_flags.py": _NOTE,
+    "megatron/config/unknown_flags.py": "do what the message says behind its colon, or leave the flag out",
+    "megatron/config/checks/parallelism.py": "see [context parallelism](context_parallelism.md)",
+    "megatron/config/checks/float8.py": "see [fp8](fp8.md)",
+    "megatron/config/checks/moe.py": "see [mixtures of experts](mixture_of_experts.md)",
+    "megatron/config/checks/model.py": "see [latent attention](latent_attention.md)",
+    "megatron/config/checks/files.py": "name files that are there; see [data sets](datasets.md)",
+    "megatron/config/checkpoint_arguments.py": "name a checkpoint that knows its model, or give its flags",
+    "megatron/config/config_sources.py": "mend the line of the file; see [files](running.md#configuration-files)",
     "megatron/core/config_base.py": "fix the field or its value in the file, or in the class where you add one",
     "megatron/core/": "change the size or setting that is named; `tools/explain.py` shows a layout without running it",
     "megatron/core/pipeline_parallel/": "see [pipelines](parallelism_in_pictures.md#pipeline-parallelism)",
@@ -97,9 +94,10 @@ ADVICE = {
     "megatron/corpus/": "mend the input that is named, or leave it out; see [preparing text](preprocessing.md)",
     "megatron/commands/data/": "mend the input or the flag that is named; see [preparing text](preprocessing.md)",
     "megatron/training/": "the log before it has the iteration; see [reliability](reliability.md)",
-    "megatron/training/data/": "look at the data that is named; see [data sets](datasets.md)",
+    "megatron/training/data_plan.py": "look at the data that is named; see [data sets](datasets.md)",
+    "megatron/training/batch_source.py": "look at the data that is named; see [data sets](datasets.md)",
     "megatron/training/checkpointing/": "see what the file system says, and [checkpoints](checkpoint_format.md)",
-    "megatron/training/process/hang/": "see [hangs](hangs.md)",
+    "megatron/training/fault_tolerance/": "see [hangs](hangs.md)",
     "megatron/interop/": _ANOTHER,
     "megatron/interop/huggingface/": "take a folder as its author published it; see [which models](huggingface.md)",
     "megatron/interop/adapters/": "see [adapters](lora.md)",

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.adoption.placeholders import is_unresolved, without_placeholder
 from megatron.adoption.shell.state import plain_name, readable, unknown_mark
+from megatron.config.arguments import all_flags
+from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.run_config import command_line_fields
+from megatron.config.unknown_flags import ForeignFlag, foreign_flag
 from megatron.core.config_base import FieldSpec
-from megatron.training.config.arguments import all_flags
-from megatron.training.config.flag_notes import NO_EFFECT, NOT_SUPPORTED
-from megatron.training.config.foreign_flags import ForeignFlag, foreign_flag
-from megatron.training.config.run_config import command_line_fields
 
 TOKENIZER_FOLDER = "TOKENIZER_FOLDER"
 _DEPTH = 4

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megatron.commands.arguments.parser import dispatcher
 from megatron.core.broken_pipe import reader_may_leave
-from megatron.training.process.process_exit import run_program
+from megatron.training.exit_reason import run_program
 
 COMMANDS = {
     "train": "training.train",

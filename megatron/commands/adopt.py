@@ -23,8 +23,8 @@ from megatron.commands.arguments.parser import Parser
 from megatron.commands.checkpoint import convert
 from megatron.commands.data import merge_datasets, preprocess_data
 from megatron.commands.generation import run_text_generation_server
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
 
 
 def build_parser() -> Parser:

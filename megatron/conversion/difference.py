@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config.run_config import RunConfig
 from megatron.conversion.checkpoint_folder import find_checkpoint
 from megatron.conversion.conversion_check import STATE
 from megatron.interop.checkpoint_source import CheckpointSource
@@ -15,7 +16,6 @@ from megatron.interop.open_checkpoint import open_checkpoint
 from megatron.interop.source_view import SourceView
 from megatron.interop.torchtitan.told_settings import idle_lines
 from megatron.training.checkpointing.config_changes import compare_configs
-from megatron.training.config.run_config import RunConfig
 
 
 def diff_checkpoints(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megatron.training.process.progress_bar import ProgressBar
+from megatron.core.console import ProgressBar
 
 _GIGABYTE = 1e9
 _INTERVAL_S = 2.0

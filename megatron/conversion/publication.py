@@ -14,7 +14,7 @@ from typing import Literal
 from megatron.core.dist_checkpointing.disk import sync_folder
 from megatron.core.errors import CheckpointError
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
-from megatron.training.process.folder_owner import FOLDER_RECORD, own_folder
+from megatron.training.fault_tolerance.run_lock import FOLDER_RECORD, own_folder
 
 STAGING_FOLDER = ".converting"
 

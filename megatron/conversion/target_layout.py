@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.config.checks import parallelism
+from megatron.config.run_config import RunConfig
 from megatron.conversion.conversion_request import Target
 from megatron.core.errors import ConfigurationError
 from megatron.core.pipeline_parallel.stage_layout import layout_problems
 from megatron.interop.inference_model import EVEN_PIPELINE
-from megatron.training.config.checks import layout
-from megatron.training.config.run_config import RunConfig
 
 _TARGET_FLAGS = {
     "--tensor-model-parallel-size": "--target-tensor-parallel-size",
@@ -34,7 +34,7 @@ def retarget(common: Mapping[str, Any], target: Target, has_random_streams: bool
     old = RunConfig.from_dict(common["config"])
     config = _with_precision(_with_layout(old, target), target.params_dtype)
     model = config.model
-    problems = [problem for check in layout.CHECKS for problem in check.find(config)]
+    problems = [problem for check in parallelism.LAYOUT_CHECKS for problem in check.find(config)]
     problems += layout_problems(model, model.num_layers, model.pipeline_model_parallel_layout)
     if model.pipeline_model_parallel_size == 1 and model.num_layers_per_virtual_pipeline_stage is not None:
         problems.append(

@@ -23,7 +23,7 @@ from megatron.doctor.network import examine_network, interface_names
 from megatron.doctor.ranks import examine_ranks
 from megatron.doctor.software import examine_software
 from megatron.doctor.storage import examine_data, examine_save
-from megatron.training.process.initialize import LaunchEnvironment, initialize_distributed, shut_down
+from megatron.training.initialize import LaunchEnvironment, initialize_distributed, shut_down
 
 _COPY_BYTES = 256 * 2**20
 _MIN_HOST_GB_S = 4.0

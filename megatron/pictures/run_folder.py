@@ -17,7 +17,7 @@ from megatron.pictures.files_read import FilesRead
 from megatron.pictures.metrics_record import METRICS_FILE
 from megatron.pictures.planned_schedule import planned_timeline
 from megatron.planner.pipeline_chart import draw_svg
-from megatron.training.process.hang.hang_report import HangReportError, read_hang_report
+from megatron.training.fault_tolerance.hang_report import HangReportError, read_hang_report
 
 _DEEPEST, _MOST_RUNS, _MOST_SHOWN = 4, 200, 8
 _LARGEST_SCHEDULE = 1 << 22

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron.config.arguments import ParsedArguments, without_flags
 from megatron.core.errors import ConfigurationError
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
@@ -25,7 +26,6 @@ from megatron.planner.training_words import (
     replaced,
     whole_value,
 )
-from megatron.training.config.arguments import ParsedArguments, without_flags
 
 WANTED = 3
 _NO_LIMIT = 1 << 62

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.arguments import without_flags
+from megatron.config.run_config import RunConfig
 from megatron.planner.training_words import (
     LAYOUT_FLAGS,
     PRECISION_FLAGS,
     RECOMPUTE_FLAGS,
     SHARDING_FLAGS,
 )
-from megatron.training.config.arguments import without_flags
-from megatron.training.config.run_config import RunConfig
 
 RECOMPUTES = ("none", "selective", "full")
 """From the fastest to the one that keeps least."""

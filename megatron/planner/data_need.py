@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.config.resolution import DEFAULT_SPLIT
+from megatron.config.run_config import RunConfig
 from megatron.core.datasets.gpt_dataset_config import parse_blend, parse_split, split_boundaries
 from megatron.core.datasets.index_builder import count_samples, plan_epochs
 from megatron.core.datasets.indexed_dataset import IndexedDataset, idx_path
 from megatron.core.errors import InputError
-from megatron.training.config.resolution import DEFAULT_SPLIT
-from megatron.training.config.run_config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.run_config import RunConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import StagePlace, build_schedule, with_deferred_grads
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
@@ -18,8 +19,7 @@ from megatron.planner.plan import Plan
 from megatron.planner.prediction import Prediction, predict, usable_bytes
 from megatron.planner.step_flops import step_flops
 from megatron.planner.step_traffic import step_traffic
-from megatron.training.config.run_config import RunConfig
-from megatron.training.theoretical_memory import ModelSize, model_size
+from megatron.training.theoretical_memory_usage import ModelSize, model_size
 
 if TYPE_CHECKING:
     from megatron.planner.changes import Change

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedules import Action, first_actions, mos
 from megatron.core.pipeline_parallel.stage_layout import StageLayout
 
 if TYPE_CHECKING:
-    from megatron.training.config.run_config import RunConfig
+    from megatron.config.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from megatron.config.run_config import RunConfig
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planner.balanced_split import balanced_splits
@@ -27,7 +28,6 @@ from megatron.planner.refusals import plan_refusals
 from megatron.planner.stage_memory import StageState, stage_memory, stage_state
 from megatron.planner.step_flops import step_flops
 from megatron.planner.trace_store import trace_in_this_process
-from megatron.training.config.run_config import RunConfig
 
 _MOST_CHUNKS, _MOST_CONTEXT, _MOST_EXPERT_RANKS, _LARGEST_MICRO_BATCH = 10, 16, 64, 16
 _MIB = 2**20

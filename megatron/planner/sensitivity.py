@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.run_config import RunConfig
 from megatron.core.errors import ConfigurationError
 from megatron.planner.gpu import Gpu
 from megatron.planner.search import Candidate
-from megatron.training.config.run_config import RunConfig
 
 _MIB = 2**20
 _MEMORY_FACTORS = (0.5, 0.75, 1.5)

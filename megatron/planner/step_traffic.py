@@ -24,7 +24,7 @@ from megatron.planner.weight_gathers import num_gathers, parameters_of_buffers
 from megatron.verification.traffic import Traffic, TrafficSum
 
 if TYPE_CHECKING:
-    from megatron.training.config.run_config import RunConfig
+    from megatron.config.run_config import RunConfig
 
 TP, CP, DP, PP, EMBEDDING = ("tp",), ("cp",), ("dp",), ("pp",), ("embedding",)
 CP_INNER, CP_OUTER = ("cp_inner",), ("cp_outer",)
@@ -127,7 +127,7 @@ def step_traffic(config: RunConfig, rank: int, capability: tuple[int, int]) -> T
 
 def _add_samples(total: TrafficSum, here: StepRank) -> None:
     """Add what the first rank of a tensor-parallel group sends the others of the samples that it reads."""
-    from megatron.training.data.batch_source import batch_layout
+    from megatron.training.batch_source import batch_layout
 
     place = here.place
     num_bytes = batch_layout(here.config, place["pp"], place["cp"], here.config.model.vocab_size).num_bytes

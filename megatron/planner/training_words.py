@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.training.config.arguments import without_flags
+from megatron.config.arguments import without_flags
 
 LAYOUT_FLAGS = (
     "--tensor-model-parallel-size",

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.run_config import RunConfig
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import OURS
 from megatron.planner.pieces import model_pieces
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import MEMORY_PARTS, StageMemory, stage_memory
 from megatron.planner.step_traffic import step_traffic
-from megatron.training.config.run_config import RunConfig
 from megatron.verification.traffic import Traffic, Volume
 
 if TYPE_CHECKING:

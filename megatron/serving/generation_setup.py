@@ -11,6 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.checks import moe, parallelism
+from megatron.config.data_config import TokenizerConfig
+from megatron.config.run_config import RunConfig
+from megatron.core.console import waiting
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError, choices
 from megatron.core.object_store import as_path
 from megatron.core.parallel_sizes import ParallelSizes
@@ -23,12 +27,7 @@ from megatron.core.tokenizers.tokenizer_record import (
     load_recorded_tokenizer,
 )
 from megatron.interop.torchtitan.told_settings import idle_lines
-from megatron.training.config.checks import layout
-from megatron.training.config.checks.model_parts import experts
-from megatron.training.config.data_config import TokenizerConfig
-from megatron.training.config.run_config import RunConfig
-from megatron.training.process.initialize import LaunchEnvironment, initialize_device, initialize_distributed
-from megatron.training.process.progress_bar import waiting
+from megatron.training.initialize import LaunchEnvironment, initialize_device, initialize_distributed
 
 if TYPE_CHECKING:
     from megatron.core.device import Device
@@ -267,7 +266,7 @@ def check_layout(config: RunConfig, sizes: ParallelSizes) -> RunConfig:
         raise ConfigurationError(f"--expert-model-parallel-size {sizes.ep}: the model has no experts; leave it out")
     model = inference_config(config.model, sizes)
     config = dataclasses.replace(config, model=model, world_size=sizes.world_size)
-    problems = [problem for check in (*layout.CHECKS, experts.SPREAD) for problem in check.find(config)]
+    problems = [problem for check in (*parallelism.LAYOUT_CHECKS, moe.SPREAD) for problem in check.find(config)]
     if problems:
         raise ConfigurationError(f"{sizes.world_size} processes cut each layer {sizes.tp} ways: {'; '.join(problems)}")
     return config

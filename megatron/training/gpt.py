@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megatron
+from megatron.config.run_config import RunConfig
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.run_config import RunConfig
-from megatron.training.process.initialize import Runtime
+from megatron.training.initialize import Runtime
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.core.pipeline_parallel.executor import ChunkResult
     from megatron.core.pipeline_parallel.stage_layout import StageContents
     from megatron.core.tokenizers.tokenizer import Tokenizer
-    from megatron.training.data.data_plan import SampleTargets
+    from megatron.training.data_plan import SampleTargets
 
 # Functions import what needs torch: wrong data are rejected before torch is imported.
 
@@ -52,7 +52,7 @@ def provide_datasets(
 ) -> BlendedDatasetBuilder:
     """Return what builds the training, validation and test data that the flags name."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder
-    from megatron.training.data.data_plan import dataset_config, run_position
+    from megatron.training.data_plan import dataset_config, run_position
 
     if config.data.dataloader_type == "external":
         raise ConfigurationError(

@@ -1,13 +1,20 @@
-"""Build the model chunks of this rank, their data-parallel wrappers, the optimizer, its schedule and the links."""
+"""Build the model chunks of this rank, their data-parallel wrappers, and the optimizer with its schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 
+from megatron.config.run_config import RunConfig
 from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.cuda_graph import GraphBackend
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -22,24 +29,206 @@ from megatron.core.ops.attention_backend import describe_missing_flash
 from megatron.core.ops.fp8_quantizers import Float8State
 from megatron.core.ops.gemm import why_no_wide_products
 from megatron.core.ops.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
+from megatron.core.ops.triton_support import runs_on_triton
+from megatron.core.optimizer.distrib_optimizer import make_optimizer
+from megatron.core.optimizer.inner_optimizer import examine_rule, load_fused_adam
+from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, host_state_bytes, state_bytes
 from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
+from megatron.core.optimizer.param_rates import ParamRates
+from megatron.core.parallel_state import all_gather_from_world
 from megatron.core.pipeline_parallel.executor import PipelineConnection
 from megatron.core.pipeline_parallel.p2p_communication import MessageOrders, create_pipeline_links
 from megatron.core.pipeline_parallel.schedules import StagePlace
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 from megatron.core.precision import dtype_from_name
+from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.cpu_offload import ActivationOffload, WeightOffload
 from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.cuda_graphs import GraphedLayers
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.load_balancing import ExpertLoads
 from megatron.core.transformer.moe.moe_layer import loads_of
+from megatron.core.transformer.norm import Norm, normalise
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.interop.huggingface.families import describe_missing_family
-from megatron.training.compiled_regions import compile_regions
-from megatron.training.config.run_config import RunConfig
-from megatron.training.optimizer_setup import build_optimizer
-from megatron.training.process.initialize import Runtime
+from megatron.training.initialize import Runtime
+from megatron.training.preflight import check_host_memory
+from megatron.training.theoretical_memory_usage import activation_bytes
+
+_FAILURES = (RuntimeError, ImportError, OSError, AttributeError, subprocess.SubprocessError)
+"""What torch.compile raises where it has no compiler, or one that fails; its own errors are RuntimeErrors."""
+
+
+def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[str], None]) -> None:
+    """Compile the norms and activations of all layers, and say how long that took.
+
+    Each is run forward and backward once with what a micro-batch brings, so that a failure is found here. Activations
+    whose gradients Triton computes, gated ones and those behind a bias, stay as they are.
+
+    Raises:
+        ConfigurationError: torch.compile fails.
+    """
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    norms = [module for module in modules if isinstance(module, Norm)]
+    mlps = [module for module in modules if isinstance(module, MLP)]
+    start_time = time.perf_counter()
+    try:
+        compiled_norm = torch.compile(normalise, dynamic=False)
+        for norm in norms:
+            norm.compute = compiled_norm
+        for mlp in mlps[:1]:
+            activation = mlp.activation
+            fc1 = mlp.linear_fc1
+            is_on_triton = (
+                runs_on_triton(fc1.weight) if mlp.is_gated else fc1.bias is not None and mlp.has_program(fc1.weight)
+            )
+            if not is_on_triton:
+                activation = torch.compile(activation, dynamic=False)
+            for other in mlps:
+                other.activation = activation
+        for function, shape, weight in _first_calls(norms, mlps, config):
+            x = torch.zeros(shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
+            # Gradients of the parameters are computed too, and nobody keeps them.
+            output = function(x)
+            torch.autograd.grad(output, x, torch.zeros_like(output))
+    except _FAILURES as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigurationError(f"--compile: torch.compile failed here ({reason}); leave --compile out") from error
+    log(f" > compiled norms and activations in {time.perf_counter() - start_time:.1f} s (--compile)")
+
+
+def _first_calls(
+    norms: Sequence[Norm], mlps: Sequence[MLP], config: RunConfig
+) -> Iterator[tuple[Callable[[torch.Tensor], Any], tuple[int, ...], torch.Tensor]]:
+    """Yield one call of each kind: function, shape of its input, and a weight of its dtype and device."""
+    model, tp = config.model, config.model.tensor_model_parallel_size
+    *rows, hidden_size = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
+    seen = set[tuple[int, ...]]()
+    for norm in norms:
+        shape = (*rows, *norm.shape)
+        if norm.shape != (hidden_size,):
+            length = config.data.seq_length // model.context_parallel_size
+            shape = (length, rows[1], model.num_attention_heads // tp, *norm.shape)
+        if shape not in seen:
+            seen.add(shape)
+            # A norm of the residual stream gives the stream too.
+            yield partial(Norm.forward, norm), shape, norm.weight
+    for mlp in mlps[:1]:
+        width = mlp.linear_fc1.weight.shape[0]
+        length = config.data.seq_length // model.context_parallel_size
+        yield mlp.activation, (length, rows[1], width), mlp.linear_fc1.weight
+
+
+_GIB = 2**30
+
+
+def build_optimizer(
+    config: RunConfig,
+    runtime: Runtime,
+    ddp_chunks: Sequence[DistributedDataParallel],
+    log: Callable[[str], None],
+) -> MegatronOptimizer:
+    """Build the optimizer, and log in one line what is offloaded, if anything; collective.
+
+    Raises:
+        ConfigurationError: the machine has too little memory for what is offloaded, a pattern of
+            --param-group-overrides matches no parameter, Muon is given no matrix, or checkpoints would not hold the
+            update rule's whole state.
+    """
+    optimizer = config.optimizer
+    _check_saved(config)
+    _check_buffers(config, ddp_chunks)
+    if optimizer.offload_fraction:
+        num_elements = sum(part.end - part.start for chunk in ddp_chunks for part in chunk.parts)
+        optimizer, why = _with_policy(config, runtime, num_elements)
+        num_bytes = host_state_bytes(optimizer, num_elements)
+        if config.optimizer.optimizer_offload_policy == "auto":
+            # What is static was looked at before there were processes.
+            _check_host_memory(dataclasses.replace(config, optimizer=optimizer), runtime)
+        log(
+            f"optimizer offload: {optimizer.offload_fraction:.0%} of the main parameters and the optimizer's state, "
+            f"{num_bytes / _GIB:.2f} GiB on this rank, in the machine's memory ({why})"
+        )
+    trained = [p for chunk in ddp_chunks for p in chunk.parameters() if p.requires_grad]
+    ParamRates(optimizer).check_patterns(trained, runtime.state.world)
+    has_matrices = any(is_orthogonalized(spec_of(parameter)) for parameter in trained)
+    if optimizer.optimizer == "muon" and not any_rank(has_matrices, runtime.state.world):
+        raise ConfigurationError(
+            "--optimizer muon updates matrices between the embeddings and the output layer, and this model trains "
+            "none; give --optimizer adam"
+        )
+    fused_adam = load_fused_adam() if runtime.device.is_cuda else None
+    return make_optimizer(optimizer, ddp_chunks, runtime.state, fused_adam, runtime.device.host_copies)
+
+
+def _check_saved(config: RunConfig) -> None:
+    """Reject an update rule whose state would be lost on the way through a checkpoint of this run."""
+    checkpoint = config.checkpoint
+    rule = examine_rule(config.optimizer)
+    is_saved = (checkpoint.save or checkpoint.local_save) and not checkpoint.no_save_optim
+    if rule.unsaved and is_saved:
+        raise ConfigurationError(
+            f"--optimizer {config.optimizer.elementwise}: {rule.name} keeps state that a checkpoint would not hold: "
+            f"{', '.join(rule.unsaved)}; keep it as tensors or numbers in state[parameter], which are saved, or give "
+            "--no-save-optim"
+        )
+
+
+def _check_buffers(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
+    """Reject a module with a persistent buffer if the run saves checkpoints, which hold parameters only.
+
+    Raises:
+        ConfigurationError: there is one; perhaps on some ranks only.
+    """
+    if not (config.checkpoint.save or config.checkpoint.local_save):
+        return
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or name in module._non_persistent_buffers_set:
+                    continue
+                raise ConfigurationError(
+                    f"{path}.{name}".lstrip(".")
+                    + " is a persistent buffer, and checkpoints hold parameters only; make it a "
+                    "parameter with a ParamSpec, or register it with persistent=False if it can be computed again"
+                )
+
+
+def _with_policy(config: RunConfig, runtime: Runtime, num_elements: int) -> tuple[OptimizerConfig, str]:
+    """Return the configuration with the fraction that all ranks offload, and where it comes from.
+
+    Collective: all take the largest fraction that one of them needs, in whole hundredths.
+    """
+    optimizer = config.optimizer
+    if optimizer.optimizer_offload_policy != "auto":
+        return optimizer, "--optimizer-offload-policy static"
+    free = runtime.device.free_bytes()
+    if free is None:
+        fraction, why = 1.0, "--optimizer-offload-policy auto: this device has no memory of its own to fill"
+    else:
+        activations, margin = activation_bytes(config, runtime.state.rank), optimizer.optimizer_offload_auto_threshold
+        room = free - activations - margin
+        needed = num_elements * state_bytes(optimizer)
+        # A rank without parameters needs nothing.
+        fraction = min(max(math.ceil(100 * (1 - room / max(needed, 1))) / 100, 0.0), 1.0) if needed else 0.0
+        why = (
+            f"--optimizer-offload-policy auto: {free / _GIB:.2f} GiB of the device are free, for {needed / _GIB:.2f} "
+            f"GiB of state, {activations / _GIB:.2f} GiB of activations and a margin of "
+            f"{margin / _GIB:.2f} GiB"
+        )
+    fraction = max(of_rank[0] for of_rank in all_gather_from_world([fraction], runtime.state))
+    # The policy has been followed: what the optimizer is given is a fraction.
+    optimizer = dataclasses.replace(optimizer, optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
+    return optimizer, why
+
+
+def _check_host_memory(config: RunConfig, runtime: Runtime) -> None:
+    """Refuse an offload that any rank's machine has no memory for; collective."""
+    for (room,) in all_gather_from_world([runtime.device.host_room()], runtime.state):
+        check_host_memory(config, room)
+
 
 ModelProvider = Callable[[RunConfig, Runtime, StageContents], Model]
 """Return one model chunk of this rank, initialised, on its device."""

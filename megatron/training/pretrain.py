@@ -8,7 +8,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.run_config import RunConfig
 from megatron.core.available_host_memory import HostRoom, available_bytes
+from megatron.core.console import print_line
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder, DatasetSplits
 from megatron.core.datasets.data_history import LeftOutSamples, recorded_history
 from megatron.core.datasets.gpt_dataset import ExternalSamples, SampleDataset
@@ -16,26 +19,19 @@ from megatron.core.datasets.sample_keys import ReadCounter, blend_names
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.training.autotune import choose_library, choose_tp_overlap
+from megatron.training.batch_source import BatchSource, build_datasets, sample_order
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
-from megatron.training.config.run_config import RunConfig
-from megatron.training.continuation import Continuation, find_continuation
-from megatron.training.cpu_matmul import choose_library
-from megatron.training.data.batch_source import BatchSource
-from megatron.training.data.data_plan import DatasetsProvider, sample_targets
-from megatron.training.data.data_setup import build_datasets, sample_order
-from megatron.training.data.evaluation_sets import plan_evaluation
-from megatron.training.faults.fault_guard import FaultGuard
-from megatron.training.faults.verdict import Rewind
-from megatron.training.model_setup import (
-    ModelProvider,
-    TrainingParts,
-    build_training_parts,
-    with_transformer_impl,
-)
-from megatron.training.process.console import print_line
-from megatron.training.process.hang.watching import phase_marker, watching
-from megatron.training.process.host_memory import check_host_memory
-from megatron.training.process.initialize import (
+from megatron.training.data_plan import DatasetsProvider, sample_targets
+from megatron.training.dist_signal_handler import ExitRequest
+from megatron.training.evaluation import plan_evaluation
+from megatron.training.exit_reason import reasons_of, refuse_in_run, report_failure
+from megatron.training.fault_tolerance.anomaly_detector import FaultGuard
+from megatron.training.fault_tolerance.inprocess_restart import Membership, train_with_restarts
+from megatron.training.fault_tolerance.step_replay import Rewind
+from megatron.training.fault_tolerance.supervisor import REPLACE, KeptRank
+from megatron.training.fault_tolerance.watchdog import phase_marker, watching
+from megatron.training.initialize import (
     LaunchEnvironment,
     Runtime,
     has_run_failed,
@@ -43,29 +39,24 @@ from megatron.training.process.initialize import (
     is_first_failure,
     shut_down,
 )
-from megatron.training.process.refusal import reasons_of, refuse_in_run, report_failure
-from megatron.training.process.restart.keeper import REPLACE, KeptRank
-from megatron.training.process.restart.restarting import Membership, train_with_restarts
-from megatron.training.process.signals import ExitRequest
-from megatron.training.reporting.dataset_lines import describe_datasets
-from megatron.training.reporting.live_line import LiveLine
-from megatron.training.reporting.log_lines import format_datetime
-from megatron.training.reporting.loggers.open_loggers import check_packages, check_services
-from megatron.training.reporting.looks.model_looks import open_looks
-from megatron.training.reporting.metrics import open_metrics
-from megatron.training.reporting.profiling import Profiling
-from megatron.training.reporting.progress_log import open_progress
-from megatron.training.reporting.run_record import RunRecord
-from megatron.training.reporting.startup_lines import (
+from megatron.training.loggers.experiment_loggers import check_packages, check_services
+from megatron.training.loggers.log_lines import LiveLine, format_datetime
+from megatron.training.loggers.metrics import open_metrics
+from megatron.training.loggers.profiling import Profiling
+from megatron.training.loggers.run_record import RunRecord, open_progress
+from megatron.training.loggers.startup_lines import (
     describe_batch_and_tokenizer,
     describe_buckets,
+    describe_datasets,
     describe_initialized,
     describe_precision,
     log_arguments,
 )
-from megatron.training.reporting.stragglers import PartsClock, Stragglers
-from megatron.training.tp_overlap import choose_tp_overlap
-from megatron.training.train_state import TrainState
+from megatron.training.loggers.stragglers import PartsClock, Stragglers
+from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts, with_transformer_impl
+from megatron.training.periodic_evals import open_looks
+from megatron.training.preflight import check_host_memory
+from megatron.training.resume import Continuation, find_continuation
 from megatron.training.training import TrainingRun, evaluate_and_report, is_evaluation_due, train
 from megatron.training.training_step import ForwardStep
 

@@ -7,29 +7,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.run_config import RunConfig
 from megatron.core.collectives import raise_on_all_ranks
+from megatron.core.console import print_line
 from megatron.core.datasets.sample_keys import ReadCounter
 from megatron.core.distributed.weight_checks import check_replicas_equal, compare_over_replicas
 from megatron.core.errors import TrainingError
 from megatron.core.timers import Timers, format_report
-from megatron.training.agreement import Agreement, agree_to_exit
+from megatron.training.batch_source import BatchSource
 from megatron.training.checkpointing.saver import RunCheckpoints
-from megatron.training.config.run_config import RunConfig
-from megatron.training.continuation import Continuation
-from megatron.training.data.batch_source import BatchSource
-from megatron.training.data.evaluation_sets import EvaluationSet, EvaluationSets
-from megatron.training.evaluation import evaluate_weights
-from megatron.training.faults.fault_guard import FaultGuard
-from megatron.training.model_setup import TrainingParts
-from megatron.training.process.console import print_line
-from megatron.training.process.exit_warning import ExitWarning
-from megatron.training.process.initialize import Runtime
-from megatron.training.process.signals import ExitRequest
-from megatron.training.reporting.attention_logits import AttentionLogits
-from megatron.training.reporting.layer_norms import format_layer_norms, layer_norm_scalars, measure_layer_norms
-from megatron.training.reporting.live_line import LiveLine
-from megatron.training.reporting.log_lines import (
+from megatron.training.dist_signal_handler import ExitRequest, ExitWarning
+from megatron.training.evaluation import EvaluationSet, EvaluationSets, evaluate_weights
+from megatron.training.fault_tolerance.anomaly_detector import FaultGuard
+from megatron.training.initialize import Runtime
+from megatron.training.loggers.layer_statistics import (
+    AttentionLogits,
+    format_layer_norms,
+    layer_norm_scalars,
+    measure_layer_norms,
+)
+from megatron.training.loggers.log_lines import (
     IntervalAverage,
+    LiveLine,
     StepReport,
     format_evaluation,
     format_first_step,
@@ -37,14 +37,15 @@ from megatron.training.reporting.log_lines import (
     format_step,
     pinned_memory_told,
 )
-from megatron.training.reporting.looks.model_looks import ModelLooks
-from megatron.training.reporting.metrics import MetricsWriter
-from megatron.training.reporting.profiling import Profiling
-from megatron.training.reporting.progress_log import ProgressLog
-from megatron.training.reporting.schedule_recorder import ScheduleRecorder
-from megatron.training.reporting.stragglers import StragglerReport, Stragglers
-from megatron.training.theoretical_memory import describe_theoretical_memory, model_size
-from megatron.training.train_state import TrainState
+from megatron.training.loggers.metrics import MetricsWriter
+from megatron.training.loggers.profiling import Profiling, ScheduleRecorder
+from megatron.training.loggers.run_record import ProgressLog
+from megatron.training.loggers.stragglers import StragglerReport, Stragglers
+from megatron.training.model_setup import TrainingParts
+from megatron.training.periodic_evals import ModelLooks
+from megatron.training.resume import Continuation
+from megatron.training.step_reduction import Agreement, agree_to_exit
+from megatron.training.theoretical_memory_usage import describe_theoretical_memory, model_size
 from megatron.training.training_step import ForwardStep, TrainingStep
 
 

@@ -1,4 +1,4 @@
-"""One training step: forward and backward over the micro-batches, reduction, update, and what all ranks agree on."""
+"""One training step: micro-batches, forward and backward, gradient reduction, update and reduced results."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.run_config import RunConfig
 from megatron.core.collectives import all_reduce
 from megatron.core.datasets.batch import Batch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -22,15 +24,47 @@ from megatron.core.pipeline_parallel.executor import ChunkForward, ChunkResult, 
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, StagePlace, with_deferred_grads
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.load_balancing import LoadReport
-from megatron.training.agreement import Agreement, agree, read_agreement, sum_over_ranks
-from megatron.training.config.run_config import RunConfig
-from megatron.training.data.data_set_sums import DataSetSums
-from megatron.training.data.microbatches import Microbatches, MicrobatchSource
+from megatron.training.dist_signal_handler import ExitRequest
+from megatron.training.initialize import Runtime
+from megatron.training.loggers.log_lines import StepReport
 from megatron.training.model_setup import TrainingParts
-from megatron.training.process.initialize import Runtime
-from megatron.training.process.signals import ExitRequest
-from megatron.training.reporting.log_lines import StepReport
-from megatron.training.train_state import TrainState
+from megatron.training.step_reduction import Agreement, DataSetSums, agree, read_agreement, sum_over_ranks
+
+
+class MicrobatchSource(Protocol):
+    """Give micro-batches in order."""
+
+    def next(self) -> Batch:
+        """Return the next micro-batch on this process's device."""
+        ...
+
+
+class Microbatches:
+    """Give each of a rank's model chunks the micro-batches of an iteration by number.
+
+    Every chunk asks for them in order, but chunks are at different ones at a time: what the first has read is kept
+    until the last has had it.
+    """
+
+    def __init__(self, source: MicrobatchSource, num_chunks: int) -> None:
+        self._source = source
+        self._num_chunks = num_chunks
+        self._num_read = 0
+        self._held: dict[int, Batch] = {}
+        self._num_uses: dict[int, int] = {}
+
+    def take(self, microbatch: int) -> Batch:
+        """Return a micro-batch; the call of the last chunk lets go of it."""
+        while self._num_read <= microbatch:
+            self._held[self._num_read] = self._source.next()
+            self._num_uses[self._num_read] = 0
+            self._num_read += 1
+        self._num_uses[microbatch] += 1
+        if self._num_uses[microbatch] < self._num_chunks:
+            return self._held[microbatch]
+        del self._num_uses[microbatch]
+        return self._held.pop(microbatch)
+
 
 ForwardStep = Callable[[Batch, Model, "torch.Tensor | None"], ChunkResult]
 """Run a model chunk on one micro-batch, given the hidden states of the chunk before (None on the first chunk).

@@ -16,17 +16,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.run_config import RunConfig
 from megatron.core.collectives import any_rank
 from megatron.core.device import Device
 from megatron.core.distributed.weight_checks import check_replicas_equal
 from megatron.core.process_group import CollectiveCall
 from megatron.core.timers import Timers
-from megatron.training.config.run_config import RunConfig
 from megatron.training.evaluation import evaluate
-from megatron.training.faults.fault_guard import FaultGuard
+from megatron.training.fault_tolerance.anomaly_detector import FaultGuard
+from megatron.training.initialize import Runtime, make_runtime
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
-from megatron.training.process.initialize import Runtime, make_runtime
-from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
 from megatron.verification.cells import Cell
 from megatron.verification.communication_replay import Call, Operation

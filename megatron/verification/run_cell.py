@@ -7,17 +7,17 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.sharding import held_of
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.data.batch_source import BatchSource
-from megatron.training.data.data_plan import dataset_config
+from megatron.training.batch_source import BatchSource
+from megatron.training.data_plan import dataset_config
+from megatron.training.initialize import Runtime, make_runtime
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
-from megatron.training.process.initialize import Runtime, make_runtime
-from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
 from megatron.verification.fragments import Fragment, fragments_of
 from megatron.verification.synthetic_samples import SyntheticDataset

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError, TrainingError
-from megatron.training.config.arguments import resolve_arguments
 from megatron.training.model_setup import ModelProvider
 from megatron.training.training_step import ForwardStep
 from megatron.verification.cells import Cell

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 
 if TYPE_CHECKING:
-    from megatron.training.config.run_config import RunConfig
+    from megatron.config.run_config import RunConfig
 
 
 def sample_bytes(config: RunConfig, tokens: int, chunks: Sequence[StageContents]) -> int:

@@ -29,7 +29,7 @@ from tests.closed_forms.layer_widths import layer_widths
 from tests.closed_forms.norm_memory import kept_behind, kept_by_head_norms, norm_numbers, reads_frozen
 
 if TYPE_CHECKING:
-    from megatron.training.config.run_config import RunConfig
+    from megatron.config.run_config import RunConfig
 
 
 _READ_STREAM = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")

@@ -29,7 +29,7 @@ from tests.closed_forms.recomputed_layers import recomputed_layers
 from tests.closed_forms.sample_traffic import sample_bytes
 
 if TYPE_CHECKING:
-    from megatron.training.config.run_config import RunConfig
+    from megatron.config.run_config import RunConfig
 
 
 class _Rank(StepRank):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.commands.checkpoint.convert import parse_arguments
+from megatron.config.run_config import RunConfig
 from megatron.conversion import conversion
 from megatron.conversion.checkpoint_folder import find_checkpoint
 from megatron.conversion.conversion import convert
@@ -20,7 +21,6 @@ from megatron.core.errors import CheckpointError
 from megatron.interop.comparison import compare_sources
 from megatron.interop.native.native_source import NativeSource
 from megatron.interop.open_checkpoint import open_checkpoint
-from megatron.training.config.run_config import RunConfig
 from tests.e2e.toy_run import exact_figures, newest, toy_args
 from tests.harness.forked_training import fork_training
 

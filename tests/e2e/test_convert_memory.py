@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ONE_RANK
@@ -19,7 +20,6 @@ from megatron.core.sharding import Box, spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.interop.checkpoint_source import TensorInfo
 from megatron.interop.native.native_writer import write_native
-from megatron.training.config.run_config import RunConfig
 from tests.harness.training_run import REPOSITORY
 from tests.unit.conversion.small_checkpoint import small_common
 from tests.unit.interop.memory_source import MemorySource

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.training.process.hang.hang_report import read_hang_report
+from megatron.training.fault_tolerance.hang_report import read_hang_report
 from tests.e2e import test_text_generation_server as server_tests
 from tests.e2e.test_torchrun import Launch
 from tests.e2e.toy_run import newest, toy_args

@@ -81,7 +81,7 @@ def test_a_run_without_a_launcher_outlives_the_shell_that_started_it(tmp_path: P
     done = tmp_path / "done"
     program = (
         "import pathlib, sys, time\n"
-        "from megatron.training.process.refusal import launch_environment_or_exit\n"
+        "from megatron.training.exit_reason import launch_environment_or_exit\n"
         "launch_environment_or_exit()\n"
         "sys.stdin.read()\n"
         "time.sleep(1.0)\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.device import select_device
 from megatron.core.dist_checkpointing.index import CheckpointIndex, read_index
 from megatron.core.dist_checkpointing.load import load_tensors
@@ -18,10 +19,9 @@ from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX, model_tensor
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
-from megatron.training.config.arguments import resolve_arguments
+from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
 from megatron.training.pretrain import with_vocabulary
-from megatron.training.process.initialize import make_runtime
 from pretrain_gpt import provide_model
 from tests.e2e.toy_run import newest, toy_args
 from tests.harness.distributed import run_distributed

@@ -13,12 +13,12 @@ import torch
 
 from megatron.commands.training import train
 from megatron.commands.training.continued_run import ContinuedRun
+from megatron.config.arguments import resolve_arguments
+from megatron.config.printed_config import format_config
 from megatron.core.errors import ConfigurationError
 from megatron.core.object_store import as_path
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.sources.printed_config import format_config
-from megatron.training.process.initialize import LaunchEnvironment
-from megatron.training.reporting.run_record import RunRecord
+from megatron.training.initialize import LaunchEnvironment
+from megatron.training.loggers.run_record import RunRecord
 from tests.e2e.toy_run import DATA, assert_same_checkpoints, exact_figures, newest, toy_args
 from tests.harness.forked_training import fork_training
 from tests.harness.object_faults import empty_memory_store

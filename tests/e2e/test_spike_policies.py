@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
+from megatron.checkpoint.last_good import newest_known
 from megatron.core.datasets.batch import Batch
 from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
-from megatron.training.faults.known_good import newest_known
-from megatron.training.process import signals
+from megatron.training import dist_signal_handler
 from tests.e2e.toy_run import exact_figures, newest, toy_args
 from tests.harness.faults import Faults, run_with_faults
 from tests.harness.forked_training import ForkedRun, fork_training
@@ -105,7 +105,7 @@ def test_a_resumed_run_leaves_the_same_samples_out(tmp_path: Path) -> None:
 
 def late_on_rank_one(argv: Sequence[str], faults: Faults) -> int:
     """Train where the second rank's clock says that the time is up from the beginning."""
-    signals.time = SimpleNamespace(time=lambda: time.time() + 3600.0 * dist.get_rank())  # type: ignore[attr-defined]
+    dist_signal_handler.time = SimpleNamespace(time=lambda: time.time() + 3600.0 * dist.get_rank())  # type: ignore[attr-defined]
     return run_with_faults(argv, faults)
 
 

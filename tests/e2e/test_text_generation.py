@@ -13,7 +13,10 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 
+from megatron.checkpoint.train_state import TrainProgress
 from megatron.commands.generation import text_generation_cli
+from megatron.config.arguments import parse_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.inference.engine import generate
 from megatron.core.inference.sampling_config import SamplingConfig
@@ -24,9 +27,6 @@ from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_charac
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.training.checkpointing.save import CommonState
-from megatron.training.config.arguments import parse_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import run_distributed
 from tests.harness.faults import Faults
 from tests.harness.forked_training import fork_training
@@ -352,9 +352,9 @@ def test_a_damaged_checkpoint_is_passed_over(pattern: str, tmp_path: Path, monke
 
 
 def test_heads_that_do_not_divide_are_said_by_the_first_process(llama: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("megatron.training.process.refusal._WAIT_FOR_REPORT_S", 0.0)
+    monkeypatch.setattr("megatron.training.exit_reason._WAIT_FOR_REPORT_S", 0.0)
     # The other ranks answer torchrun's signal; the test session keeps its own answer.
-    monkeypatch.setattr("megatron.training.process.refusal.signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("megatron.training.exit_reason.signal.signal", lambda number, handler: None)
     monkeypatch.setenv("WORLD_SIZE", "3")
     results = []
     for rank in ("0", "1"):

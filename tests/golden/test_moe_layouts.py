@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import pretrain_gpt
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.collectives import all_gather_last_dim
 from megatron.core.context_parallel.partition import positions_of
 from megatron.core.datasets.batch import Batch
@@ -30,12 +33,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Routing, TopKRouter
 from megatron.core.transformer.moe.routing import TokenRows
 from megatron.core.weight_prefetch import give_memory
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.data.batch_source import BatchSource
+from megatron.training.batch_source import BatchSource
+from megatron.training.initialize import Runtime, make_runtime
 from megatron.training.model_setup import TrainingParts, build_training_parts
-from megatron.training.process.initialize import Runtime, make_runtime
-from megatron.training.train_state import TrainState
 from megatron.training.training_step import BegunStep, TrainingStep
 from megatron.verification.cells import Layout
 from megatron.verification.expert_cells import ExpertLayout

@@ -15,8 +15,8 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.index import StoredTensor, read_index
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
+from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import make_runtime
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.distributed import run_distributed
 from tests.harness.forked_training import fork_training

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.training_config import CheckpointConfig
 from megatron.core.datasets.gpt_dataset import GPTSample, make_sample
 from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.device import Device
@@ -23,13 +25,11 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.interop.comparison import compare_sources
 from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
+from megatron.training.batch_source import BatchSource
 from megatron.training.checkpointing.load import load_checkpoint
-from megatron.training.config.checkpoint_config import CheckpointConfig
-from megatron.training.data.batch_source import BatchSource
-from megatron.training.data.data_plan import dataset_config
+from megatron.training.data_plan import dataset_config
+from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import make_runtime
-from megatron.training.train_state import TrainState
 from megatron.training.training_step import TrainingStep
 from megatron.verification.run_cell import resolve_cell
 from pretrain_gpt import forward_step, provide_model

@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.optimizer import optimizer, update_bucket
-from megatron.training.process.initialize import LaunchEnvironment
+from megatron.training.initialize import LaunchEnvironment
 from tests.emulated_cuda.activation import is_active
 from tests.emulated_cuda.environment import TRITON_VARIABLE
 from tests.gpu.report import Report

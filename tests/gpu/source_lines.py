@@ -83,13 +83,13 @@ def measure_lines(name: str, flags: Sequence[str], gpu: str | None, folder: Path
 def main(path: str, *flags: str) -> None:
     """Run a few steps, and write the milliseconds of the last by line: of kernels on CUDA, of operations on a CPU."""
     import pretrain_gpt
+    from megatron.checkpoint.train_state import TrainState
+    from megatron.config.arguments import resolve_arguments
     from megatron.core.device import select_device
     from megatron.core.timers import Timers
     from megatron.planner.simulation.vocabulary import with_known_vocabulary
-    from megatron.training.config.arguments import resolve_arguments
+    from megatron.training.initialize import make_runtime
     from megatron.training.model_setup import build_training_parts
-    from megatron.training.process.initialize import make_runtime
-    from megatron.training.train_state import TrainState
     from megatron.training.training_step import TrainingStep
     from megatron.verification.run_cell import make_source
 

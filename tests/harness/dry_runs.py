@@ -90,12 +90,12 @@ def _without_package() -> Iterator[None]:
 
 def _report(case: DryRunCase) -> dict[str, Any]:
     import pretrain_gpt
+    from megatron.config.arguments import resolve_arguments
     from megatron.planner.gpu import find_gpu
     from megatron.planner.simulation.dry_run import dry_run
     from megatron.planner.simulation.estimate import EstimatedRun, estimate_step
     from megatron.planner.simulation.report import to_json
     from megatron.planner.simulation.vocabulary import with_known_vocabulary
-    from megatron.training.config.arguments import resolve_arguments
 
     config = with_known_vocabulary(resolve_arguments(case.flags, case.world_size).config)
     gpu = find_gpu(case.gpu)

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.faults.fault_config import FaultConfig
-from megatron.training.faults.fault_injection import FaultInjection
+from megatron.config.resilience_config import FaultConfig
+from megatron.training.fault_tolerance.anomaly_detector import FaultInjection
 from tests.e2e.toy_run import toy_args
 from tests.harness.faults import Faults
 from tests.harness.forked_training import fork_training

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 
 import pretrain_gpt
+from megatron.config.arguments import parse_arguments_or_exit
+from megatron.config.run_config import RunConfig
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.datasets.gpt_dataset import ExternalSamples, GPTSample, SampleDataset
@@ -34,16 +36,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
+from megatron.training import dist_signal_handler
 from megatron.training.checkpointing import save, saver
-from megatron.training.config.arguments import parse_arguments_or_exit
-from megatron.training.config.run_config import RunConfig
-from megatron.training.data.data_plan import DatasetSplitsBuilder
+from megatron.training.data_plan import DatasetSplitsBuilder
+from megatron.training.exit_reason import launch_environment_or_exit, run_program
+from megatron.training.initialize import Runtime
+from megatron.training.preflight import prepare_data_or_exit
 from megatron.training.pretrain import pretrain
-from megatron.training.process import signals
-from megatron.training.process.initialize import Runtime
-from megatron.training.process.preflight import prepare_data_or_exit
-from megatron.training.process.process_exit import run_program
-from megatron.training.process.refusal import launch_environment_or_exit
 
 VARIABLE = "TEST_FAULTS"
 POLL_INTERVAL_S = 0.002
@@ -244,7 +243,7 @@ class _FaultyForwardStep:
         if self.microbatch == faults.sigterm_at:
             os.kill(os.getpid(), signal.SIGTERM)
         if self.microbatch == faults.hour_passes_at:
-            signals.time = SimpleNamespace(time=lambda: time.time() + 3600.0)
+            dist_signal_handler.time = SimpleNamespace(time=lambda: time.time() + 3600.0)
         if faults.no_room is not None and self.microbatch in faults.no_room:
             limit = FULL_DISK_BYTES if self.microbatch == faults.no_room[0] else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.training.process import refusal
+from megatron.training import exit_reason
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.harness.faults import Faults, run_with_faults
 from tests.harness.free_port import free_port
@@ -119,7 +119,7 @@ def _train_rank(
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MEGATRON_DEVICE="cpu")
     # Ranks that fail wait for a launcher to end them; here is none.
-    refusal._WAIT_FOR_REPORT_S = 1.0
+    exit_reason._WAIT_FOR_REPORT_S = 1.0
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(_Tee(out, sys.stdout)), contextlib.redirect_stderr(_Tee(err, sys.stderr)):
         try:

@@ -15,6 +15,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_gpt
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.distributed.fully_sharded_data_parallel import ShardedGradBuffer, ShardedWeightBuffer
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
@@ -23,10 +25,8 @@ from megatron.core.timers import Timers
 from megatron.planner.implementations import OURS
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import stage_state
-from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import make_runtime
-from megatron.training.train_state import TrainState
 from megatron.training.training_step import TrainingStep
 from megatron.verification.cells import Cell
 from megatron.verification.collective_recorder import stand_in

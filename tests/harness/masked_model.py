@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 import pretrain_gpt
+from megatron.config.arguments import parse_arguments_or_exit
+from megatron.config.run_config import RunConfig
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
@@ -24,13 +26,11 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.training.config.arguments import parse_arguments_or_exit
-from megatron.training.config.run_config import RunConfig
-from megatron.training.data.data_plan import DatasetSplitsBuilder
+from megatron.training.data_plan import DatasetSplitsBuilder
+from megatron.training.exit_reason import launch_environment_or_exit
+from megatron.training.initialize import Runtime
+from megatron.training.preflight import prepare_data_or_exit
 from megatron.training.pretrain import pretrain
-from megatron.training.process.initialize import Runtime
-from megatron.training.process.preflight import prepare_data_or_exit
-from megatron.training.process.refusal import launch_environment_or_exit
 from tests.harness.faults import Faults
 from tests.harness.penalized_layers import penalize
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 import pretrain_gpt
+from megatron.config.run_config import RunConfig
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.mlp import MLP
-from megatron.training.config.run_config import RunConfig
-from megatron.training.process.initialize import Runtime
+from megatron.training.initialize import Runtime
 
 COEFFICIENT = 0.7
 

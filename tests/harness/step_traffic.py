@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pretrain_gpt
+from megatron.config.run_config import RunConfig
 from megatron.planner import step_traffic as planner
 from megatron.planner.simulation.pretended_cuda import find_compiler
-from megatron.training.config.run_config import RunConfig
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.traffic import Traffic
 from tests.closed_forms.step_traffic import step_traffic

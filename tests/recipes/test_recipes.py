@@ -162,7 +162,7 @@ PREAMBLE = """
 import pathlib, sys
 import megatron
 sys.path.append(sys.argv.pop(1))
-from megatron.training.config.arguments import parse_arguments
+from megatron.config.arguments import parse_arguments
 assert pathlib.Path(megatron.__file__).is_relative_to(pathlib.Path.cwd()), megatron.__file__
 flags = sys.argv[1:]
 """

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron.training.config.arguments import all_flags
+from megatron.config.arguments import all_flags
 
 _SHELLS = ("bash", "zsh")
 _ROOMS = Path(__file__).resolve().parents[1]

@@ -10,8 +10,8 @@ from megatron.commands.arguments.command_line import add_tokenizer_source, add_t
 from megatron.commands.arguments.parser import SpellingParser
 from megatron.core.errors import InputError
 from megatron.serving.generation_setup import ModelRequest
-from megatron.training.process.initialize import LaunchEnvironment
-from megatron.training.process.refusal import launch_environment_or_exit, refuse
+from megatron.training.exit_reason import launch_environment_or_exit, refuse
+from megatron.training.initialize import LaunchEnvironment
 
 TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.config.arguments import ParsedArguments, resolve_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.planner.gpu import GPUS, Gpu, find_gpu
 from megatron.planner.gpu_file import read_gpu
 from megatron.planner.implementations import IMPLEMENTATIONS
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
-from megatron.training.config.arguments import ParsedArguments, resolve_arguments
 
 MOST_RANKS = 1 << 17
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from megatron.config.run_config import RunConfig
+from megatron.core.console import waiting
 from megatron.core.errors import ConfigurationError, MegatronError
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import OURS, Implementation
 from megatron.planner.prediction import HOPPER_MACHINES, usable_bytes
 from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
-from megatron.training.config.run_config import RunConfig
-from megatron.training.process.progress_bar import waiting
 
 if TYPE_CHECKING:
     from megatron.planner.verified_stage import VerifiedStage

@@ -22,6 +22,7 @@ from megatron.commands.arguments.command_line import (
     tokenizer_of,
 )
 from megatron.commands.arguments.parser import Parser
+from megatron.core.console import CountedBar
 from megatron.core.datasets.indexed_dataset import IndexedDataset, checksums_path, write_checksums
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.corpus.inspection.damage import faults_in_vocabulary, intact_dataset, verify_dataset, without_suffix
@@ -33,7 +34,6 @@ from megatron.corpus.inspection.statistics import (
     describe_lengths,
     document_lengths,
 )
-from megatron.training.process.progress_bar import CountedBar
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.tokenizer import Tokenizer

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
+from megatron.core.console import CountedBar
 from megatron.core.datasets.indexed_dataset import (
     CHECKSUM_BLOCK_BYTES,
     PIECE_LENGTH,
@@ -33,7 +34,6 @@ from megatron.core.datasets.indexed_dataset import (
 )
 from megatron.core.errors import DataError
 from megatron.corpus.token_shards import TokenShard, find_token_shards
-from megatron.training.process.progress_bar import CountedBar
 
 
 def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:

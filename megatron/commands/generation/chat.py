@@ -19,7 +19,7 @@ from megatron.commands.arguments.generation_arguments import Parser, add_model_f
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.serving.generation_setup import load_engine, open_checkpoint
 from megatron.serving.openai.chat_client import ChatClient, ChatFailed
-from megatron.training.process.initialize import LaunchEnvironment, shut_down
+from megatron.training.initialize import LaunchEnvironment, shut_down
 
 URL = "http://127.0.0.1:8000"
 Answer = Callable[[Sequence[Mapping[str, str]]], Iterator[str]]

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.commands.arguments.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
+from megatron.core.console import ProgressBar
 from megatron.core.errors import ConfigurationError, DataError, InputError
 from megatron.serving.generation_setup import Checkpoint, load_engine, open_checkpoint
-from megatron.training.process.initialize import LaunchEnvironment, shut_down
-from megatron.training.process.progress_bar import ProgressBar
+from megatron.training.initialize import LaunchEnvironment, shut_down
 
 if TYPE_CHECKING:
     from megatron.evaluation.harness_tasks import HarnessTasks

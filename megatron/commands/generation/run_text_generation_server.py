@@ -17,7 +17,7 @@ from megatron.commands.arguments.generation_arguments import Parser, add_model_f
 from megatron.commands.arguments.server_arguments import add_server_flags, server_problems
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.serving.generation_setup import load_engine, open_checkpoint
-from megatron.training.process.initialize import LaunchEnvironment, initialize_device, shut_down
+from megatron.training.initialize import LaunchEnvironment, initialize_device, shut_down
 
 if TYPE_CHECKING:
     from megatron.serving.generation_http import GenerationServer
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     from megatron.core.inference.continuous_engine import ContinuousEngine
     from megatron.serving.generation_api import ApiTranslator
     from megatron.serving.generation_service import run_service
-    from megatron.training.process.hang.watching import watching
+    from megatron.training.fault_tolerance.watchdog import watching
 
     flight = FlightRecorder()
     checkpoint = open_checkpoint(model, launch)

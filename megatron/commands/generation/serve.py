@@ -19,7 +19,7 @@ from megatron.commands.arguments.server_arguments import add_server_flags, serve
 from megatron.core.datasets.chat_template import choose_template
 from megatron.core.errors import ConfigurationError, DataError, InputError
 from megatron.serving.generation_setup import Checkpoint, load_engine, open_checkpoint
-from megatron.training.process.initialize import LaunchEnvironment, initialize_device, shut_down
+from megatron.training.initialize import LaunchEnvironment, initialize_device, shut_down
 
 if TYPE_CHECKING:
     from megatron.serving.job_queue import JobQueue
@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     from megatron.core.inference.continuous_engine import ContinuousEngine
     from megatron.serving.generation_service import run_service
     from megatron.serving.job_queue import JobQueue
-    from megatron.training.process.hang.watching import watching
+    from megatron.training.fault_tolerance.watchdog import watching
 
     flight = FlightRecorder()
     server = open_port(arguments) if launch.rank == 0 else None

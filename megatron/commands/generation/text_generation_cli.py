@@ -21,7 +21,7 @@ from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.serving.generation_setup import ModelRequest, load_engine, open_checkpoint
-from megatron.training.process.initialize import LaunchEnvironment, shut_down
+from megatron.training.initialize import LaunchEnvironment, shut_down
 
 SEPARATOR = "-" * 40
 

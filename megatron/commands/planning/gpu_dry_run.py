@@ -17,12 +17,12 @@ from pathlib import Path
 from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
 from megatron.commands.arguments.planned_run import check_world_size, check_writable, write_text
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.planner.gpu import GPUS, find_gpu
 from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
-from megatron.training.config.arguments import resolve_arguments
 
 # Torch is imported by the function that needs it: the library that replaces the CUDA driver must be loaded before.
 

@@ -47,6 +47,10 @@ from megatron.commands.arguments.verified_plan import (
     prepare_to_verify,
     verify_fitting_plan,
 )
+from megatron.config.arguments import ParsedArguments, without_flags
+from megatron.config.checks.run_checks import find_problems
+from megatron.config.config_sources import preset_names, preset_words
+from megatron.core.console import waiting
 from megatron.core.errors import ConfigurationError, DataError, MegatronError
 from megatron.planner.changes import find_changes
 from megatron.planner.choice import SEARCHED_FLAGS, Choice
@@ -63,14 +67,10 @@ from megatron.planner.sensitivity import Variation, describe_sensitivities, find
 from megatron.planner.text_report import describe_changes, describe_experts
 from megatron.planner.trace_store import trace_in_this_process
 from megatron.planner.training_words import has_flag
-from megatron.training.config.arguments import ParsedArguments, without_flags
-from megatron.training.config.checks.run_checks import find_problems
-from megatron.training.config.sources.preset import preset_names, preset_words
-from megatron.training.process.progress_bar import waiting
 
 if TYPE_CHECKING:
+    from megatron.config.run_config import RunConfig
     from megatron.planner.verified_stage import VerifiedStage
-    from megatron.training.config.run_config import RunConfig
 
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
 _DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10

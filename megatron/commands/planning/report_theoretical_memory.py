@@ -12,10 +12,10 @@ import argparse
 
 from megatron.commands.arguments.command_line import exit_status_of
 from megatron.commands.arguments.parser import Parser
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.theoretical_memory import describe_theoretical_memory
+from megatron.training.theoretical_memory_usage import describe_theoretical_memory
 
 
 def build_parser() -> Parser:

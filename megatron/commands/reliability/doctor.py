@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from megatron.commands.arguments.command_line import local_folder
 from megatron.commands.arguments.parser import Parser
-from megatron.training.process.refusal import launch_environment_or_exit
+from megatron.training.exit_reason import launch_environment_or_exit
 
 
 def build_parser() -> Parser:

@@ -14,7 +14,7 @@ from megatron.commands.arguments.drawing import BarRow, add_drawing_arguments, c
 from megatron.commands.arguments.parser import Parser
 from megatron.core.errors import InputError
 from megatron.core.flight_recorder import Communication
-from megatron.training.process.hang.hang_report import HangReport, describe_communication, read_hang_report
+from megatron.training.fault_tolerance.hang_report import HangReport, describe_communication, read_hang_report
 
 WIDTH, ROW_HEIGHT, LABEL_WIDTH, MARGIN = 1600, 26, 190, 10
 LINE_WIDTH = 200

@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from megatron.commands.arguments.command_line import report_unused
 from megatron.commands.arguments.parser import Parser
 from megatron.core.broken_pipe import reader_may_leave
-from megatron.training.process.progress_bar import ProgressBar
+from megatron.core.console import ProgressBar
 from megatron.verification.attention_cells import ATTENTION_SHAPES, attention_matrix
 from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
 from megatron.verification.expert_cells import EXPERT_SHAPES, expert_matrix

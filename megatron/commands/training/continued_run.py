@@ -12,7 +12,7 @@ from megatron.core.errors import ConfigurationError, StorageError
 from megatron.core.object_store import as_path
 from megatron.core.safe_io import parse_json, read_plain_text
 from megatron.interop.new_iteration import TRACKER_FILE
-from megatron.training.reporting.run_record import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE, RECORD_FOLDER
+from megatron.training.loggers.run_record import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE, RECORD_FOLDER
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.training.config.arguments import parse_arguments_or_exit
+from megatron.config.arguments import parse_arguments_or_exit
+from megatron.training.exit_reason import launch_environment_or_exit
 from megatron.training.gpt import forward_step, provide_datasets, provide_model
-from megatron.training.process.refusal import launch_environment_or_exit
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,8 +18,8 @@ def main(argv: Sequence[str]) -> int:
         return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
     # Neither --help nor a wrong command line waits for these.
-    from megatron.training.process.preflight import prepare_data_or_exit
-    from megatron.training.process.restart.keeper import keep_rank
+    from megatron.training.fault_tolerance.supervisor import keep_rank
+    from megatron.training.preflight import prepare_data_or_exit
 
     kept = keep_rank(config, launch)
     tokenizer = prepare_data_or_exit(config, launch, provide_datasets)

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError
-from megatron.training.process.console import print_line
-from megatron.training.process.last_words import OWN_RUN_ID
+from megatron.training.exit_reason import OWN_RUN_ID
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext

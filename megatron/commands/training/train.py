@@ -19,12 +19,12 @@ from types import FrameType
 
 from megatron.commands.training.continued_run import ContinuedRun
 from megatron.commands.training.rank_launcher import Place, launch
+from megatron.config.arguments import parse_arguments, resolve_arguments
 from megatron.core.broken_pipe import reader_may_leave
+from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.training.config.arguments import parse_arguments, resolve_arguments
+from megatron.training.exit_reason import reasons_of, refuse
 from megatron.training.gpt import training_script
-from megatron.training.process.console import print_line
-from megatron.training.process.refusal import reasons_of, refuse
 
 _ASKING = ("-h", "--help", "--print-config")
 _MOST_RANKS = 4096

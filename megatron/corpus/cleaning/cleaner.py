@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from megatron.core.console import ProgressBar
 from megatron.core.errors import DataError
 from megatron.corpus.cleaning.duplicate_index import DuplicateIndex, KeptDocument
 from megatron.corpus.cleaning.output_file import OutputFile
@@ -22,7 +23,6 @@ from megatron.corpus.cleaning.tally import BLACKLISTED_URL, EXACT_DUPLICATE, NEA
 from megatron.corpus.cleaning.text_filters import NO_TEXT, OTHER_LANGUAGE, TOO_SHORT, Finding, TextRules
 from megatron.corpus.cleaning.url_blacklist import UrlBlacklist
 from megatron.corpus.cleaning.workers import Item, examine_all
-from megatron.training.process.progress_bar import ProgressBar
 
 MAX_REPORTED: Final = 20
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron.config.run_config import config_parts
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -24,7 +25,6 @@ from megatron.interop.megatron_torch.experts.expert_arguments import arguments_o
 from megatron.interop.megatron_torch.experts.latent_arguments import arguments_of_latent, config_of_latent
 from megatron.interop.megatron_torch.experts.yarn_arguments import YARN, arguments_of_yarn, config_of_yarn
 from megatron.interop.megatron_torch.stored_values import Record
-from megatron.training.config.run_config import config_parts
 
 PROGRESS: Mapping[str, str] = {
     "consumed_train_samples": "consumed_train_samples",

@@ -11,6 +11,8 @@ from typing import cast
 
 import numpy as np
 
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.run_config import RunConfig
 from megatron.core.datasets.gpt_dataset import GPTSample
 from megatron.core.models.model import Model
 from megatron.core.parallel_state import ParallelState
@@ -22,12 +24,10 @@ from megatron.planner.simulation.fake_world import simulated_gpu
 from megatron.planner.simulation.flops import NO_FLOPS, ModelFlops, check_flops, count_flops, needed_flops
 from megatron.planner.simulation.recorder import Recorder
 from megatron.planner.simulation.step_record import StepRecord
-from megatron.training.config.run_config import RunConfig
-from megatron.training.data.batch_source import BatchSource
-from megatron.training.faults.fault_guard import FaultGuard
+from megatron.training.batch_source import BatchSource
+from megatron.training.fault_tolerance.anomaly_detector import FaultGuard
+from megatron.training.initialize import Runtime, make_runtime
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
-from megatron.training.process.initialize import Runtime, make_runtime
-from megatron.training.train_state import TrainState
 from megatron.training.training_step import ForwardStep, TrainingStep
 
 _GPUS_A_MACHINE = 8

@@ -11,10 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from megatron.config.run_config import RunConfig
 from megatron.planner.expert_layer import ExpertLayer
 from megatron.planner.simulation.roofline import is_attention
 from megatron.planner.simulation.step_record import Operation
-from megatron.training.config.run_config import RunConfig
 
 _BACKWARD = 2
 """Ratio of backward to forward FLOPs: the gradients of both operands."""

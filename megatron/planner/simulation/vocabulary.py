@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.config.run_config import RunConfig
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.training.config.run_config import RunConfig
 
 _GPT2_SIZE = 50257
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.config.training_config import CheckpointConfig
 from megatron.core.collectives import all_gather_objects, any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.object_store import as_path
@@ -20,7 +21,6 @@ from megatron.training.checkpointing.folder import (
     saved_iterations,
     weight_files,
 )
-from megatron.training.config.checkpoint_config import CheckpointConfig
 
 Log = Callable[[str], None]
 """Prints a line, on rank 0 only."""

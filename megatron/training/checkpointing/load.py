@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.train_state import TrainProgress
+from megatron.config.training_config import CheckpointConfig
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, untold
@@ -46,8 +48,6 @@ from megatron.training.checkpointing.folder import iteration_of_folder
 from megatron.training.checkpointing.native import is_release, open_stored
 from megatron.training.checkpointing.precision import MAIN_PREFIX, choose_float8, plan_precision
 from megatron.training.checkpointing.rng import choose_streams
-from megatron.training.config.checkpoint_config import CheckpointConfig
-from megatron.training.train_state import TrainProgress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint.last_good import newest_known
 from megatron.core.dist_checkpointing.disk import sync_folder, write_text
 from megatron.interop.checkpoint_format import detect_format
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.folder import saved_iterations
-from megatron.training.faults.known_good import newest_known
 
 PENDING_TRACKER = f".{TRACKER_FILE}.pending"
 

@@ -31,7 +31,7 @@ from megatron.training.checkpointing.choice import Log
 from megatron.training.checkpointing.folder import names_iteration
 from megatron.training.checkpointing.places.object_place import recover_objects
 from megatron.training.checkpointing.publication import PENDING_TRACKER, publish
-from megatron.training.process.folder_owner import FolderOwner, own_folder
+from megatron.training.fault_tolerance.run_lock import FolderOwner, own_folder
 
 _MARK_SUFFIX = ".shared"
 _OLD_MARK_S = 600.0

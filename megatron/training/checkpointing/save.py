@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatron.checkpoint.train_state import TrainProgress
+from megatron.config.training_config import CheckpointConfig
 from megatron.core.collectives import broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
@@ -38,8 +40,6 @@ from megatron.training.checkpointing.recovery import SaveFolders
 from megatron.training.checkpointing.tokenizer import warn_of_missing_tokenizer, write_tokenizer_files
 from megatron.training.checkpointing.torch_dist_format import TorchDistShare, plan_torch_dist_share
 from megatron.training.checkpointing.torch_format import TorchShare, plan_torch_share
-from megatron.training.config.checkpoint_config import CheckpointConfig
-from megatron.training.train_state import TrainProgress
 
 _THREAD_NAME = "checkpoint writer"
 Result = TypeVar("Result")

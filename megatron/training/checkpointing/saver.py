@@ -8,6 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.last_good import TrialPeriod, mark_known, newest_known, point_tracker
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.run_config import RunConfig
+from megatron.config.training_config import NATIVE_FORMAT, CheckpointConfig
 from megatron.core.collectives import any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
@@ -25,13 +29,9 @@ from megatron.training.checkpointing.load import load_checkpoint
 from megatron.training.checkpointing.recovery import SaveFolders, prepare_save_directory
 from megatron.training.checkpointing.save import CommonState, SaveTarget, apply_retention, save_in_steps
 from megatron.training.checkpointing.schedule_conflict import check_schedule
-from megatron.training.config.checkpoint_config import NATIVE_FORMAT, CheckpointConfig
-from megatron.training.config.run_config import RunConfig
-from megatron.training.faults.known_good import TrialPeriod, mark_known, newest_known, point_tracker
+from megatron.training.initialize import Runtime
+from megatron.training.loggers.startup_lines import describe_schedule_values
 from megatron.training.model_setup import TrainingParts
-from megatron.training.process.initialize import Runtime
-from megatron.training.reporting.schedule_lines import describe_schedule_values
-from megatron.training.train_state import TrainState
 
 
 class CheckpointSaver:

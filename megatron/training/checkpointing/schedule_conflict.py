@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.run_config import RunConfig
 from megatron.core.config_base import config_from_dict
 from megatron.core.errors import CheckpointError
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, conflicting_fields
-from megatron.training.config.run_config import RunConfig
 from megatron.training.model_setup import schedule_of
 
 _FLAGS: Mapping[str, str] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import ConfigurationError, MegatronError
-from megatron.training.process.process_identity import ProcessIdentity
+from megatron.training.fault_tolerance.processes import ProcessIdentity
 from megatron.verification.faults.process_tree import descendants, end_all, identities, ranks_of
 
 POLL_S = 0.1

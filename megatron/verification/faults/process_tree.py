@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron.training.process.process_identity import KEEPER_NAME, ProcessIdentity, identify, name_of, parent_of
+from megatron.training.fault_tolerance.processes import KEEPER_NAME, ProcessIdentity, identify, name_of, parent_of
 
 
 def descendants(root: int) -> list[int]:

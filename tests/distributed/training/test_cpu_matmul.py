@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.core.ops import gemm
 from megatron.core.process_group import single_rank_group
-from megatron.training import cpu_matmul
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.cpu_matmul import choose_library, is_quicker, measure_libraries
-from megatron.training.process.initialize import make_runtime
+from megatron.training import autotune
+from megatron.training.autotune import choose_library, is_quicker, measure_libraries
+from megatron.training.initialize import make_runtime
 from tests.e2e.toy_run import exact_figures, newest, toy_args
 from tests.harness.distributed import run_distributed
 from tests.harness.forked_training import fork_training
@@ -52,7 +52,7 @@ def let_measure(
         measured.append(sizes)
         return {"onednn": [[onednn] * 6], "mkl": [[mkl] * 6], "mixed": [[mixed] * 6]}
 
-    monkeypatch.setattr(cpu_matmul, "measure_libraries", measure)
+    monkeypatch.setattr(autotune, "measure_libraries", measure)
     return measured
 
 
@@ -72,7 +72,7 @@ def let_measure(
 def test_the_default_stays_unless_the_other_is_clearly_quicker(
     flags: str, onednn: float, mkl: float, mixed: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_matmul, "has_library", lambda library, dtype: True)
+    monkeypatch.setattr(autotune, "has_library", lambda library, dtype: True)
     measured, lines = let_measure(monkeypatch, onednn, mkl, mixed), list[str]()
     assert choose(LARGE, *flags.split(), lines=lines) == expected
     assert measured == [(512, 192, 512, torch.bfloat16 if flags else torch.float32, None)]
@@ -178,7 +178,7 @@ def test_a_run_goes_on_with_the_library_of_its_checkpoint(checkpoint_format: str
 
     config = resolve_arguments(toy_args(tmp_path / "parts", flags), 1).config
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_matmul, "has_library", lambda library, dtype: library != "mkl")
+        patch.setattr(autotune, "has_library", lambda library, dtype: library != "mkl")
         lines: list[str] = []
         assert chosen_by(config, lines) == "auto"
     assert [line[:66] for line in lines] == ["WARNING: the checkpoint's matrix products are computed by mkl, whi"]

@@ -17,8 +17,8 @@ from megatron.core.device import Device
 from megatron.core.sharding import attach_spec, held_of, spec_of
 from megatron.core.tensor_parallel import initialization
 from megatron.core.tensor_parallel.initialization import initialize_parameter
+from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import make_runtime
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.distributed import run_distributed
 

@@ -16,8 +16,8 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import CollectiveCall
 from megatron.training import model_setup
+from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import make_runtime
 from megatron.verification.cells import BASE_FLAGS
 from megatron.verification.fragments import Fragment
 from megatron.verification.run_cell import CPU, CellResult, resolve_cell, run_cell

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.device import Device
-from megatron.training.process.initialize import make_runtime
+from megatron.training.initialize import make_runtime
 from megatron.verification.cells import BASE_FLAGS
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.forked_training import ForkedRun, fork_training

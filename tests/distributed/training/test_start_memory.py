@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.arguments import resolve_arguments
 from megatron.core.device import select_device
 from megatron.core.dist_checkpointing.state_dict import optimizer_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.interop.huggingface import weight_files
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
-from megatron.training.config.arguments import resolve_arguments
+from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import TrainingParts, build_training_parts
 from megatron.training.pretrain import with_vocabulary
-from megatron.training.process.initialize import make_runtime
-from megatron.training.train_state import TrainState
 from pretrain_gpt import provide_model
 from tests.e2e.toy_run import toy_args
 from tests.harness.distributed import run_distributed

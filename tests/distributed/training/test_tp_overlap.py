@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.device import Device
-from megatron.training import tp_overlap
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.process.initialize import make_runtime
-from megatron.training.tp_overlap import choose_tp_overlap
+from megatron.training import autotune
+from megatron.training.autotune import choose_tp_overlap
+from megatron.training.initialize import make_runtime
 from tests.harness.distributed import run_distributed
 from tests.unit.training.config.command_lines import MINIMAL
 
@@ -26,7 +26,7 @@ def choices(times: list[tuple[float, float] | None], flags: tuple[str, ...] = ()
     for found in times:
         if found is not None:
             mine = found[runtime.state.rank], 1.0
-            tp_overlap.measure_overlap = lambda *_, mine=mine: mine  # type: ignore[assignment]
+            autotune.measure_overlap = lambda *_, mine=mine: mine  # type: ignore[assignment]
         chosen.append(choose_tp_overlap(config, runtime, lines.append).model.tp_comm_overlap_impl)
     return chosen, lines
 
@@ -58,7 +58,7 @@ def test_nothing_is_measured_where_the_choice_is_made() -> None:
 
 def choices_after(recorded: str) -> tuple[list[str], list[str]]:
     """Choose as a run that goes on from a checkpoint with this choice in it."""
-    tp_overlap.recorded_choice = lambda config, runtime, field: recorded if field == "tp_comm_overlap_impl" else None
+    autotune.recorded_choice = lambda config, runtime, field: recorded if field == "tp_comm_overlap_impl" else None
     return choices([(9.0, 9.0)])
 
 
@@ -89,7 +89,7 @@ def test_a_run_without_the_flag_is_left_alone() -> None:
 def test_symmetric_memory_is_not_kept_over_a_restart(
     flags: tuple[str, ...], chosen: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tp_overlap, "why_no_symmetric_memory", lambda tp, has_peers: None)
+    monkeypatch.setattr(autotune, "why_no_symmetric_memory", lambda tp, has_peers: None)
     monkeypatch.setattr(Device, "has_peers", lambda device: True)
     config = resolve_arguments([*MINIMAL, *LAYOUT, "--tp-comm-overlap", *flags], 2).config
     runtime = make_runtime(resolve_arguments([*MINIMAL], 1).config, Device("cpu"))

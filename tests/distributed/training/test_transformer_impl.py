@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.device import Device
 from megatron.training import model_setup
-from megatron.training.config.arguments import resolve_arguments
+from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import with_transformer_impl
-from megatron.training.process.initialize import make_runtime
 from tests.e2e.toy_run import toy_args
 from tests.harness.distributed import run_distributed
 from tests.harness.forked_training import fork_training

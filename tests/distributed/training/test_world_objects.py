@@ -8,16 +8,16 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.arguments import resolve_arguments
 from megatron.core.device import select_device
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import all_gather_from_world, create_parallel_state
 from megatron.core.timers import Timers
 from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
-from megatron.training.config.arguments import resolve_arguments
+from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
 from megatron.training.pretrain import with_vocabulary
-from megatron.training.process.initialize import make_runtime
-from megatron.training.train_state import TrainState
 from pretrain_gpt import provide_model
 from tests.e2e.toy_run import toy_args
 from tests.harness.distributed import run_distributed

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
+from megatron.config.run_config import RunConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import attach_spec, spec_of
-from megatron.training.config.run_config import RunConfig
-from megatron.training.process.initialize import Runtime
+from megatron.training.initialize import Runtime
 
 NORM = "decoder.layers.2.pre_mlp_layernorm.weight"
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -8,11 +8,11 @@ from contextlib import closing
 import pytest
 
 import pretrain_gpt
+from megatron.checkpoint.train_state import TrainState
 from megatron.core.device import Device
 from megatron.core.timers import Timers
+from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import make_runtime
-from megatron.training.train_state import TrainState
 from megatron.training.training_step import TrainingStep
 from megatron.verification.collective_recorder import CollectiveRecorder
 from megatron.verification.expert_cells import ExpertLayout, make_expert_cell

@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron.config.run_config import command_line_fields
 from megatron.core.config_base import FieldSpec
-from megatron.training.config.run_config import command_line_fields
 from tests.e2e.toy_run import toy_args
 from tests.harness.faults import Faults
 

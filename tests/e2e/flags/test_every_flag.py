@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron.config.run_config import command_line_fields
 from megatron.core.config_base import FieldSpec
-from megatron.training.config.run_config import command_line_fields
 from tests.e2e.flags.flag_trials import Trial, trials
 from tests.harness.observed_run import Observation, observe
 

@@ -34,7 +34,7 @@ ARGUED: dict[str, str] = {
     "megatron/training/model_setup.py:describe_rounded_gradients": (
         "runs with a torch that adds no 16-bit matmul to a float32 sum; the emulated one does"
     ),
-    "megatron/training/process/initialize.py:initialize_runtime": (
+    "megatron/training/initialize.py:initialize_runtime": (
         "needs the driver's library, libnvidia-ml; the unit tests replace what reads it"
     ),
 }

@@ -19,8 +19,8 @@ APART: dict[str, tuple[str, str]] = {
     "megatron/training/checkpointing/rng.py:": (HOST, "a description of sizes"),
     "megatron/training/checkpointing/save.py:": (HOST, "a description of sizes"),
     "megatron/training/checkpointing/saver.py:CheckpointSaver.wait_for_thread:": (HOST, "the thread that writes"),
-    "megatron/training/process/": (HOST, "threads and processes"),
-    "megatron/training/reporting/live_line.py:": (HOST, "the thread that draws"),
+    "megatron/training/fault_tolerance/": (HOST, "threads and processes"),
+    "megatron/training/loggers/log_lines.py:": (HOST, "the thread that draws"),
     "megatron/verification/faults/": (HOST, "processes into which faults are injected"),
     "megatron/verification/worker_pool.py:": (HOST, "processes that run jobs"),
     "megatron/planner/simulation/": (RECORDED, "a dry run notes waits; there is no device"),
@@ -30,9 +30,8 @@ APART: dict[str, tuple[str, str]] = {
     "megatron/core/device.py:_mark_current_stream:": (TIMING, "how far the device has come, for the hang watchdog"),
     "megatron/core/timers.py:": (TIMING, "timers of the training loop"),
     "megatron/doctor/bandwidth.py:": (TIMING, "bandwidths; the values are not read"),
-    "megatron/training/reporting/profiling.py:": (TIMING, "the end of a profile"),
-    "megatron/training/reporting/schedule_recorder.py:": (TIMING, "the times of a pipeline's passes"),
-    "megatron/training/reporting/stragglers.py:": (TIMING, "the times of an iteration's parts"),
+    "megatron/training/loggers/profiling.py:": (TIMING, "the end of a profile, and the times of a pipeline's passes"),
+    "megatron/training/loggers/stragglers.py:": (TIMING, "the times of an iteration's parts"),
 }
 """By the start of a call's name: its kind, and what it waits for."""
 

@@ -12,18 +12,18 @@ from typing import cast
 import torch
 
 import pretrain_gpt
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import held_of
 from megatron.core.timers import Timers
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.data.batch_source import BatchSource
+from megatron.training.batch_source import BatchSource
+from megatron.training.initialize import Runtime, make_runtime
 from megatron.training.model_setup import TrainingParts, build_training_parts
-from megatron.training.process.initialize import Runtime, make_runtime
-from megatron.training.train_state import TrainState
 from megatron.training.training_step import TrainingStep
 from megatron.verification.run_cell import make_source
 

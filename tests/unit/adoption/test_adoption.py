@@ -18,8 +18,8 @@ from megatron.adoption.placeholders import without_placeholders
 from megatron.adoption.report import report_data
 from megatron.adoption.translation import flag_groups, translate
 from megatron.commands.adopt import CHECKS, main
-from megatron.training.config.arguments import all_flags
-from megatron.training.config.foreign_flags import foreign_flags
+from megatron.config.arguments import all_flags
+from megatron.config.unknown_flags import foreign_flags
 from tests.unit.adoption.example_scripts import DEEPSPEED, MEGATRON, PAI, TWO_STEPS
 from tests.unit.adoption.shell.bash_oracle import started_by_bash, started_by_reading
 

@@ -21,7 +21,7 @@ from megatron.planner.implementations import OURS
 from megatron.planner.page import to_page
 from megatron.planner.stage_memory import MEMORY_PARTS
 from megatron.planner.text_report import to_text
-from megatron.training.theoretical_memory import model_size
+from megatron.training.theoretical_memory_usage import model_size
 from tests.closed_forms.step_traffic import step_traffic
 from tests.unit.advice.planned_words import LARGE, SMALL
 

@@ -11,6 +11,8 @@ import pytest
 
 from megatron.commands.arguments.planned_run import read_planned_run
 from megatron.commands.planning.plan import main
+from megatron.config.arguments import resolve_arguments
+from megatron.config.config_sources import preset_names, preset_words
 from megatron.planner.choice import Choice
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import MEGATRON_TE, OURS
@@ -18,9 +20,7 @@ from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
 from megatron.planner.ranking import launch_command
 from megatron.planner.search import Search, search
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.sources.preset import preset_names, preset_words
-from megatron.training.theoretical_memory import model_size
+from megatron.training.theoretical_memory_usage import model_size
 
 ROWS = {"llama3.1-8b": 8.030e9, "llama3.1-70b": 70.554e9, "llama3.1-405b": 405.85e9, "qwen2.5-7b": 7.616e9}
 PUBLISHED = ROWS | {

@@ -14,8 +14,8 @@ import pytest
 
 from megatron.conversion.publication import STAGING_FOLDER, publish_checked
 from megatron.core.errors import CheckpointError
-from megatron.training.process.folder_owner import FolderInUseError, OwnerRecord
-from megatron.training.process.process_identity import identify
+from megatron.training.fault_tolerance.processes import identify
+from megatron.training.fault_tolerance.run_lock import FolderInUseError, OwnerRecord
 
 
 def write(directory: Path) -> Path:

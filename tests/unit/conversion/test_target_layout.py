@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config.run_config import RunConfig
 from megatron.conversion.conversion_request import Target
 from megatron.conversion.target_layout import retarget
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.run_config import RunConfig
 from tests.unit.conversion.small_checkpoint import small_common
 
 

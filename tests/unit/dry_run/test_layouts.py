@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, GPT2_345M, LLAMA_8B
+from megatron.config.arguments import resolve_arguments
 from megatron.planner.simulation.pretended_cuda import find_compiler
-from megatron.training.config.arguments import resolve_arguments
 from tests.closed_forms.saved_activations import saved_bytes
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
 from tests.unit.dry_run.layouts import EXPERTS, LION, SINKS, layouts
@@ -25,7 +25,7 @@ pytestmark = [
 
 Wait = tuple[str, str, str]
 ALLOWED: dict[Wait, tuple[int, str]] = {
-    ("end", "megatron/training/agreement.py", "value read"): (
+    ("end", "megatron/training/step_reduction.py", "value read"): (
         1,
         "the loss and the gradient norm are logged, and the ranks' exit agreed on",
     ),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, LLAMA_8B
+from megatron.config.arguments import resolve_arguments
 from megatron.planner.gpu import find_gpu
 from megatron.planner.simulation.pretended_cuda import find_compiler
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
-from megatron.training.activation_estimate import activation_bytes
-from megatron.training.config.arguments import resolve_arguments
+from megatron.training.theoretical_memory_usage import activation_bytes
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
 
 pytestmark = [

@@ -21,10 +21,9 @@ from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.timeline import write_timeline
 from megatron.pictures import run_folder
 from megatron.pictures.dashboard_server import DashboardServer, address
-from megatron.training.process.hang.diagnosis import Culprit, Diagnosis
-from megatron.training.process.hang.hang_report import HangReport, read_hang_report
-from megatron.training.process.hang.processes import ProcessName
-from megatron.training.process.hang.rank_state import RankState
+from megatron.training.fault_tolerance.hang_report import Culprit, Diagnosis, HangReport, read_hang_report
+from megatron.training.fault_tolerance.processes import ProcessName
+from megatron.training.fault_tolerance.rank_state import RankState
 from tests.unit.pictures.test_plot import titles, write_run
 
 TOKEN = "a-token-of-tests"

@@ -6,9 +6,14 @@ import dataclasses
 
 import pytest
 
-from megatron.training.activation_estimate import activation_bytes, kept_layer_bytes, offloaded_bytes, tokens_of_rank
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
+from megatron.training.theoretical_memory_usage import (
+    activation_bytes,
+    kept_layer_bytes,
+    offloaded_bytes,
+    tokens_of_rank,
+)
 from tests.closed_forms import saved_activations
 
 MODEL = """

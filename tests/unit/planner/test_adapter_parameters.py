@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import pretrain_gpt
+from megatron.config.arguments import resolve_arguments
 from megatron.core.device import Device
 from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -18,10 +19,9 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
-from megatron.training.config.arguments import resolve_arguments
+from megatron.training.initialize import Runtime
 from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import Runtime
-from megatron.training.theoretical_memory import model_size, theoretical_memory
+from megatron.training.theoretical_memory_usage import model_size, theoretical_memory
 
 WHOLE = StageContents((0, 1), has_embedding=True, has_loss=True)
 SMALL = """

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megatron.commands.arguments.planned_run import read_planned_run
+from megatron.config.run_config import RunConfig
 from megatron.planner.bounds import Bounds
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import MEGATRON_TE, OURS
@@ -14,7 +15,6 @@ from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
 from megatron.planner.search import Search, search
 from megatron.planner.stage_memory import stage_state
-from megatron.training.config.run_config import RunConfig
 
 MODEL = (
     *("--num-layers", "8", "--hidden-size", "4096", "--num-attention-heads", "32", "--seq-length", "4096"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.config.run_config import RunConfig
+from megatron.config.run_config import RunConfig
 from megatron.verification.attention_cells import make_attention_cell
 from megatron.verification.cells import (
     FAMILY_SHAPES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.device import Device
 from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -15,8 +16,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.theoretical_memory import model_size, theoretical_memory
+from megatron.training.theoretical_memory_usage import model_size, theoretical_memory
 
 WHOLE = StageContents((0, 1, 2), has_embedding=True, has_loss=True)
 SMALL = """

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.device import Device
 from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -21,8 +22,7 @@ from megatron.planner.implementations import OURS
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.theoretical_memory import model_size
+from megatron.training.theoretical_memory_usage import model_size
 from megatron.verification.cells import BASE_FLAGS
 from megatron.verification.latent_cells import LATENT_SHAPES
 

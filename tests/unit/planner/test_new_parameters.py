@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.commands.arguments.planned_run import read_planned_run
+from megatron.config.run_config import RunConfig
 from megatron.core.models.gpt import chunk_parameters
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_sizes import ParallelSizes
@@ -22,8 +23,7 @@ from megatron.core.transformer.norm import Norm
 from megatron.planner.implementations import OURS
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import stage_state
-from megatron.training.config.run_config import RunConfig
-from megatron.training.theoretical_memory import model_size
+from megatron.training.theoretical_memory_usage import model_size
 
 MODEL = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--ffn-hidden-size", "96"),

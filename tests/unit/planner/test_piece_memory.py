@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.pipeline_parallel.schedules import Action, Pass
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.piece_memory import NOTHING, ModelPieces, chunk_memory, fullest_moment, in_sequence
 from megatron.planner.plan import Plan
 from megatron.planner.traces import PieceMemory
-from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
 LAYER = PieceMemory(kept=10, forward_peak=25, backward_peak=18)

@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, Pass, build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.planner.gpu import H100
@@ -14,8 +16,6 @@ from megatron.planner.layer_time import end_times
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
 from megatron.planner.stage_memory import stage_state
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
 from tests.unit.training.config.command_lines import MINIMAL
 
 FLAGS = "--num-layers 8 --pipeline-model-parallel-size 4 --micro-batch-size 1 --bf16"

@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 
 import pretrain_gpt
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import Runtime
 from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import Runtime
-from megatron.training.theoretical_memory import describe_theoretical_memory, model_size, theoretical_memory
+from megatron.training.theoretical_memory_usage import describe_theoretical_memory, model_size, theoretical_memory
 
 GPT2_345M = """
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024

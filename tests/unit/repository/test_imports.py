@@ -16,7 +16,7 @@ from tests.unit.repository.source_tree import REPOSITORY, module_name, package_f
 # Which files may touch what. A module covers everything below it; imports for type checkers only are free.
 OWNERS: dict[str, tuple[str, ...]] = {
     "argparse": (
-        "megatron/training/config/arguments.py",
+        "megatron/config/arguments.py",
         "megatron/commands/",
         "megatron/interop/megatron_torch/pickle_writer.py",
     ),
@@ -24,12 +24,12 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/commands/reliability/doctor.py",
         "megatron/commands/data/preprocess_data.py",
         "megatron/commands/reliability/verify_parallelism.py",
-        "megatron/training/process/initialize.py",
+        "megatron/training/initialize.py",
         "megatron/core/device.py",
         "megatron/interop/huggingface/parallelize.py",
         "megatron/commands/training/rank_launcher.py",
     ),
-    "os.getenv": ("megatron/training/process/initialize.py", "megatron/core/device.py"),
+    "os.getenv": ("megatron/training/initialize.py", "megatron/core/device.py"),
     "torch.cuda": (
         "megatron/core/host_memory.py",
         "megatron/core/cuda_graph.py",
@@ -49,8 +49,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/interop/huggingface/parallelize.py",
         "megatron/interop/huggingface/spawned/rank.py",
         "megatron/interop/torch_dist/metadata_writer.py",
-        "megatron/training/process/initialize.py",
-        "megatron/training/process/restart/broken_links.py",
+        "megatron/training/initialize.py",
+        "megatron/training/fault_tolerance/rendezvous.py",
         "megatron/verification/collective_recorder.py",
         "megatron/verification/worker_pool.py",
         "megatron/commands/training/rank_launcher.py",
@@ -64,8 +64,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "s3fs": ("megatron/core/object_store.py",),
     "fastapi": ("megatron/serving/openai/application.py",),
     "uvicorn": ("megatron/serving/openai/http_server.py",),
-    "mlflow": ("megatron/training/reporting/loggers/mlflow_logger.py",),
-    "wandb": ("megatron/training/reporting/loggers/wandb_logger.py",),
+    "mlflow": ("megatron/training/loggers/experiment_loggers.py",),
+    "wandb": ("megatron/training/loggers/experiment_loggers.py",),
     "lm_eval": ("megatron/evaluation/harness_model.py", "megatron/evaluation/harness_tasks.py"),
     "jinja2": ("megatron/core/datasets/chat_template.py",),
     "triton": ("megatron/core/ops/triton/", "megatron/planner/simulation/triton.py"),
@@ -87,15 +87,15 @@ TORCH_FREE_PATTERNS = (
     "megatron/core/dist_checkpointing/index.py",
     "megatron/interop/huggingface/families.py",
     "megatron/training/checkpointing/folder.py",
-    "megatron/training/data/data_plan.py",
-    "megatron/training/process/initialize.py",
-    "megatron/training/process/preflight.py",
-    "megatron/training/process/refusal.py",
-    "megatron/training/process/restart/keeper.py",
-    "megatron/training/process/restart/restart_config.py",
-    "megatron/training/config/*.py",
-    "megatron/training/config/checks/*.py",
-    "megatron/training/faults/fault_c*.py",
+    "megatron/training/data_plan.py",
+    "megatron/training/initialize.py",
+    "megatron/training/preflight.py",
+    "megatron/training/exit_reason.py",
+    "megatron/training/fault_tolerance/supervisor.py",
+    "megatron/config/resilience_config.py",
+    "megatron/config/*.py",
+    "megatron/config/checks/*.py",
+    "megatron/training/fault_tolerance/fault_c*.py",
     "megatron/planner/*.py",
     "megatron/planner/simulation/pretended_cuda.py",
     "megatron/planner/simulation/vocabulary.py",
@@ -205,7 +205,7 @@ def test_configuration_and_its_checks_import_no_torch() -> None:
 
 
 def test_help_waits_for_nothing_that_only_a_run_needs() -> None:
-    late = ("megatron.training.process.preflight", "megatron.training.process.restart.keeper", "lm_eval", "torch")
+    late = ("megatron.training.preflight", "megatron.training.fault_tolerance.supervisor", "lm_eval", "torch")
     program = f"import sys, pretrain_gpt\nprint([name for name in {late} if name in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False

@@ -14,9 +14,9 @@ import markdown
 import pytest
 
 from docs.scripts.markdown_cells import code, prose
+from megatron.config.megatron_flags import NO_EFFECT
+from megatron.config.run_config import config_parts
 from megatron.core.config_base import field_docs, field_specs
-from megatron.training.config.flag_notes import NO_EFFECT
-from megatron.training.config.run_config import config_parts
 from tests.unit.repository.source_tree import REPOSITORY
 from tests.unit.training.config.mistakes import MISTAKES, workplace
 

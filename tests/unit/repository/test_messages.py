@@ -83,7 +83,8 @@ def test_messages_are_found_wherever_they_are_made(refusals: ModuleType) -> None
         "one thing is wrong",
     }
     said, unsaid = (
-        refusals.Message(text, "megatron/training/data/x.py").advice for text in ("… is short; give more", "… is short")
+        refusals.Message(text, "megatron/training/data_plan.py").advice
+        for text in ("… is short; give more", "… is short")
     )
     assert said == "`give more`"
     assert "(datasets.md)" in unsaid

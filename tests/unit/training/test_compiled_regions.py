@@ -13,9 +13,8 @@ from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
-from megatron.training.compiled_regions import compile_regions
-from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import make_runtime
+from megatron.training.initialize import make_runtime
+from megatron.training.model_setup import build_training_parts, compile_regions
 from megatron.verification.cells import BASE_FLAGS, SHAPES
 from megatron.verification.run_cell import resolve_cell, run_cell
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron.config.training_config import CheckpointConfig
 from megatron.core.object_store import as_path
-from megatron.training import continuation
+from megatron.training import resume
 from megatron.training.checkpointing.saver import RunCheckpoints
-from megatron.training.config.checkpoint_config import CheckpointConfig
 from tests.harness.object_faults import empty_memory_store
 from tests.unit.training.checkpointing.toy_checkpoint import STATE, save
 
@@ -39,8 +39,8 @@ def test_checkpoints_of_before_the_run_are_known(name: str, tmp_path: Path) -> N
     started = time.time()
     time.sleep(0.02)
     save(directory, 7, [])
-    assert continuation.checkpoints_before(str(directory), started) == {5}
-    assert continuation.checkpoints_before(str(directory), time.time() + 1) == {5, 7}
+    assert resume.checkpoints_before(str(directory), started) == {5}
+    assert resume.checkpoints_before(str(directory), time.time() + 1) == {5, 7}
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -52,9 +52,9 @@ def test_copies_that_are_older_than_a_checkpoint_are_seen_to_be(name: str, tmp_p
     runtime: Any = SimpleNamespace(is_reporter=True, state=STATE)
     for iteration, expected in ((4, True), (5, False)):
         found: Any = SimpleNamespace(iteration=iteration)
-        assert continuation._is_older(found, config, config, runtime) is expected
+        assert resume._is_older(found, config, config, runtime) is expected
     other: Any = SimpleNamespace(checkpoint=replace(checkpoint, load=None))
-    assert continuation._is_older(SimpleNamespace(iteration=4), other, other, runtime) is False  # type: ignore[arg-type]
+    assert resume._is_older(SimpleNamespace(iteration=4), other, other, runtime) is False  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.config.arguments import resolve_arguments
+from megatron.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
 RAISED = "--cuda-graph-warmup-steps 1 is too small for --fp8-recipe delayed: the run uses 2"

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import pretrain_gpt
+from megatron.config.arguments import parse_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.available_host_memory import HostRoom
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
@@ -18,12 +20,9 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.training.activation_estimate import activation_bytes
-from megatron.training.config.arguments import parse_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.model_setup import build_training_parts
-from megatron.training.optimizer_setup import _check_buffers
-from megatron.training.process.initialize import Runtime
+from megatron.training.initialize import Runtime
+from megatron.training.model_setup import _check_buffers, build_training_parts
+from megatron.training.theoretical_memory_usage import activation_bytes
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --train-iters 9 --lr 1e-3 --mock-data --seq-length 12 "

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.arguments import parse_arguments
 from megatron.core.errors import TrainingError
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.timers import Timers
 from megatron.training import training
-from megatron.training.agreement import Agreement
-from megatron.training.config.arguments import parse_arguments
-from megatron.training.data.evaluation_sets import EvaluationSet, EvaluationSets
-from megatron.training.process.exit_warning import ExitWarning
-from megatron.training.reporting.log_lines import StepReport
-from megatron.training.train_state import TrainState
+from megatron.training.dist_signal_handler import ExitWarning
+from megatron.training.evaluation import EvaluationSet, EvaluationSets
+from megatron.training.loggers.log_lines import StepReport
+from megatron.training.step_reduction import Agreement
 from megatron.training.training import TrainingRun, evaluate_and_report, train
 from tests.unit.training.config.command_lines import MINIMAL
 

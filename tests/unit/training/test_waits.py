@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pretrain_gpt
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.arguments import parse_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.data_history import LeftOutSamples
 from megatron.core.device import Device
@@ -28,13 +31,10 @@ from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.timers import Timers
-from megatron.training.config.arguments import parse_arguments
-from megatron.training.config.run_config import RunConfig
 from megatron.training.evaluation import evaluate
-from megatron.training.faults.fault_guard import FaultGuard
+from megatron.training.fault_tolerance.anomaly_detector import FaultGuard
+from megatron.training.initialize import Runtime
 from megatron.training.model_setup import TrainingParts, build_training_parts
-from megatron.training.process.initialize import Runtime
-from megatron.training.train_state import TrainState
 from megatron.training.training_step import TrainingStep
 
 LENGTH, BATCH, NUM_MICROBATCHES = 12, 3, 2

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.commands.reliability.verify_parallelism import choose_cells, main, parse_arguments
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
 from megatron.verification.attention_cells import attention_matrix
 from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Cell, Layout, make_cell, matrix
 from megatron.verification.expert_cells import expert_matrix

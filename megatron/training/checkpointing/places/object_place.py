@@ -14,12 +14,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.checkpoint.last_good import KNOWN_FILE
 from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, index_text
 from megatron.core.object_store import ObjectPath
 from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
 from megatron.training.checkpointing.folder import names_iteration
 from megatron.training.checkpointing.publication import Retention
-from megatron.training.faults.known_good import KNOWN_FILE
 
 _MARK = re.compile(r"\.(iter_\d{7,})\.([0-9a-f]*-\d+)\.(saving|removing)")
 

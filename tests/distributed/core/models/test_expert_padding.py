@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import pretrain_gpt
+from megatron.checkpoint.train_state import TrainState
 from megatron.core.datasets.gpt_dataset import GPTSample
 from megatron.core.device import Device
 from megatron.core.timers import Timers
-from megatron.training.data.batch_source import BatchSource
+from megatron.training.batch_source import BatchSource
+from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import make_runtime
-from megatron.training.train_state import TrainState
 from megatron.training.training_step import TrainingStep
 from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
 from megatron.verification.run_cell import resolve_cell

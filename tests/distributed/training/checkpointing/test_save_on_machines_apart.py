@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.train_state import TrainProgress
+from megatron.config.training_config import CheckpointConfig
 from megatron.core.dist_checkpointing import shard_reader
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError, StorageError
@@ -22,8 +24,6 @@ from megatron.training.checkpointing.places import save_place
 from megatron.training.checkpointing.publication import publish
 from megatron.training.checkpointing.recovery import prepare_save_directory
 from megatron.training.checkpointing.save import CommonState
-from megatron.training.config.checkpoint_config import CheckpointConfig
-from megatron.training.train_state import TrainProgress
 from tests.harness.distributed import run_distributed
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import assert_equal_runs, empty_run, filled_run

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.context_parallel.partition import positions_of
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.gpt_dataset import GPTSample, MockGPTDataset
 from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.device import Device
 from megatron.core.process_group import CollectiveCall
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.data.batch_source import BatchSource
-from megatron.training.process.initialize import make_runtime
+from megatron.training.batch_source import BatchSource
+from megatron.training.initialize import make_runtime
 from tests.harness.distributed import run_distributed
 
 LENGTH, MICRO_BATCH, VOCABULARY = 24, 3, 61

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.run_config import RunConfig
 from megatron.core.datasets.blended_dataset import BlendedDataset, LaterPhase
 from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.datasets.index_cache import IndexArrays
@@ -18,13 +20,11 @@ from megatron.core.datasets.sample_keys import blend_names
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.training.config.run_config import RunConfig
-from megatron.training.data.batch_source import BatchSource, batch_layout
-from megatron.training.data.data_plan import dataset_config
+from megatron.training.batch_source import BatchSource, batch_layout
+from megatron.training.data_plan import dataset_config
+from megatron.training.initialize import make_runtime
+from megatron.training.loggers.log_lines import StepReport
 from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import make_runtime
-from megatron.training.reporting.log_lines import StepReport
-from megatron.training.train_state import TrainState
 from megatron.training.training_step import TrainingStep
 from megatron.verification.cells import BASE_FLAGS, DATA
 from megatron.verification.run_cell import CPU, resolve_cell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron.training.process.process_exit import run_program
+from megatron.training.exit_reason import run_program
 from tests.harness.faults import Faults, run_with_faults
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron.core.device import select_device
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
-from megatron.training.process.restart import broken_links
-from megatron.training.process.restart.broken_links import GroupLinks, leave_groups
+from megatron.training.fault_tolerance import rendezvous
+from megatron.training.fault_tolerance.rendezvous import GroupLinks, leave_groups
 
 PATIENCE = timedelta(seconds=60)
 WHILE_IT_WAITS_S = 0.3
@@ -23,13 +23,13 @@ WHILE_IT_WAITS_S = 0.3
 
 def record_aborts(links: GroupLinks) -> list[bool]:
     """Return a list that gets, at each abort of the communicators, whether the flight recorder is given up by then."""
-    abort, given_up = broken_links.abort_communicators, list[bool]()
+    abort, given_up = rendezvous.abort_communicators, list[bool]()
 
     def record_and_abort() -> None:
         given_up.append(links.are_given_up)
         abort()
 
-    broken_links.abort_communicators = record_and_abort
+    rendezvous.abort_communicators = record_and_abort
     return given_up
 
 

@@ -23,10 +23,10 @@ from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.router import Routing
 from megatron.core.transformer.moe.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher
-from megatron.training.agreement import agree_to_exit
 from megatron.training.checkpointing.local_copies.copy_file import CopyFile
 from megatron.training.checkpointing.local_copies.local_copies import LocalCopies
-from megatron.training.process.initialize import Runtime
+from megatron.training.initialize import Runtime
+from megatron.training.step_reduction import agree_to_exit
 
 NUM_TOKENS, WIDTH, NUM_EXPERTS = 6, 8, 4
 ITERATION = {"iteration": 1}

@@ -20,6 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import pretrain_gpt
+from megatron.config.run_config import RunConfig
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.datasets.gpt_dataset import GPTSample
@@ -30,9 +31,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.executor import ChunkResult
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.training.config.run_config import RunConfig
-from megatron.training.process.initialize import Runtime
-from megatron.training.process.process_exit import run_program
+from megatron.training.exit_reason import run_program
+from megatron.training.initialize import Runtime
 
 STAND_INS = Path(__file__).resolve().parents[3] / "unit" / "core" / "kernels"
 SMALL: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "megatron.core.ops.dropout": {"_BLOCK": 300},
     "megatron.core.optimizer.inner_optimizer": {"_PIECE": 700},
     "megatron.core.tensor_parallel.initialization": {"_GATHERED_ELEMENTS": 4000},
-    "megatron.training.reporting.attention_logits": {"_BLOCK_ELEMENTS": 600},
+    "megatron.training.loggers.layer_statistics": {"_BLOCK_ELEMENTS": 600},
 }
 """Sizes of what is worked on at once, with which a small model takes several turns."""
 SMALL_PROGRAMS: dict[str, dict[str, Any]] = {

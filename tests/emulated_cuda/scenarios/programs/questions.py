@@ -9,8 +9,8 @@ from typing import Any
 
 import pretrain_gpt
 from megatron.core.inference.prompt_batch import ScoredRow
-from megatron.training.process.process_exit import run_program
-from megatron.training.reporting.looks import task_scores
+from megatron.training import periodic_evals
+from megatron.training.exit_reason import run_program
 
 ROWS = (ScoredRow((3, 1, 4, 15), 2), ScoredRow((42, 6, 53, 58), 3))
 
@@ -31,6 +31,6 @@ if __name__ == "__main__":
     package = ModuleType("lm_eval")
     package.__spec__ = importlib.machinery.ModuleSpec("lm_eval", None)
     sys.modules["lm_eval"] = package
-    task_scores.HarnessTasks = NoTasks  # type: ignore[attr-defined, assignment]
-    task_scores.TaskScores._scores = scores  # type: ignore[method-assign]
+    periodic_evals.HarnessTasks = NoTasks  # type: ignore[attr-defined, assignment]
+    periodic_evals.TaskScores._scores = scores  # type: ignore[method-assign]
     run_program(lambda: pretrain_gpt.main(sys.argv[1:]))

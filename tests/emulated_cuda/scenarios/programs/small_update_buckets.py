@@ -6,7 +6,7 @@ import sys
 
 import pretrain_gpt
 from megatron.core.optimizer import update_bucket
-from megatron.training.process.process_exit import run_program
+from megatron.training.exit_reason import run_program
 
 MAX_ELEMENTS = 2000
 

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 
 import pretrain_gpt
-from megatron.training.process.process_exit import run_program
+from megatron.training.exit_reason import run_program
 from tests.emulated_cuda.environment import REPOSITORY
 
 ENGINE = REPOSITORY / "tests/unit/core/kernels/transformer_engine_stand_in.py"

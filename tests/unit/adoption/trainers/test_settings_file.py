@@ -10,7 +10,7 @@ from megatron.adoption.adopted_command import AdoptedCommand
 from megatron.adoption.adoption import adopt_file
 from megatron.adoption.trainers import settings
 from megatron.commands.adopt import CHECKS, main
-from megatron.training.config.arguments import all_flags
+from megatron.config.arguments import all_flags
 from tests.unit.adoption.example_scripts import NANOTRON, OLMO_CORE, TORCHTITAN
 
 

@@ -12,13 +12,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.main_grad import main_grad_of
 from megatron.core.ops.gemm import add_rows, adds_wide_products
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
-from megatron.training.config.arguments import resolve_arguments
 from megatron.training.model_setup import describe_rounded_gradients
 from tests.unit.training.config.command_lines import MINIMAL
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import OURS, find_implementation
@@ -18,7 +19,6 @@ from megatron.planner.prediction import predict
 from megatron.planner.replica_time import exposed_replica_seconds
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.planner.stage_memory import stage_state
-from megatron.training.config.arguments import resolve_arguments
 from megatron.verification.cells import BASE_FLAGS, SHAPES, Layout
 from megatron.verification.latent_cells import make_latent_cell
 from megatron.verification.run_cell import resolve_cell

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
-from megatron.training.config.arguments import resolve_arguments
 from megatron.verification.cells import Layout, make_cell
 from tests.harness.step_traffic import assert_same_traffic
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.last_good import is_known, mark_known, point_tracker
 from megatron.core import object_store
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
 from megatron.core.dist_checkpointing.state_dict import RunTensors
@@ -20,9 +21,8 @@ from megatron.training.checkpointing.folder import candidate_folders, complete_i
 from megatron.training.checkpointing.places import save_place
 from megatron.training.checkpointing.places.object_place import ObjectPlace, recover_objects
 from megatron.training.checkpointing.recovery import prepare_save_directory
-from megatron.training.faults.known_good import is_known, mark_known, point_tracker
-from megatron.training.process.folder_owner import FolderInUseError, OwnerRecord
-from megatron.training.process.process_identity import identify
+from megatron.training.fault_tolerance.processes import identify
+from megatron.training.fault_tolerance.run_lock import FolderInUseError, OwnerRecord
 from tests.harness.object_faults import MEMORY, ChangingOperations, Killed, Unreachable, empty_memory_store
 from tests.unit.core.dist_checkpointing.toy import assert_equal_runs, filled_run
 from tests.unit.training.checkpointing.toy_checkpoint import STATE, TRACKER, load, save

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.last_good import newest_known
+from megatron.checkpoint.train_state import TrainProgress
+from megatron.config.training_config import CheckpointConfig
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing import shard_file
 from megatron.core.dist_checkpointing.state_dict import RunTensors
@@ -25,11 +28,8 @@ from megatron.training.checkpointing.load import load_checkpoint
 from megatron.training.checkpointing.places import save_place
 from megatron.training.checkpointing.save import CommonState
 from megatron.training.checkpointing.saver import CheckpointSaver, open_saver
-from megatron.training.config.checkpoint_config import CheckpointConfig
-from megatron.training.faults.known_good import newest_known
-from megatron.training.process.folder_owner import FolderInUseError
-from megatron.training.process.initialize import Runtime
-from megatron.training.train_state import TrainProgress
+from megatron.training.fault_tolerance.run_lock import FolderInUseError
+from megatron.training.initialize import Runtime
 from tests.unit.core.dist_checkpointing.toy import assert_equal_runs, empty_run, filled_run
 
 STATE = describe_parallel_state(0, 1)

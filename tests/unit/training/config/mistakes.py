@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from docs.scripts.markdown_cells import code, prose
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import write_data_set
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "mistakes.md"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from megatron.training.config.arguments import all_flags
+from megatron.config.arguments import all_flags
 from tests.unit.training.config.command_lines import MINIMAL
 
 _NUMBERS = (

@@ -10,20 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.arguments import all_flags, parse_arguments, parse_arguments_or_exit, resolve_arguments
+from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.printed_config import format_arguments
+from megatron.config.run_config import RunConfig, command_line_fields, config_parts
 from megatron.core.config_base import field_docs, field_specs
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.argument_block import format_arguments
-from megatron.training.config.arguments import (
-    all_flags,
-    parse_arguments,
-    parse_arguments_or_exit,
-    resolve_arguments,
-)
-from megatron.training.config.flag_notes import (
-    NO_EFFECT,
-    NOT_SUPPORTED,
-)
-from megatron.training.config.run_config import RunConfig, command_line_fields, config_parts
 from tests.unit.training.config.command_lines import MINIMAL, write_data_set
 
 ROOT = Path(__file__).parents[4]
@@ -388,7 +380,7 @@ def test_print_config_prints_what_reads_back_and_ends_with_status_0(
 
 
 def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.training.process.refusal._WAIT_FOR_REPORT_S", 0.0)
+    monkeypatch.setattr("megatron.training.exit_reason._WAIT_FOR_REPORT_S", 0.0)
     before = signal.getsignal(signal.SIGTERM)
     for argv, status in (([*MINIMAL, "--print-config"], 0), (["--help"], 0), (["--lr"], 2)):
         with pytest.raises(SystemExit) as ended:

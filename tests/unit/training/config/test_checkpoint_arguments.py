@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from megatron.config.arguments import ParsedArguments, resolve_arguments
+from megatron.config.checkpoint_arguments import read_checkpoint_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer, byte_characters
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
-from megatron.training.config.arguments import ParsedArguments, resolve_arguments
-from megatron.training.config.checkpoint_arguments import read_checkpoint_arguments
 
 SHAPED = """
     --num-layers 6 --hidden-size 40 --num-attention-heads 5 --seq-length 48 --swiglu --normalization RMSNorm
@@ -213,7 +213,7 @@ def test_no_torch_is_imported_for_it(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 20, parse(SHAPED, REST).config.to_dict())
     words = [*REST.split(), "--use-checkpoint-args", "--load", str(tmp_path)]
     script = (
-        "import sys; from megatron.training.config.arguments import resolve_arguments; "
+        "import sys; from megatron.config.arguments import resolve_arguments; "
         f"resolve_arguments({words!r}, 1); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[4]).returncode == 0

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.pipeline_parallel.stage_layout import _listed
-from megatron.training.config.arguments import resolve_arguments
 
 _NOTHING = re.compile(r"(work|one of|use tp|use|give|possible|known|values): *(;|,|\)|\(|$|and |or )")
 _FIXED = (

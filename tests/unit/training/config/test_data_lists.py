@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.data_config import extra_validation_sets, read_data_list, read_per_split_lists
+from megatron.config.training_config import ValidationConfig
 from megatron.core.datasets.gpt_dataset_config import Blend, ValidationSet
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.data_lists import extra_validation_sets, read_data_list, read_per_split_lists
-from megatron.training.config.training_config import ValidationConfig
 from tests.unit.training.config.command_lines import write_data_set
 
 

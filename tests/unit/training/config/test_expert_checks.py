@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
 
 BASE = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.config.arguments import ParsedArguments, resolve_arguments
 from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError
 from megatron.core.tokenizers.tokenizer import NullTokenizer
-from megatron.training.config.arguments import ParsedArguments, resolve_arguments
-from megatron.training.data.data_plan import dataset_config
+from megatron.training.data_plan import dataset_config
 from tests.unit.training.config.command_lines import MINIMAL
 
 SHAPE = [word for word in MINIMAL if word != "--mock-data"]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config.arguments import all_flags, resolve_arguments
+from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, REASONS, refusal_reason
+from megatron.config.run_config import command_line_fields
+from megatron.config.unknown_flags import ForeignFlag, foreign_flags
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import all_flags, resolve_arguments
-from megatron.training.config.flag_notes import NO_EFFECT, NOT_SUPPORTED
-from megatron.training.config.foreign_flags import ForeignFlag, foreign_flags
-from megatron.training.config.notes.refusal_reasons import REASONS, refusal_reason
-from megatron.training.config.run_config import command_line_fields
 from tests.unit.training.config.command_lines import MINIMAL
 
 PLAIN = resolve_arguments(MINIMAL, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.config.arguments import resolve_arguments
+from megatron.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
 FIRST_BAD_GRADIENT = (

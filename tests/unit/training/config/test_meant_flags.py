@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.arguments import ParsedArguments, resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import ParsedArguments, resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL, SHAPE, TRAINING
 
 UNNAMED = [*SHAPE, *TRAINING, "--mock-data"]

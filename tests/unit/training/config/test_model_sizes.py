@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.device import Device
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.process.initialize import Runtime
+from megatron.training.initialize import Runtime
 from pretrain_gpt import provide_model
 from tests.unit.training.config.command_lines import TRAINING
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
 SCRIPTS = json.loads(Path(__file__).with_name("published_flags.json").read_text(encoding="utf-8"))

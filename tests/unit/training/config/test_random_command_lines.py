@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.process.refusal import one_line
+from megatron.training.exit_reason import one_line
 from tests.harness.bounded import bad_cases
 from tests.unit.training.config.command_lines import MINIMAL
 from tests.unit.training.config.random_words import random_command_line

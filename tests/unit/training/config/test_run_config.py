@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.data_config import read_data_list, read_per_split_lists
+from megatron.config.resolution import resolve
+from megatron.config.run_config import RunConfig
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.data_lists import read_data_list, read_per_split_lists
-from megatron.training.config.resolution import resolve
-from megatron.training.config.run_config import RunConfig
 from tests.unit.training.config.command_lines import MINIMAL
 
 

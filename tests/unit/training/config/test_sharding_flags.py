@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.checks import parallelism
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.checks import layout
 from tests.unit.training.config.test_arguments import MINIMAL
 
 WEIGHTS = "--data-parallel-sharding-strategy optim_grads_params"
@@ -71,4 +71,4 @@ def test_a_model_is_taken_out_of_a_run_with_instances() -> None:
     text = "--use-distributed-optimizer --num-distributed-optimizer-instances 2"
     config = resolve_arguments([*MINIMAL, *text.split()], 4).config
     alone = dataclasses.replace(config, world_size=1)
-    assert [problem for check in layout.CHECKS for problem in check.find(alone)] == []
+    assert [problem for check in parallelism.LAYOUT_CHECKS for problem in check.find(alone)] == []

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.arguments import ParsedArguments, resolve_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearName, LinearOverlap, linear_overlap
-from megatron.training.config.arguments import ParsedArguments, resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
 SEQUENCE_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.config.arguments import all_flags
-from megatron.training.config.foreign_flags import foreign_flags
-from megatron.training.config.unknown_flags import unknown_flags
+from megatron.config.arguments import all_flags
+from megatron.config.unknown_flags import foreign_flags, unknown_flags
 
 
 def answer(text: str) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import write_data_set
 
 SCRIPTS = Path(__file__).parents[4].parent / "shared" / "user_scripts"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.data.data_plan import SampleTargets, sample_targets
-from megatron.training.train_state import TrainState
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
+from megatron.training.data_plan import SampleTargets, sample_targets
 from tests.unit.training.config.command_lines import MINIMAL
 
 RUN = "--train-iters 21 --eval-interval 5 --eval-iters 3"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import CheckpointError
-from megatron.training.data.step_position import read_saved_run
+from megatron.training.step_position import read_saved_run
 
 
 def test_an_index_that_lacks_the_run_is_refused(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from megatron.training.faults.fault_config import FaultConfig
-from megatron.training.faults.result_watch import ResultWatch
+from megatron.config.resilience_config import FaultConfig
+from megatron.training.fault_tolerance.anomaly_detector import ResultWatch
 
 
 def watch_after(config: FaultConfig, losses: list[float], norms: list[float]) -> ResultWatch:

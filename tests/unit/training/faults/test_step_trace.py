@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import math
 
-from megatron.training.faults.step_trace import RankTrace, describe_ranks, is_same, ranks_not_finite, ranks_that_differ
+from megatron.training.fault_tolerance.step_replay import (
+    RankTrace,
+    describe_ranks,
+    is_same,
+    ranks_not_finite,
+    ranks_that_differ,
+)
 
 CHUNKS, STAGES, COPIES = 2, 2, 3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from megatron.training.process.console import print_line
+from megatron.core.console import print_line
 
 
 class Terminal(io.RawIOBase):

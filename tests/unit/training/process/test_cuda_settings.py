@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core import device as device_module
 from megatron.core.device import Device, driver_capability
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.process import initialize
-from megatron.training.process.cuda_settings import CudaSettings, choose_cuda_settings
-from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime
+from megatron.training import initialize
+from megatron.training.initialize import CudaSettings, LaunchEnvironment, choose_cuda_settings, initialize_runtime
 from tests.unit.training.config.command_lines import MINIMAL
 
 NAMES = (

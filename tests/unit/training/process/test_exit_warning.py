@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.training.process.exit_warning import ExitWarning
+from megatron.training.dist_signal_handler import ExitWarning
 
 
 class Clock:

@@ -13,9 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.process import folder_owner
-from megatron.training.process.folder_owner import FolderInUseError, FolderOwner, OwnerRecord, OwnerTimes, own_folder
-from megatron.training.process.process_identity import ProcessIdentity, identify, start_time
+from megatron.training.fault_tolerance import run_lock
+from megatron.training.fault_tolerance.processes import ProcessIdentity, identify, start_time
+from megatron.training.fault_tolerance.run_lock import (
+    FolderInUseError,
+    FolderOwner,
+    OwnerRecord,
+    OwnerTimes,
+    own_folder,
+)
 from tests.harness.distributed import run_distributed
 
 ELSEWHERE = ProcessIdentity("node7", "another machine", 4321, 99)
@@ -235,7 +241,7 @@ def test_a_process_that_is_gone_has_no_start_time(dead: ProcessIdentity, living:
 def test_a_race_between_the_look_and_the_record_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody with an older view of the folder creates a lower number meanwhile: both look again."""
     leave_record(tmp_path, ELSEWHERE, age_s=100.0)
-    real, created = folder_owner._create, []
+    real, created = run_lock._create, []
 
     def create(path: Path, record: OwnerRecord) -> None:
         if not created:
@@ -244,7 +250,7 @@ def test_a_race_between_the_look_and_the_record_is_seen(tmp_path: Path, monkeypa
         created.append(path.name)
         real(path, record)
 
-    monkeypatch.setattr(folder_owner, "_create", create)
+    monkeypatch.setattr(run_lock, "_create", create)
     own(tmp_path).check()
     assert created == [".owner.00000008", ".owner.00000008"]
 
@@ -253,13 +259,13 @@ def test_of_two_that_a_store_lets_create_one_record_the_later_one_is_the_owner(
     tmp_path: Path, living: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = OwnerRecord(living, None, "0123abcd", "a training run")
-    real = folder_owner._create
+    real = run_lock._create
 
     def create(path: Path, record: OwnerRecord) -> None:
         real(path, record)
         path.write_text(json.dumps(dataclasses.asdict(other)))
 
-    monkeypatch.setattr(folder_owner, "_create", create)
+    monkeypatch.setattr(run_lock, "_create", create)
     with pytest.raises(FolderInUseError, match=f"process {living.pid} "):
         own(tmp_path)
     assert OwnerRecord.read(tmp_path / ".owner.00000001") == other

@@ -6,18 +6,18 @@ import dataclasses
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.available_host_memory import HostRoom
 from megatron.core.errors import ConfigurationError
-from megatron.training.activation_estimate import (
+from megatron.training.preflight import check_host_memory, check_least_host_memory
+from megatron.training.theoretical_memory_usage import (
     kept_layer_bytes,
     least_offloaded_bytes,
+    model_size,
     offloaded_bytes,
     tokens_of_rank,
 )
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.process.host_memory import check_host_memory, check_least_host_memory
-from megatron.training.theoretical_memory import model_size
 from tests.unit.training.config.command_lines import MINIMAL
 
 PIPELINE = "--num-layers 8 --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 6"

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.notes import machine_notes
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.process import initialize
-from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime, read_launch_environment
-from megatron.training.process.machine_notes import machine_notes
+from megatron.training import initialize
+from megatron.training.initialize import LaunchEnvironment, initialize_runtime, read_launch_environment
 from tests.unit.training.config.command_lines import MINIMAL
 
 

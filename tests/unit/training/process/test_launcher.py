@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.process.launcher import find_launcher
+from megatron.training.fault_tolerance.processes import find_launcher
 from tests.harness.training_run import REPOSITORY
 
 RUN_ID = "run-of-a-test"
@@ -23,12 +23,12 @@ LAUNCHER = (
     "sys.stdin.read()\n"
 )
 FIND = f"""
-from megatron.training.process.launcher import find_launcher
+from megatron.training.fault_tolerance.processes import find_launcher
 print('found', find_launcher('{RUN_ID}'), flush=True)
 """
 FOLLOW = f"""
 import os, signal, sys, time
-from megatron.training.process import launcher
+from megatron.training.fault_tolerance import processes as launcher
 launcher.GRACE_S = 1.0
 if sys.argv[1] == 'answers':
     signal.signal(signal.SIGTERM, lambda *_: print('answered', flush=True))

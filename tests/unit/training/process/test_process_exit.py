@@ -29,7 +29,7 @@ def main():
     print("done")
     {ending}
 """
-OURS = "\nfrom megatron.training.process.process_exit import run_program\nrun_program(main)\n"
+OURS = "\nfrom megatron.training.exit_reason import run_program\nrun_program(main)\n"
 
 
 def run(ending: str) -> subprocess.CompletedProcess[str]:
@@ -62,7 +62,7 @@ def test_a_program_that_fails_says_how_and_has_status_1() -> None:
 
 
 def test_a_status_in_words_is_left_to_the_interpreter() -> None:
-    imports = "import sys\nfrom megatron.training.process.process_exit import run_program\n"
+    imports = "import sys\nfrom megatron.training.exit_reason import run_program\n"
     script = f"{imports}run_program(lambda: sys.exit('no'))\n"
     ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, "no\n")

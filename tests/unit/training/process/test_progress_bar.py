@@ -15,9 +15,8 @@ import pytest
 
 from megatron.commands.data import clean_dataset, inspect_dataset, merge_datasets
 from megatron.conversion.progress import ByteProgress
+from megatron.core.console import CLEAR_LINE, ProgressBar, format_bar, waiting
 from megatron.corpus.preprocessing.progress import Progress
-from megatron.training.process.console import CLEAR_LINE
-from megatron.training.process.progress_bar import ProgressBar, format_bar, waiting
 from tests.unit.commands.test_merge_datasets import write_parts
 
 
@@ -80,7 +79,7 @@ def test_preprocessing_has_a_bar_between_its_lines(total: int | None, monkeypatc
 def test_waiting_is_shown_while_it_lasts(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal() if is_terminal else io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr("megatron.training.process.progress_bar._WAITING_REDRAW_S", 0.001)
+    monkeypatch.setattr("megatron.core.console._WAITING_REDRAW_S", 0.001)
     drawn = threading.Event()
     write = stream.write
 
@@ -99,7 +98,7 @@ def test_waiting_is_shown_while_it_lasts(is_terminal: bool, monkeypatch: pytest.
 def test_waiting_draws_a_bar_of_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr("megatron.training.process.progress_bar._WAITING_REDRAW_S", 0.001)
+    monkeypatch.setattr("megatron.core.console._WAITING_REDRAW_S", 0.001)
     with waiting("loading the model") as told:
         told(1, 4)
         deadline = time.monotonic() + 20
@@ -114,7 +113,7 @@ def test_waiting_draws_a_bar_of_what_it_is_told(monkeypatch: pytest.MonkeyPatch)
 def test_cleaning_has_a_bar_of_the_bytes_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("megatron.training.process.progress_bar._REDRAW_S", 0.0)
+    monkeypatch.setattr("megatron.core.console._REDRAW_S", 0.0)
     folder = tmp_path / "texts"
     folder.mkdir()
     lines = b"".join(b'{"text": "number %d of many"}\n' % number for number in range(40))
@@ -138,7 +137,7 @@ def test_merging_and_verifying_data_have_a_bar_of_their_bytes(
     """Each data set is one block of the bar, and a damaged one is read to its end too."""
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("megatron.training.process.progress_bar._REDRAW_S", 0.0)
+    monkeypatch.setattr("megatron.core.console._REDRAW_S", 0.0)
     prefixes = write_parts(tmp_path / "parts", modes=False)
     assert merge_datasets.main(["--input", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "all")]) == 0
     merging = shares_of(terminal.getvalue(), "merging")
@@ -164,7 +163,7 @@ def test_merging_and_verifying_data_have_a_bar_of_their_bytes(
 def test_cutting_documents_has_a_bar_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("megatron.training.process.progress_bar._REDRAW_S", 0.0)
+    monkeypatch.setattr("megatron.core.console._REDRAW_S", 0.0)
     (tmp_path / "shards").mkdir()
     for number in range(4):
         np.tile(np.array([5, 6, 0], "<u2"), 10).tofile(tmp_path / "shards" / f"{number}.bin")

@@ -7,8 +7,8 @@ import torch
 
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.process_group import single_rank_group
-from megatron.training.reporting import attention_logits
-from megatron.training.reporting.attention_logits import AttentionLogits
+from megatron.training.loggers import layer_statistics
+from megatron.training.loggers.layer_statistics import AttentionLogits
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 11, 3, 6, 2, 5
 WORLD = single_rank_group(("dp",))
@@ -24,7 +24,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_largest_is_that_of_the_whole_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_logits, "_BLOCK_ELEMENTS", 4 * BATCH * HEADS * LENGTH)  # 4 queries a block, then 3
+    monkeypatch.setattr(layer_statistics, "_BLOCK_ELEMENTS", 4 * BATCH * HEADS * LENGTH)  # 4 queries a block, then 3
     pattern, random = PATTERNS[name], torch.Generator().manual_seed(3)
     query = torch.randn(LENGTH, BATCH, HEADS, WIDTH, generator=random)
     key = torch.randn(LENGTH, BATCH, GROUPS, WIDTH, generator=random)

@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.printed_config import summarize
+from megatron.core.console import CLEAR_LINE, format_bar, format_duration, print_line
 from megatron.core.flight_recorder import FlightRecorder
-from megatron.training.config.argument_block import summarize
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.process.console import CLEAR_LINE, print_line
-from megatron.training.process.progress_bar import format_bar, format_duration
-from megatron.training.reporting.live_line import LiveLine
-from megatron.training.reporting.log_lines import StepReport, format_first_step
+from megatron.training.loggers.log_lines import LiveLine, StepReport, format_first_step
 from tests.unit.training.config.command_lines import MINIMAL
 
 CONFIG = resolve_arguments([*MINIMAL, "--train-iters", "200", "--eval-interval", "50", "--save", "d"], 1).config

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.device import Device
-from megatron.training.reporting.log_lines import (
+from megatron.training.loggers.log_lines import (
     IntervalAverage,
     StepReport,
     format_evaluation,

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.core.object_store import as_path
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.reporting.loggers.open_loggers import check_packages, check_services
-from megatron.training.reporting.metrics import MetricsWriter
+from megatron.training.loggers.experiment_loggers import check_packages, check_services
+from megatron.training.loggers.metrics import MetricsWriter
 from tests.harness.object_faults import empty_memory_store
 from tests.unit.training.reporting.test_profiling import FLAGS
 
@@ -323,7 +323,7 @@ def test_an_mlflow_server_that_does_not_answer_is_rejected(mlflow: list[str]) ->
 def test_an_mlflow_server_that_accepts_the_connection_and_is_slow_is_reachable(
     mlflow: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.training.reporting.loggers.mlflow_logger._REACH_SECONDS", 0.1)
+    monkeypatch.setattr("megatron.training.loggers.experiment_loggers._REACH_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as slow:
         uri = f"http://127.0.0.1:{slow.getsockname()[1]}"
         check_services(config_of("--mlflow-experiment", "e", "--mlflow-tracking-uri", uri))

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
-from megatron.training.reporting.metrics import MetricsWriter, set_superseded_lines_aside
+from megatron.training.loggers.metrics import MetricsWriter, set_superseded_lines_aside
 
 
 def test_a_file_that_is_no_text_is_refused_and_kept(tmp_path: Path) -> None:

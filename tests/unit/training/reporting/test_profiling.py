@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.process.initialize import Runtime, make_runtime
-from megatron.training.reporting.profiling import Profiling
+from megatron.training.initialize import Runtime, make_runtime
+from megatron.training.loggers.profiling import Profiling
 from tests.harness.forked_training import fork_training
 from tests.harness.training_run import run_training
 

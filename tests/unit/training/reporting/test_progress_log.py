@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.reporting.progress_log import PROGRESS_FILE, ProgressLog
-from megatron.training.train_state import TrainState
+from megatron.checkpoint.train_state import TrainState
+from megatron.training.loggers.run_record import PROGRESS_FILE, ProgressLog
 
 
 def hours_ago(hours: int, gpus: int, text: str) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pretrain_gpt
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import Runtime
+from megatron.training.loggers.startup_lines import describe_batch_and_tokenizer, describe_buckets
 from megatron.training.model_setup import build_training_parts
-from megatron.training.process.initialize import Runtime
-from megatron.training.reporting.startup_lines import describe_batch_and_tokenizer, describe_buckets
 
 FLAGS = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24

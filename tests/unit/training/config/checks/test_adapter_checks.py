@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
 PIPELINE = "--num-layers 4 --lora-rank 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"

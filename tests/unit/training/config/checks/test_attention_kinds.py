@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.run_config import RunConfig
 from megatron.verification.cells import BASE_FLAGS
 
 ROTARY = ("--position-embedding-type", "rope")

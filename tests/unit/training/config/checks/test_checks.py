@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
+from megatron.config.checks.run_checks import find_problems
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.config.checks.run_checks import find_problems
 from tests.unit.training.config.command_lines import MINIMAL, TOKENIZER, write_data_set
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
 SIZES = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import resolve_arguments
 from tests.unit.training.config.command_lines import MINIMAL
 
 LATENT = "--multi-latent-attention --position-embedding-type rope"

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.arguments import ParsedArguments, resolve_arguments
+from megatron.config.config_sources import preset_names, read_config_file
+from megatron.config.printed_config import format_config
+from megatron.config.run_config import RunConfig
 from megatron.core.errors import ConfigurationError
-from megatron.training.config.arguments import ParsedArguments, resolve_arguments
-from megatron.training.config.run_config import RunConfig
-from megatron.training.config.sources.config_file import read_config_file
-from megatron.training.config.sources.preset import preset_names
-from megatron.training.config.sources.printed_config import format_config
 from tests.harness.training_run import REPOSITORY
 from tests.unit.training.config.command_lines import MINIMAL
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.flight_recorder import Communication
-from megatron.training.process.hang.diagnosis import diagnose
-from megatron.training.process.hang.processes import ProcessName
-from megatron.training.process.hang.rank_state import DeviceState, RankState
+from megatron.training.fault_tolerance.hang_report import diagnose
+from megatron.training.fault_tolerance.processes import ProcessName
+from megatron.training.fault_tolerance.rank_state import DeviceState, RankState
 
 NOWHERE = ProcessName("host", "another machine", 1, 1)
 CHANNELS = ("tp[0,1]", "tp[2,3]", "activations 0->2[0,2]", "world[0-3]")

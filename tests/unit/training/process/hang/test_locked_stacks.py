@@ -7,8 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
-from megatron.training.process.hang.locked_stacks import StackFile, ask_for_stacks, parse_stacks
-from megatron.training.process.hang.processes import ProcessName, this_process
+from megatron.training.fault_tolerance.processes import ProcessName, this_process
+from megatron.training.fault_tolerance.rank_state import StackFile, ask_for_stacks, parse_stacks
 from tests.harness.training_run import REPOSITORY
 
 WRITTEN = """Thread 0x00007f (most recent call first):
@@ -21,7 +21,7 @@ Current thread 0x00008a (most recent call first):
 """
 LOCKED = """
 import ctypes, sys
-from megatron.training.process.hang.locked_stacks import StackFile
+from megatron.training.fault_tolerance.rank_state import StackFile
 file = StackFile()
 print(file.path, flush=True)
 def hold_the_lock():
@@ -33,7 +33,7 @@ hold_the_lock()
 
 LATE = """
 import faulthandler, os
-from megatron.training.process.hang import locked_stacks
+from megatron.training.fault_tolerance import rank_state as locked_stacks
 real = faulthandler.unregister
 def unregister(number):
     real(number)

@@ -7,8 +7,8 @@ import pytest
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import record_flight
 from megatron.core.process_group import Group
-from megatron.training.process.hang import patience
-from megatron.training.process.hang.patience import Patience
+from megatron.training.fault_tolerance import hang_timeout
+from megatron.training.fault_tolerance.hang_timeout import Patience
 
 
 class Machine:
@@ -17,10 +17,10 @@ class Machine:
     def __init__(self, monkeypatch) -> None:
         self.now = self.cpu_s = 100.0
         self.bytes = 0
-        monkeypatch.setattr(patience.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(patience.time, "process_time", lambda: self.cpu_s)
-        monkeypatch.setattr(patience, "bytes_moved", lambda: self.bytes)
-        monkeypatch.setattr(patience, "_waits_for_disk", lambda: False)
+        monkeypatch.setattr(hang_timeout.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(hang_timeout.time, "process_time", lambda: self.cpu_s)
+        monkeypatch.setattr(hang_timeout, "bytes_moved", lambda: self.bytes)
+        monkeypatch.setattr(hang_timeout, "_waits_for_disk", lambda: False)
 
 
 @pytest.fixture

@@ -17,18 +17,17 @@ import pytest
 import torch.distributed as dist
 
 from megatron.commands.reliability.read_flight import main
+from megatron.config.arguments import resolve_arguments
 from megatron.core.device import Device
 from megatron.core.flight_recorder import DeviceMark, FlightRecorder
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.process.hang.hang_report import HangReportError, read_hang_report
-from megatron.training.process.hang.node_board import NodeBoard, enter, processes_in
-from megatron.training.process.hang.patience import Patience
-from megatron.training.process.hang.processes import kill, state_of, this_process
-from megatron.training.process.hang.rank_state import RankState
-from megatron.training.process.hang.watchdog import Surroundings, Watchdog
-from megatron.training.process.hang.watching import watching
-from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime
+from megatron.training.fault_tolerance.hang_report import HangReportError, read_hang_report
+from megatron.training.fault_tolerance.hang_timeout import Patience
+from megatron.training.fault_tolerance.node_board import NodeBoard, enter, processes_in
+from megatron.training.fault_tolerance.processes import kill, state_of, this_process
+from megatron.training.fault_tolerance.rank_state import RankState
+from megatron.training.fault_tolerance.watchdog import Surroundings, Watchdog, watching
+from megatron.training.initialize import LaunchEnvironment, initialize_runtime
 from tests.unit.core.flight.test_recorder import PretendedDevice
 from tests.unit.training.config.command_lines import MINIMAL
 
@@ -99,7 +98,7 @@ class Ranks:
 @pytest.fixture(params=[(0, 0), (0, 1)], ids=["one node", "two nodes"])
 def ranks(tmp_path: Path, monkeypatch, request):
     # The ranks are one process: none of them waits for the end of another.
-    monkeypatch.setattr("megatron.training.process.hang.ending._ENDING_S", 0.0)
+    monkeypatch.setattr("megatron.training.fault_tolerance.watchdog._ENDING_S", 0.0)
     made = Ranks(tmp_path, request.param)
     yield made
     made.close()
@@ -173,7 +172,7 @@ def test_the_report_is_kept_and_read_back(ranks: Ranks, capsys) -> None:
 
 
 def test_a_leader_that_is_gone_is_replaced_and_the_hang_found(ranks: Ranks, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("megatron.training.process.hang.watchdog._LEADER_SILENCE_S", 0.5)
+    monkeypatch.setattr("megatron.training.fault_tolerance.watchdog._LEADER_SILENCE_S", 0.5)
     ranks.watchdogs[0].close(is_over=False)
     wait_in(ranks.recorders[1], 1)
     deadline = time.monotonic() + SOON_S
@@ -205,7 +204,7 @@ def test_nothing_is_watched_only_with_a_warning(
         reason = "MASTER_ADDR and MASTER_PORT do not say where the store of the processes is"
     else:
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-        monkeypatch.setattr("megatron.training.process.hang.watching.StackFile", UnlinkedStackFile)
+        monkeypatch.setattr("megatron.training.fault_tolerance.watchdog.StackFile", UnlinkedStackFile)
         reason = "No such file or directory"
     recorder = FlightRecorder()
     with watching(recorder, describe_parallel_state(0, 1), MarkedDevice("cpu"), 60):
@@ -224,7 +223,7 @@ class UnlinkedStackFile:
 
 
 def test_a_watchdog_that_loses_the_store_says_so(ranks: Ranks, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("megatron.training.process.hang.watchdog._SHUTDOWN_S", 0.1)
+    monkeypatch.setattr("megatron.training.fault_tolerance.watchdog._SHUTDOWN_S", 0.1)
 
     class LostStore(CountingStore):
         def set(self, key: str, value: str) -> None:

@@ -6,18 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.training import pretrain, training
-from megatron.training.agreement import agree_to_exit
-from megatron.training.config.arguments import resolve_arguments
-from megatron.training.process.hang import watching
-from megatron.training.process.initialize import LaunchEnvironment, initialize_runtime
-from megatron.training.process.restart import broken_links
-from megatron.training.process.restart.broken_links import GroupLinks, is_broken_communication
-from megatron.training.process.restart.restarting import Membership
-from megatron.training.reporting.looks.sample_texts import SampleTexts
-from megatron.training.reporting.looks.task_scores import TaskScores
+from megatron.training.fault_tolerance import rendezvous, watchdog
+from megatron.training.fault_tolerance.inprocess_restart import Membership
+from megatron.training.fault_tolerance.rendezvous import GroupLinks, is_broken_communication
+from megatron.training.initialize import LaunchEnvironment, initialize_runtime
+from megatron.training.periodic_evals import SampleTexts, TaskScores
+from megatron.training.step_reduction import agree_to_exit
 from tests.unit.training.config.command_lines import MINIMAL
 
 
@@ -86,13 +84,13 @@ def test_a_rank_knows_that_it_gives_up_before_communicators_are_aborted(
     monkeypatch: pytest.MonkeyPatch, is_hang: bool
 ) -> None:
     flight, known = FlightRecorder(), []
-    monkeypatch.setattr(broken_links, "abort_communicators", lambda: known.append(flight.is_given_up))
-    monkeypatch.setattr(watching, "abort_communication", lambda: known.append(flight.is_given_up))
+    monkeypatch.setattr(rendezvous, "abort_communicators", lambda: known.append(flight.is_given_up))
+    monkeypatch.setattr(watchdog, "abort_communication", lambda: known.append(flight.is_given_up))
     links = GroupLinks()
     links.are_made(flight)
     assert not links.are_given_up
     if is_hang:
-        watching._give_up(flight)
+        watchdog._give_up(flight)
     else:
         links.shut_down()
     assert known == [True]

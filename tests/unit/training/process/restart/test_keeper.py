@@ -9,15 +9,15 @@ import time
 
 import pytest
 
-from megatron.training.process.process_identity import KEEPER_NAME, identify, name_of
+from megatron.training.fault_tolerance.processes import KEEPER_NAME, identify, name_of
 from tests.harness.training_run import REPOSITORY
 
 # A rank whose workers do what the words of the command say, one word each.
 RANK = """
 import dataclasses, os, signal, sys, time
 from types import SimpleNamespace
-from megatron.training.process.initialize import LaunchEnvironment
-from megatron.training.process.restart.keeper import keep_rank
+from megatron.training.initialize import LaunchEnvironment
+from megatron.training.fault_tolerance.supervisor import keep_rank
 config = SimpleNamespace(restart=SimpleNamespace(inprocess_restart=True, non_persistent_save_interval=None))
 kept = keep_rank(config, LaunchEnvironment(rank=3, world_size=1))
 assert 'torch' not in sys.modules

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from megatron.training.process.restart.rendezvous import Generation, Limits, Rendezvous, RestartError
+from megatron.training.fault_tolerance.rendezvous import Generation, Limits, Rendezvous, RestartError
 
 PATIENT = Limits(patience_s=20.0)
 

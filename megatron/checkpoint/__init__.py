@@ -1,0 +1,1 @@
+"""Checkpoints: saved, found, loaded and converted, in every format."""

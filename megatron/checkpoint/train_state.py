@@ -1,0 +1,47 @@
+"""Training progress: the values of a run, other than tensors, that change with its iterations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainProgress:
+    """Hold how far a run has come, as a checkpoint stores it: the data position is ``consumed_train_samples``.
+
+    ``train_data`` records what was read of each data set (see `DataHistory`); None where nothing is known.
+    """
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    floating_point_operations_so_far: float = 0
+    train_data: Mapping[str, Any] | None = None
+
+
+@dataclass
+class TrainState:
+    """Count what a run has done; saved in every checkpoint.
+
+    ``iteration`` counts skipped iterations too; the operations are those of all ranks together.
+    """
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    floating_point_operations_so_far: float = 0.0
+    train_data: Mapping[str, Any] | None = None
+
+    def freeze(self) -> TrainProgress:
+        """Return the values as a checkpoint stores them."""
+        return TrainProgress(**dataclasses.asdict(self))
+
+    @classmethod
+    def from_progress(cls, progress: TrainProgress) -> TrainState:
+        """Return the state that a checkpoint stored."""
+        return cls(**dataclasses.asdict(progress))

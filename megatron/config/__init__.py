@@ -1,0 +1,1 @@
+"""The configuration of a run: its fields, command line, files and presets, and the checks of its values."""

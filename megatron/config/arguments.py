@@ -1,0 +1,395 @@
+"""The command line: an argparse parser generated from the configuration dataclasses, and what it parses to.
+
+The plain rule is that the field ``hidden_size`` is the flag ``--hidden-size``; a field's docstring is its
+help. Every problem of a command line is found before any is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER, no_checkpoint, read_checkpoint_arguments
+from megatron.config.checks.run_checks import find_problems
+from megatron.config.megatron_flags import (
+    NO_EFFECT,
+    NOT_SUPPORTED,
+    TABLE_PREFIX,
+    cut_at_documents,
+    packing_notes,
+    table_flags,
+)
+from megatron.config.resolution import choose_tokenizer, resolve, resolve_checkpoint
+from megatron.config.run_config import RunConfig, command_line_fields, config_parts
+from megatron.config.training_config import CheckpointConfig
+from megatron.config.unknown_flags import foreign_answer, foreign_flags, switch_with_value, unknown_flags
+from megatron.core.broken_pipe import reader_may_leave
+from megatron.core.config_base import FieldSpec, field_docs, field_specs
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.tokenizers.build_tokenizer import unused_flags
+from megatron.training.exit_reason import refuse
+
+_PRINTED = (
+    "Printed by --print-config for {} process(es), to be given as --config FILE. What is at its default is a comment."
+)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_PATHS = ("FILE", "DIR", "PATH", "[WEIGHT] PREFIX")
+_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 3800
+_TYPE_WORDS = {int: "an integer", float: "a number", bool: "a switch", str: "text"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedArguments:
+    """Hold a configuration without problems, and the lines about flags that have no effect."""
+
+    config: RunConfig
+    notes: tuple[str, ...]
+
+
+def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
+    """Turn a command line into a resolved and checked configuration.
+
+    Rank 0 prints one line for each flag that has no effect. With ``--print-config`` (and ``--help``) rank 0
+    prints what was asked for and the program ends with status 0.
+
+    Raises:
+        ConfigurationError: with every problem of the command line.
+    """
+    if rank != 0 and any(word in ("-h", "--help") for word in argv):
+        sys.exit(0)
+    parsed = resolve_arguments(argv, world_size)
+    if parsed.config.logging.explain:
+        raise ConfigurationError("--explain is not answered by this script; run tools/explain.py or pretrain_gpt.py")
+    print_config = parsed.config.logging.print_config
+    if rank == 0:
+        for note in parsed.notes:
+            print(note, file=sys.stderr if print_config else sys.stdout, flush=True)
+        if print_config:
+            from megatron.config.printed_config import format_config
+
+            with reader_may_leave():
+                print(format_config(parsed.config, (_PRINTED.format(world_size),)), end="")
+    if print_config:
+        sys.exit(0)
+    return parsed.config
+
+
+def parse_arguments_or_exit(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
+    """Do what `parse_arguments` does, and end the program with status 2 where the command line is wrong.
+
+    Every rank ends; only rank 0 prints the problems, one line each.
+    """
+    try:
+        return parse_arguments(argv, world_size, rank)
+    except ConfigurationError as error:
+        sys.exit(refuse(error.problems, rank))
+
+
+def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool = True) -> ParsedArguments:
+    """Turn a command line into a configuration, without any side effect.
+
+    Without ``needs_files`` the data and the tokenizer that it names need not be there, and it need not say when a run
+    ends.
+
+    Raises:
+        ConfigurationError: with every problem of the command line.
+    """
+    off: tuple[FieldSpec, ...] = ()
+    if any(word.endswith("=false") for word in argv):
+        from megatron.config.config_sources import split_switched_off
+
+        argv, off = split_switched_off(argv)
+    if any(word.startswith(("--config", "--model-preset")) for word in argv):
+        from megatron.config.config_sources import with_sources
+
+        argv = with_sources(argv, off)
+    given, extras, problems = _parse_words(argv)
+    given |= {spec.name: spec.default for spec in off}
+    problems += unknown_flags(extras, all_flags(), argv)
+    notes, refused = table_flags(given)
+    problems += refused
+    stored = _checkpoint_values(given, notes, problems)
+    values, broken = _field_values(given, stored, problems)
+    resolution = resolve(cut_at_documents(given, _build_config(values, broken, world_size)))
+    problems += resolution.problems
+    if "patch_tokenizer_type" in broken:
+        broken |= {"tokenizer_type"}  # no other tokenizer is asked for in its place
+    config = choose_tokenizer(resolution.config, "tokenizer_type" in given, notes, problems)
+    notes += unused_flags(config.tokenizer.tokenizer_type, given)
+    problems += find_problems(config, broken, needs_files=needs_files)
+    if problems:
+        raise ConfigurationError(problems)
+    notes += packing_notes(given, config)
+    return ParsedArguments(config, (*notes, *resolution.notes))
+
+
+def all_flags() -> dict[str, str]:
+    """Return every flag by name, with its class: effective, no effect, or not supported yet."""
+    flags = {}
+    for _, spec in command_line_fields():
+        flags.update(dict.fromkeys(spec.flags, "effective"))
+    flags.update(dict.fromkeys(NO_EFFECT, "no effect"))
+    flags.update(dict.fromkeys(NOT_SUPPORTED, "not supported yet"))
+    return dict(sorted(flags.items()))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Report a malformed command line as an error of this project in place of ending the program."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message.removeprefix("argument "))
+
+
+def build_parser(*, has_help: bool = True) -> argparse.ArgumentParser:
+    """Return the parser, which is built once per process; it collects words only, so that all conversion problems can
+    be reported together.
+
+    The help is read from the sources of the configuration classes, which takes most of the time.
+    """
+    return _parser_of(tuple(config_parts().items()), has_help)
+
+
+@functools.cache
+def _parser_of(parts: tuple[tuple[str, type], ...], has_help: bool) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        usage="[torchrun ...] %(prog)s FLAGS",
+        description="Train a GPT.",
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
+    )
+    for part, config_class in parts:
+        group = parser.add_argument_group(part)
+        docs = field_docs(config_class) if has_help else None
+        for spec in field_specs(config_class):
+            if spec.options.cli:
+                _add_field(group, spec, spec.help_text(docs[spec.name]) if docs else "")
+    for name, note in NO_EFFECT.items():
+        _add_table_flag(parser, name, note.arity)
+    for name, refused in NOT_SUPPORTED.items():
+        _add_table_flag(parser, name, refused.arity)
+    return parser
+
+
+def _add_field(group: argparse._ArgumentGroup, spec: FieldSpec, help_text: str) -> None:
+    help_text = help_text.replace("%", "%%")
+    if spec.is_bool:
+        constant = spec.options.negative is None
+        group.add_argument(*spec.flags, dest=spec.name, action="store_const", const=constant, help=help_text)
+        return
+    if spec.default not in (None, (), 0, 0.0) and not spec.is_sequence:
+        help_text += f" Default: {spec.default}.".replace("%", "%%")
+    group.add_argument(
+        *spec.flags,
+        dest=spec.name,
+        action="append",
+        nargs=spec.options.nargs,
+        metavar=spec.metavar,
+        help=help_text,
+    )
+
+
+def _add_table_flag(parser: argparse.ArgumentParser, name: str, arity: int | str) -> None:
+    dest = TABLE_PREFIX + name
+    if arity == 0:
+        parser.add_argument(name, dest=dest, action="store_const", const=[], help=argparse.SUPPRESS)
+    else:
+        nargs = "+" if arity == "+" else 1
+        parser.add_argument(name, dest=dest, action="store", nargs=nargs, help=argparse.SUPPRESS)
+
+
+def _parse_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the words given for each flag, the words that belong to none, and a problem for each malformed flag.
+
+    The parser stops at a flag that lacks its value (or has one that it cannot take): it is left out, no words are noted
+    for it, and the rest is parsed again.
+    """
+    parser = build_parser(has_help=any(word in ("-h", "--help") for word in argv))
+    words = list(argv)
+    malformed: dict[str, Any] = {}
+    problems: list[str] = []
+    while True:
+        try:
+            namespace, extras = parser.parse_known_args(words)
+        except argparse.ArgumentError as error:
+            names = (error.argument_name or "").split("/")
+            problems.append(_malformed(names[0], error.message))
+            shorter = list(without_flags(words, names))
+            assert len(shorter) < len(words)
+            words = shorter
+            malformed |= {spec.name: [] for _, spec in command_line_fields() if names[0] in spec.flags}
+        else:
+            return malformed | vars(namespace), extras, problems
+
+
+def _malformed(name: str, message: str) -> str:
+    """Say what a flag takes that has no value, or that has one and is a switch."""
+    found = (spec for _, spec in command_line_fields() if name in spec.flags)
+    spec = next(found, None)
+    if spec is None:
+        return f"{name}: {message}"
+    if spec.is_bool:
+        return switch_with_value(name)
+    return f"{name}: a value is missing; give {name} {spec.metavar}"
+
+
+def without_flags(words: Sequence[str], names: Collection[str]) -> Iterator[str]:
+    """Yield the words that are neither one of the flags' names nor values behind it."""
+    is_dropped = False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word.split("=", 1)[0] in names
+        if not is_dropped:
+            yield word
+
+
+def _checkpoint_values(given: Mapping[str, Any], notes: list[str], problems: list[str]) -> Mapping[str, Any]:
+    """Return what ``--use-checkpoint-args`` takes from the checkpoint of ``--load``: fields that no flag gives.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is not there and no flags shape the model; after earlier problems.
+    """
+    # What is malformed here is reported when all fields are converted.
+    values, _ = _field_values(given, {}, [])
+    names = {spec.name for spec in field_specs(CheckpointConfig)}
+    checkpoint = CheckpointConfig(**{name: value for name, value in values.items() if name in names})
+    # What it says and finds wrong is reported when all is resolved.
+    checkpoint = resolve_checkpoint(checkpoint, [], [])
+    if not checkpoint.use_checkpoint_args or checkpoint.load is None:
+        return {}
+    try:
+        stored = read_checkpoint_arguments(checkpoint.load, checkpoint.ckpt_step)
+    except InputError as error:
+        # Of fields that the checkpoint would have given, none is asked for.
+        raise ConfigurationError([*problems, str(error)]) from error
+    # One flag of a precision, or of a tokenizer, says all of it.
+    closed = {name for group in (PRECISION, TOKENIZER) if not given.keys().isdisjoint(group) for name in group}
+    taken = {name: value for name, value in stored.values.items() if name not in given and name not in closed}
+    if stored.folder is None:
+        if not given.keys() >= {"num_layers", "hidden_size", "num_attention_heads"}:
+            raise ConfigurationError([*problems, no_checkpoint(checkpoint.load)])
+        notes.append(f"--use-checkpoint-args: {checkpoint.load} holds no checkpoint; the flags alone shape the model")
+    else:
+        defaults = {spec.name: spec.default for _, spec in command_line_fields()}
+        shape = ", ".join(f"{name} {value}" for name, value in taken.items() if value != defaults[name])
+        notes.append(f"--use-checkpoint-args: from {stored.folder}: {shape}")
+        missing = [name for name in stored.missing if name not in given and name not in closed]
+        if missing:
+            notes.append(f"Checkpoint did not provide arguments {', '.join(missing)}")
+    return taken
+
+
+def _field_values(
+    given: Mapping[str, Any], stored: Mapping[str, Any], problems: list[str]
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Convert the words given for each field, or take what is stored for it.
+
+    Returns the values, and the fields that have none they can use.
+    """
+    values: dict[str, Any] = {}
+    broken = set()
+    for _, spec in command_line_fields():
+        if spec.name not in given:
+            if spec.name in stored:
+                values[spec.name] = stored[spec.name]
+            elif spec.is_required:
+                problems.append(f"{spec.flags[0]} is missing; it has no default")
+                broken.add(spec.name)
+            continue
+        words = given[spec.name]
+        if words == []:  # malformed, as was reported
+            broken.add(spec.name)
+            continue
+        if spec.is_bool:
+            values[spec.name] = words
+            continue
+        before = len(problems)
+        last = words if spec.options.append else words[-1]
+        texts = last if isinstance(last, list) else [last]
+        converted = tuple(_convert(spec, text, problems) for text in texts)
+        if len(problems) > before:
+            broken.add(spec.name)
+        else:
+            values[spec.name] = converted if spec.is_sequence else converted[0]
+    return values, frozenset(broken)
+
+
+def _convert(spec: FieldSpec, text: str, problems: list[str]) -> Any:
+    """Turn one word into a value of the field's type, or note a problem."""
+    name, choices = spec.flags[0], spec.options.choices
+    if choices is not None and text not in choices:
+        foreign = foreign_flags().get(f"{name} {text}")
+        if foreign is not None:
+            problems.append(foreign_answer(name, [text], foreign))
+        elif text in spec.options.not_built:
+            problems.append(f"{name} {text} is not supported yet; possible: {', '.join(choices)}")
+        else:
+            problems.append(f"{name} {text}: possible values are {', '.join(choices)}")
+        return None
+    try:
+        value = spec.item_type(text)
+    except ValueError:
+        number = _written_out(text)
+        if spec.item_type is float:
+            hint = ", such as 0.0001 or 1e-4" if number is None else f"; write {number}"
+        else:
+            hint = "" if number is None or "." in number else f"; write {number}"
+        problems.append(f"{name} {text}: {_TYPE_WORDS[spec.item_type]} is expected{hint}")
+        return None
+    excess = spec.excess(value) if spec.item_type is int else _too_long(spec, text)
+    if excess is not None:
+        problems.append(f"{name} {excess}")
+    if spec.item_type is float and not math.isfinite(value):
+        problems.append(f"{name} {text}: a finite number is expected")
+    return value
+
+
+def _too_long(spec: FieldSpec, text: str) -> str | None:
+    """Return why no file system can have the path that a field names, or None."""
+    if spec.options.metavar not in _PATHS:
+        return None
+    lengths = [len(os.fsencode(name)) for name in text.split("/")]
+    if max(lengths) > _MOST_NAME_BYTES:
+        return f"{_shortened(text)}: a name of {max(lengths)} bytes; file systems take {_MOST_NAME_BYTES} at most"
+    if sum(lengths) + len(lengths) > _MOST_PATH_BYTES:
+        return f"{_shortened(text)}: a path of {sum(lengths)} bytes; give one of at most {_MOST_PATH_BYTES}"
+    return None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]}…"
+
+
+def _written_out(text: str) -> str | None:
+    """Return what is meant by a number with a unit or commas, such as 500k, 1e5 and 1,000."""
+    match = re.fullmatch(r"([-+]?[\d.]+(?:e[-+]?\d+)?)([kmbt]?)", text.replace(",", "").lower())
+    try:
+        value = float(match[1]) * _UNITS[match[2]] if match else math.nan
+    except ValueError:
+        return None
+    if not math.isfinite(value):
+        return None
+    return str(int(value)) if value.is_integer() else repr(value)
+
+
+def _build_config(values: Mapping[str, Any], broken: frozenset[str], world_size: int) -> RunConfig:
+    """Build all parts; a required field without a usable value is 1, and no check looks at it."""
+    parts: dict[str, Any] = {}
+    for part, config_class in config_parts().items():
+        arguments = {}
+        for spec in field_specs(config_class):
+            if spec.name in values and spec.options.cli:
+                arguments[spec.name] = values[spec.name]
+            elif spec.is_required and spec.name in broken:
+                arguments[spec.name] = 1
+        parts[part] = config_class(**arguments)
+    return RunConfig(world_size=world_size, **parts)

@@ -1,0 +1,152 @@
+"""What a checkpoint records of its run, for ``--use-checkpoint-args``; read without torch, but for other formats."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config.data_config import TokenizerConfig
+from megatron.config.run_config import command_line_fields
+from megatron.core.config_base import IDENTITY, Role, field_specs
+from megatron.core.dist_checkpointing.index import read_index_file
+from megatron.core.errors import CheckpointError, DamagedCheckpointError, TokenizerError
+from megatron.core.object_store import as_path, local_copy
+from megatron.core.tokenizers.tokenizer import NullTokenizer, read_json_object
+from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, recorded_arguments
+from megatron.interop.checkpoint_format import detect_format
+from megatron.interop.new_iteration import TRACKER_FILE
+from megatron.training.checkpointing.folder import candidate_folders
+
+PRECISION = ("fp16", "bf16")
+"""Fields of the precision: those of a checkpoint hold where no flag gives one."""
+TOKENIZER = tuple(spec.name for spec in field_specs(TokenizerConfig))
+"""Fields of the tokenizer: likewise."""
+
+_ROLES: tuple[Role, ...] = (*IDENTITY, "recipe")
+_UNPADDED = ("native", "hf", "peft")
+_COUNTED = ("extra_vocab_size", "padded_vocab_size", "patch_tokenizer_type")
+"""Settings of a tokenizer that say how many rows the model has beyond its ids."""
+_EXPECTED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointArguments:
+    """Hold the values that a checkpoint gives, by field; ``folder`` is None where there is no checkpoint."""
+
+    folder: Path | None
+    values: Mapping[str, Any]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Return the fields that a checkpoint should give and this one does not."""
+        return tuple(name for name in (*_EXPECTED, "tokenizer_type") if name not in self.values)
+
+
+def read_checkpoint_arguments(directory: str, ckpt_step: int | None) -> CheckpointArguments:
+    """Return shape, precision and tokenizer of the model in the checkpoint that ``--load`` will take.
+
+    Raises:
+        CheckpointError: there is no such folder, or no readable checkpoint where there should be one.
+    """
+    if not as_path(directory).exists():
+        raise CheckpointError(
+            f"--use-checkpoint-args: --load {directory} does not exist; name the folder that a run saved to, or that "
+            "holds a model"
+        )
+    first_error: CheckpointError | None = None
+    folders = candidate_folders(as_path(directory), ckpt_step)
+    for folder in folders:
+        try:
+            return CheckpointArguments(folder, _values_of(folder))
+        except DamagedCheckpointError as error:
+            first_error = first_error or error
+    if first_error is not None:
+        raise CheckpointError(f"--use-checkpoint-args: {first_error}; give the model's flags instead")
+    return CheckpointArguments(None, {})
+
+
+def no_checkpoint(directory: str) -> str:
+    """Say that a folder that is there gives nothing, and what to do."""
+    return (
+        f"--use-checkpoint-args: --load {directory} holds no checkpoint (there is no {TRACKER_FILE} in it); name the "
+        "folder that a run saved to, or that holds a model, or give the model's flags"
+    )
+
+
+def recorded_config(folder: Path) -> Mapping[str, Any]:
+    """Return what a checkpoint of any format records of its run's configuration; other fields are unknown."""
+    found = detect_format(folder)
+    if found == "torch_dist":
+        from megatron.interop.torch_dist.shared_values import recorded_config as recorded_shared
+
+        return recorded_shared(folder)
+    if found == "torchtitan":
+        from megatron.interop.torchtitan.stored_names import recorded_config as recorded_shapes
+
+        return recorded_shapes(folder)
+    if found == "peft":
+        from megatron.interop.adapters.peft_settings import base_of, read_settings
+
+        config, adapters = recorded_config(base_of(folder)), read_settings(folder)
+        scaling = {"lora_rank": adapters["r"], "lora_alpha": adapters["lora_alpha"]}
+        return {**config, "model": {**config["model"], **scaling}}
+    if found == "hf":
+        from megatron.interop.huggingface.families import recorded_config as recorded_model
+
+        return recorded_model(folder)
+    if found == "torch":
+        # Megatron keeps these values beside its tensors: no format but the native one can be read without torch.
+        from megatron.interop.megatron_torch.common_state import recorded_config as recorded_args
+
+        return recorded_args(folder)
+    recorded: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
+    return recorded
+
+
+def _tokenizer_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of the checkpoint's own copy of its tokenizer, or those that its run was given."""
+    if (folder / TOKENIZER_FOLDER / RECORD_FILE).is_file():
+        record = local_copy(folder / TOKENIZER_FOLDER) / RECORD_FILE
+        with contextlib.suppress(TokenizerError):  # it is in the way of nobody who gives another tokenizer
+            return recorded_arguments(read_json_object(record), record.parent)
+    return dict(config.get("tokenizer", {}))
+
+
+def _with_all_rows(folder: Path, config: Mapping[str, Any], tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """Add the model's number of rows, which may be more than the tokenizer's; Megatron's formats pad theirs."""
+    rows = config["model"].get("vocab_size")
+    is_told = any(tokenizer.get(name) for name in _COUNTED)
+    is_told |= tokenizer.get("tokenizer_type") in (None, NullTokenizer.name)
+    if not rows or is_told or detect_format(folder) not in _UNPADDED:
+        return tokenizer
+    return {**tokenizer, "padded_vocab_size": rows}
+
+
+def _values_of(folder: Path) -> dict[str, Any]:
+    try:
+        config = recorded_config(folder)
+        sections = {**config, "tokenizer": _with_all_rows(folder, config, _tokenizer_of(folder, config))}
+        recorded = [
+            (spec, dict(sections[part]))
+            for part, spec in command_line_fields()
+            if spec.options.role in _ROLES or spec.name in (*PRECISION, *TOKENIZER)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"{folder}: the index records no configuration ({error!r})") from error
+    values: dict[str, Any] = {}
+    for spec, section in recorded:
+        if spec.name not in section:
+            continue
+        value = section[spec.name]
+        if spec.item_type is float and type(value) is int:
+            value = float(value)
+        if spec.is_sequence and isinstance(value, (list, tuple)):
+            values[spec.name] = tuple(value)
+            continue
+        if type(value) is not spec.item_type and not (value is None and spec.is_optional):
+            raise DamagedCheckpointError(f"{folder}: {spec.name} is recorded as {value!r}")
+        values[spec.name] = value
+    return values

@@ -1,0 +1,1 @@
+"""Checks of a configuration: what cannot run is rejected before anything starts."""

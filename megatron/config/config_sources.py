@@ -1,0 +1,308 @@
+"""Config files (TOML, YAML) and presets: their flags precede those typed on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER
+from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.run_config import command_line_fields
+from megatron.core.config_base import FieldSpec
+from megatron.core.errors import ConfigurationError, StorageError
+from megatron.core.object_store import as_path
+from megatron.core.safe_io import read_plain_text
+
+FOLDER = Path(__file__).parent / "presets"
+
+
+def preset_names() -> list[str]:
+    """Return the names that ``--model-preset`` takes."""
+    return sorted(path.stem for path in FOLDER.glob("*.txt"))
+
+
+def preset_words(name: str) -> tuple[str, ...]:
+    """Return the training flags of a model; what follows # in its file is a comment.
+
+    Raises:
+        ConfigurationError: there is no such preset.
+    """
+    if name not in preset_names():
+        raise ConfigurationError(f"--model-preset {name} is not known; possible: {', '.join(preset_names())}")
+    lines = (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    return tuple(word for line in lines for word in line.partition("#")[0].split())
+
+
+_TOML, _YAML = (".toml",), (".yaml", ".yml")
+
+
+def read_config_file(path: str) -> Mapping[str, Any]:
+    """Return what a file gives each key; None is a key's default.
+
+    A section is only a heading: its keys are those of the whole file. Dashes and underscores are the same.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is no table of keys and plain values; with every problem found.
+    """
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, value in _entries(path, _parse(path)):
+        if key in values:
+            problems.append(f"--config {path}: {key} is given twice; keep one")
+        elif not _is_plain(value):
+            problems.append(f"--config {path}: {key} has a value of the kind {type(value).__name__}; {_PLAIN}")
+        values[key] = value
+    if problems:
+        raise ConfigurationError(problems)
+    return values
+
+
+_PLAIN = "give a number, text, true, false or a list of numbers or texts"
+
+
+def _parse(path: str) -> Any:
+    suffix = ""
+    try:
+        file = as_path(path)  # First: what is wrong with a URL is said without repeating it.
+        suffix = file.suffix.lower()
+        if suffix not in (*_TOML, *_YAML):
+            raise ConfigurationError(f"--config {path} is neither .toml nor .yaml; give a file of one of these kinds")
+        text = read_plain_text(file)
+        return _from_toml(path, text) if suffix in _TOML else _from_yaml(path, text)
+    except OSError as error:
+        raise ConfigurationError(f"--config {path} cannot be read: {error.strerror or error}; name a file") from error
+    except StorageError as error:
+        raise ConfigurationError(f"--config: {error}") from error
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"--config {path} is no {suffix[1:].upper()}: {reason}") from error
+
+
+def _from_toml(path: str, text: str) -> Any:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        try:
+            import tomli as tomllib
+        except ImportError as error:
+            raise ConfigurationError(
+                f"--config {path}: TOML with Python 3.10 needs tomli; install it with: pip install tomli"
+            ) from error
+    return tomllib.loads(text)
+
+
+def _from_yaml(path: str, text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--config {path}: YAML needs PyYAML; install it with: pip install pyyaml, or write TOML"
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _entries(path: str, table: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each key, with underscores, and its value, also of the keys in sections."""
+    if table is None:
+        return
+    if not isinstance(table, dict):
+        raise ConfigurationError(f"--config {path} holds no keys; write lines such as num_layers = 24")
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            yield str(key).replace("-", "_"), value
+            continue
+        for name, item in value.items():
+            yield str(name).replace("-", "_"), item
+
+
+def _is_plain(value: Any) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return all(item is None or isinstance(item, (str, int, float)) for item in items)
+
+
+_OFF = "=false"
+
+
+def split_switched_off(argv: Sequence[str]) -> tuple[list[str], tuple[FieldSpec, ...]]:
+    """Return a command line without the words that turn switches off, and these switches.
+
+    Of a switch that is typed both ways the last word counts.
+    """
+    switches = {name: spec for _, spec in command_line_fields() if spec.is_bool for name in spec.flags}
+    off: dict[str, FieldSpec] = {}
+    kept: list[tuple[str | None, str]] = []
+    for word in argv:
+        spec = switches.get(word.removesuffix(_OFF))
+        if spec is not None and word.endswith(_OFF):
+            kept = [(name, other) for name, other in kept if name != spec.name]
+            off[spec.name] = spec
+            continue
+        if spec is not None:
+            off.pop(spec.name, None)
+        kept.append((None if spec is None else spec.name, word))
+    return [word for _, word in kept], tuple(off.values())
+
+
+_CONFIG, _PRESET = "--config", "--model-preset"
+_OWN = ("config", "print_config", "explain")
+"""Fields that say what is done with a command line, and that no file can give."""
+
+_OTHER_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+"""Fields that ask for another tokenizer, for which no setting of an earlier one holds."""
+
+
+@dataclasses.dataclass
+class _FileWords:
+    """Hold the words that a file gives each flag, the flags that it puts back to their defaults, and its preset."""
+
+    given: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    dropped: set[str] = dataclasses.field(default_factory=set)
+    preset: str | None = None
+
+
+def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec] = ()) -> list[str]:
+    """Return a command line with the words of the preset and the files that it names before its own.
+
+    What they say of the switches that are ``switched_off`` does not hold. What a later source says of a flag holds
+    alone, and so do the typed words: an earlier value is left out, and so is what the new one excludes (another
+    precision, another tokenizer, --train-samples in place of --train-iters).
+
+    Raises:
+        ConfigurationError: a file cannot be read, or has a key that is no flag; with every problem of all files.
+    """
+    presets, files = _values_of(argv, _PRESET), _values_of(argv, _CONFIG)
+    if not presets and not files:
+        return list(argv)
+    problems: list[str] = []
+    read = list[_FileWords]()
+    for name in files:
+        try:
+            read.append(_read(name, problems))
+        except ConfigurationError as error:
+            problems += error.problems
+    presets = presets or [each.preset for each in read if each.preset is not None]
+    settings = _by_flag(preset_words(presets[-1])) if presets else {}
+    if problems:
+        raise ConfigurationError(problems)
+    for each in read:
+        kept = {flag: words for flag, words in settings.items() if flag not in each.dropped}
+        settings = _settle(kept, each.given)
+    typed = _by_flag(argv)
+    off = {spec.flags[0] for spec in switched_off}
+    settings = _settle({flag: words for flag, words in settings.items() if flag not in off}, typed)
+    return [word for flag, words in settings.items() if flag not in typed for word in words] + list(argv)
+
+
+def _values_of(argv: Sequence[str], name: str) -> list[str]:
+    """Return the values of a flag on a command line; one that lacks its value is for the parser to refuse."""
+    found = []
+    for place, word in enumerate(argv):
+        flag, has_value, value = word.partition("=")
+        if flag != name:
+            continue
+        if has_value:
+            found.append(value)
+        elif place + 1 < len(argv) and not argv[place + 1].startswith("--"):
+            found.append(argv[place + 1])
+    return found
+
+
+def _by_flag(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the words of each flag with those behind it, by its first name."""
+    first = {name: spec.flags[0] for _, spec in command_line_fields() for name in spec.flags}
+    found: dict[str, list[str]] = {}
+    current: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            current = found.setdefault(first.get(name, name), [])
+        current.append(word)
+    return found
+
+
+def _settle(earlier: Mapping[str, list[str]], later: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return both, without what of the earlier the later replaces."""
+    gone = {other for flag in later for other in _replaced(flag)}
+    return {**{flag: words for flag, words in earlier.items() if flag not in gone}, **later}
+
+
+def _replaced(flag: str) -> Collection[str]:
+    """Return the flags, this one among them, whose earlier values do not hold where this one is given."""
+    specs = {spec.name: spec for _, spec in command_line_fields()}
+    spec = next((spec for spec in specs.values() if flag in spec.flags), None)
+    if spec is None:
+        return (flag,)
+    names = {spec.name, *spec.options.excludes}
+    names |= {other.name for other in specs.values() if spec.name in other.options.excludes}
+    groups = ((PRECISION, PRECISION), (_OTHER_TOKENIZER, TOKENIZER))
+    names |= {name for deciding, group in groups if spec.name in deciding for name in group}
+    return {specs[name].flags[0] for name in names if name in specs and specs[name].flags}
+
+
+def _read(path: str, problems: list[str]) -> _FileWords:
+    names, found = _flags_by_key(), _FileWords()
+    for key, value in read_config_file(path).items():
+        spec = names.get(key)
+        if spec is None:
+            problems.append(_unknown(path, key, names))
+        elif isinstance(spec, str):
+            found.given[spec] = _table_words(spec, value)
+        elif spec.name in _OWN:
+            problems.append(f"--config {path}: {key} belongs on the command line; leave it out of the file")
+        else:
+            words = list(_words(path, key, spec, value, problems))
+            if spec.name == "model_preset" and words:
+                found.preset = str(value)
+            elif words:
+                found.given[spec.flags[0]] = words
+            else:
+                found.dropped.add(spec.flags[0])
+    return found
+
+
+def _flags_by_key() -> dict[str, FieldSpec | str]:
+    """Return the field that each key names, or the flag without a field."""
+    found: dict[str, FieldSpec | str] = {name[2:].replace("-", "_"): name for name in (*NO_EFFECT, *NOT_SUPPORTED)}
+    for _, spec in command_line_fields():
+        found |= {name.lstrip("-").replace("-", "_"): spec for name in spec.flags}
+        found[spec.name] = spec
+    return found
+
+
+def _unknown(path: str, key: str, known: Collection[str]) -> str:
+    nearest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.75)
+    hint = f"did you mean {nearest[0]}?" if nearest else "--print-config shows the keys that there are"
+    return f"--config {path}: unknown key {key}; {hint}"
+
+
+def _table_words(flag: str, value: Any) -> list[str]:
+    if value is None or value is False:
+        return []
+    return [flag] if value is True else [flag, *(str(item) for item in (value if isinstance(value, list) else [value]))]
+
+
+def _words(path: str, key: str, spec: FieldSpec, value: Any, problems: list[str]) -> Iterator[str]:
+    """Yield what would be typed for a value; nothing for the default of a switch, an empty list or None."""
+    flag, items = spec.flags[0], value if isinstance(value, list) else [value]
+    if value is None or value == []:
+        return
+    if spec.is_bool:
+        if not isinstance(value, bool):
+            problems.append(f"--config {path}: {key} = {value!r}: true or false is expected")
+        elif value != (key == spec.name and spec.options.negative is not None):
+            yield flag
+    elif any(isinstance(item, bool) or item is None for item in items):
+        problems.append(f"--config {path}: {key} = {value!r}: {flag} takes {spec.metavar}")
+    elif isinstance(value, list) and not spec.is_sequence:
+        problems.append(f"--config {path}: {key} = {value!r}: one value is expected, not a list")
+    elif spec.is_sequence and not spec.options.append:
+        yield from (flag, *map(str, items))
+    else:
+        yield from (f"{flag}={item}" for item in items)

@@ -1,0 +1,368 @@
+"""Flags of Megatron-LM that are no fields here: those without effect, and those that are not supported.
+
+Every flag that a user can type is in one of three classes: it sets a field; it is accepted, and one line says why it
+has no effect here; or it is rejected by name with "not supported yet". The last two are the tables of this file; a
+flag that is in neither table and sets no field is unknown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.config.run_config import RunConfig
+
+Arity = int | str
+"""Number of values that a flag takes: 0, 1 or "+"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NoEffect:
+    """Describe a flag that changes nothing here; ``reason`` completes "--flag has no effect: ...".
+
+    Values in ``quiet`` say what is done anyway and make no line. Where ``accepted`` is given, any other
+    value would change what is computed, and is refused as not supported. The field ``excluded`` asks for the contrary.
+    """
+
+    arity: Arity
+    reason: str
+    quiet: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
+    excluded: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class NotSupported:
+    """Describe a flag whose feature is not built; its ``default`` value is accepted in silence.
+
+    Where ``instead`` is empty, `refusal_reasons` has what to do.
+    """
+
+    arity: Arity
+    default: str | None = None
+    instead: str = ""
+
+
+_TOKEN_FILES = ("mmap", "lazy", "cached", "infer")
+_FUSION = "the same numbers are computed with and without this fusion"
+_ONE_LOGGER = "there is no one-logger service here"
+_FLEX = "neither DeepEP nor HybridEP is used: --moe-token-dispatcher-type says how tokens travel"
+_CKPT_FORMAT = "--ckpt-format alone says which format is written, and the format of what is loaded is detected"
+_WRITERS = "the format of a checkpoint decides which rank writes what"
+_TP_OVERLAP = "tensor-parallel communication overlaps with the weight gradient as far as the device allows"
+
+NO_EFFECT: dict[str, NoEffect] = {
+    # data
+    "--data-impl": NoEffect(1, "token files are always memory-mapped .bin/.idx pairs", accepted=_TOKEN_FILES),
+    "--dataset-impl": NoEffect(1, "token files are always memory-mapped .bin/.idx pairs", accepted=_TOKEN_FILES),
+    "--mmap-warmup": NoEffect(0, "pages of token files are read when they are needed"),
+    "--num-dataset-builder-threads": NoEffect(1, "each index is built once, by the first rank of a node", quiet=("1",)),
+    "--no-data-sharding": NoEffect(0, "the order of samples does not depend on the data-parallel size"),
+    "--trust-remote-code": NoEffect(0, "code that comes with a tokenizer or a model is never run"),
+    "--legacy-tokenizer": NoEffect(0, "there is one implementation of each tokenizer"),
+    "--allow-ambiguous-pad-tokens": NoEffect(0, "padding is never predicted"),
+    "--mid-level-dataset-surplus": NoEffect(
+        1, "the surplus of a blend's data sets is fixed at 0.005", accepted=("0.005",)
+    ),
+    "--no-create-attention-mask-in-dataloader": NoEffect(0, "attention is causal without a mask in the data"),
+    # the model and its kernels
+    "--apply-query-key-layer-scaling": NoEffect(0, "scores and softmax are computed so that float16 does not overflow"),
+    "--use-mcore-models": NoEffect(0, "there is one implementation of each model"),
+    "--transformer-type": NoEffect(1, "there is one implementation of each model", accepted=("megatron",)),
+    "--attention-softmax-in-fp32": NoEffect(0, "the attention softmax is always computed in float32"),
+    "--no-masked-softmax-fusion": NoEffect(0, _FUSION),
+    "--no-bias-swiglu-fusion": NoEffect(0, _FUSION),
+    "--no-bias-dropout-fusion": NoEffect(0, _FUSION),
+    "--no-rope-fusion": NoEffect(0, _FUSION),
+    "--moe-grouped-gemm": NoEffect(0, "the products of experts are always grouped"),
+    "--moe-use-legacy-grouped-gemm": NoEffect(0, "there is one implementation of the experts' products"),
+    "--moe-permute-fusion": NoEffect(0, _FUSION),
+    "--moe-router-fusion": NoEffect(0, _FUSION),
+    "--moe-enable-deepep": NoEffect(0, _FLEX),
+    "--moe-flex-dispatcher-backend": NoEffect(1, _FLEX, accepted=("deepep", "hybridep")),
+    "--moe-flex-dispatcher-num-sms": NoEffect(1, _FLEX),
+    "--moe-deepep-num-sms": NoEffect(1, _FLEX),
+    "--moe-hybridep-num-sms": NoEffect(1, _FLEX),
+    "--mla-down-proj-fusion": NoEffect(0, _FUSION),
+    "--cache-mla-latents": NoEffect(0, "generation with latent attention always keeps the latent vectors"),
+    "--cross-entropy-loss-fusion": NoEffect(0, _FUSION),
+    "--cross-entropy-fusion-impl": NoEffect(1, _FUSION, accepted=("native", "te")),
+    "--no-persist-layer-norm": NoEffect(0, _FUSION),
+    "--memory-efficient-layer-norm": NoEffect(0, _FUSION),
+    "--disable-jit-fuser": NoEffect(0, _FUSION),
+    "--cpu-offloading-activations": NoEffect(0, "--cpu-offloading is of activations unless told otherwise"),
+    "--no-cpu-offloading-weights": NoEffect(
+        0, "weights are not offloaded unless --cpu-offloading-weights is given", excluded="cpu_offloading_weights"
+    ),
+    "--use-cpu-initialization": NoEffect(0, "initial weights do not depend on the device"),
+    "--no-initialization": NoEffect(0, "weights are initialized before a checkpoint replaces them"),
+    "--init-model-with-meta-device": NoEffect(0, "initial weights do not depend on how they are allocated"),
+    "--moe-per-layer-logging": NoEffect(
+        0, "metrics.jsonl and TensorBoard have the load of each layer's experts anyway"
+    ),
+    "--enable-experimental": NoEffect(0, "no feature is behind this switch"),
+    "--test-mode": NoEffect(0, "it is of Megatron-LM's own tests"),
+    "--onnx-safe": NoEffect(1, "nothing is exported to ONNX"),
+    "--muon-tp-mode": NoEffect(
+        1, "each matrix is whole on the one rank that owns it", accepted=("distributed", "duplicated")
+    ),
+    "--te-rng-tracker": NoEffect(0, "random number streams do not depend on transformer-engine"),
+    "--inference-rng-tracker": NoEffect(0, "random number streams do not depend on inference"),
+    # parallelism
+    "--DDP-impl": NoEffect(1, "there is one implementation of data parallelism", accepted=("local", "torch")),
+    "--no-async-tensor-model-parallel-allreduce": NoEffect(0, _TP_OVERLAP),
+    "--accumulate-allreduce-grads-in-fp32": NoEffect(
+        0,
+        "gradients of half-precision parameters are accumulated in float32 unless --grad-reduce-in-bf16 is given",
+        excluded="grad_reduce_in_bf16",
+    ),
+    "--tp-comm-bootstrap-backend": NoEffect(1, "chunks travel in the groups that are there"),
+    "--no-async-tensor-model-parallel-allreduce-in-layernorm": NoEffect(0, _TP_OVERLAP),
+    "--no-contiguous-buffers-in-local-ddp": NoEffect(0, "gradients always live in contiguous buffers"),
+    "--no-scatter-gather-tensors-in-pipeline": NoEffect(0, "stages exchange what each rank holds"),
+    "--overlap-p2p-communication": NoEffect(0, "it is the default; --no-overlap-p2p-communication turns it off"),
+    "--overlap-p2p-communication-warmup-flush": NoEffect(0, "messages overlap with the passes of every phase alike"),
+    "--no-align-grad-reduce": NoEffect(0, "each pipeline stage reduces its own gradients"),
+    "--no-align-param-gather": NoEffect(0, "each pipeline stage gathers its own parameters"),
+    "--lazy-mpu-init": NoEffect(1, "process groups are made at start-up"),
+    "--nccl-communicator-config-path": NoEffect(1, "communicators take NCCL's own settings"),
+    "--high-priority-stream-groups": NoEffect("+", "communicators take NCCL's own settings"),
+    "--use-sharp": NoEffect(0, "communicators take NCCL's own settings"),
+    "--use-nccl-ub": NoEffect(0, "communicators take NCCL's own settings"),
+    "--disable-gloo-process-groups": NoEffect(0, "only the groups that are needed are made"),
+    "--enable-gloo-process-groups": NoEffect(0, "only the groups that are needed are made"),
+    # checkpoints
+    "--flash-save": NoEffect(0, _WRITERS),
+    "--flash-load": NoEffect(0, "every rank reads only its own part of a checkpoint"),
+    "--use-dist-ckpt": NoEffect(0, _CKPT_FORMAT),
+    "--dist-ckpt-format": NoEffect(1, _CKPT_FORMAT, accepted=("torch_dist",)),
+    "--auto-detect-ckpt-format": NoEffect(0, "the format of a checkpoint is always detected"),
+    "--ckpt-fully-parallel-save": NoEffect(0, _WRITERS),
+    "--no-ckpt-fully-parallel-save": NoEffect(0, _WRITERS),
+    "--ckpt-fully-parallel-load": NoEffect(0, "loading is always spread over the ranks"),
+    "--ckpt-assume-constant-structure": NoEffect(0, "the native format keeps the plan of a save, the others plan each"),
+    "--use-persistent-ckpt-worker": NoEffect(0, "--async-save writes in a thread of each rank"),
+    "--dist-ckpt-save-pre-mcore-014": NoEffect(0, "torch_dist folders are written in one form"),
+    "--dist-ckpt-optim-fully-reshardable": NoEffect(0, "the optimizer's state can always be resharded"),
+    "--no-use-tokenizer-model-from-checkpoint-args": NoEffect(0, "training takes its tokenizer from the command line"),
+    # running and reporting
+    "--no-manual-gc-eval": NoEffect(0, "no collection is made around an evaluation"),
+    "--log-timers-to-console": NoEffect(0, "timers go to the console as --timing-log-level says"),
+    "--no-barrier-with-level-1-timing": NoEffect(0, "timers use no barriers"),
+    "--no-barrier-with-L1-time": NoEffect(0, "timers use no barriers"),
+    "--logging-level": NoEffect(1, "log lines have one level"),
+    "--train-sync-interval": NoEffect(1, "each iteration ends with a reduction that keeps the ranks in step"),
+    "--enable-one-logger": NoEffect(0, _ONE_LOGGER),
+    "--no-one-logger": NoEffect(0, _ONE_LOGGER),
+    "--one-logger-project": NoEffect(1, _ONE_LOGGER),
+    "--one-logger-run-name": NoEffect(1, _ONE_LOGGER),
+    "--one-logger-async": NoEffect(0, _ONE_LOGGER),
+    "--app-tag-run-name": NoEffect(1, _ONE_LOGGER),
+    "--app-tag-run-version": NoEffect(1, _ONE_LOGGER),
+    "--disable-straggler-on-startup": NoEffect(
+        0, "without --log-straggler no stragglers are looked for", excluded="log_straggler"
+    ),
+}
+
+_SWITCHES = [
+    "--use-legacy-models",
+    "--fp8-dot-product-attention",
+    "--fp8-multi-head-attention",
+    "--use-tp-pp-dp-mapping",
+    "--use-ring-exchange-p2p",
+    "--standalone-embedding-stage",
+    "--init-method-xavier-uniform",
+    "--fp32-residual-connection",
+    "--qk-l2-norm",
+    "--qk-clip",
+    "--attention-output-gate",
+    "--moe-extended-tp",
+    "--moe-use-upcycling",
+    "--moe-router-padding-for-fp8",
+    "--moe-router-padding-for-quantization",
+    "--moe-apply-probs-on-input",
+    "--moe-enable-routing-replay",
+    "--overlap-moe-expert-parallel-comm",
+    "--log-energy",
+    "--adlr-autoresume",
+    "--decrease-batch-size-if-needed",
+    "--multiple-validation-sets",
+    "--renormalize-blend-weights",
+    "--calc-ft-timeouts",
+    "--enable-ft-package",
+    "--use-mp-args-from-checkpoint-args",
+    "--reuse-grad-buf-for-mxfp8-param-ag",
+    "--no-mmap-index-files",
+]
+
+NOT_SUPPORTED: dict[str, NotSupported] = {
+    **{switch: NotSupported(0) for switch in _SWITCHES},
+    "--data-parallel-random-init": NotSupported(0),
+    "--fp16-lm-cross-entropy": NotSupported(0, instead="leave it out: the loss is computed in float32"),
+    # parallelism
+    "--pipeline-model-parallel-split-rank": NotSupported(1),
+    # other models
+    "--moe-input-jitter-eps": NotSupported(1),
+    "--qk-clip-alpha": NotSupported(1, "0.5"),
+    "--qk-clip-threshold": NotSupported(1, "100"),
+    "--rotary-scale-factor": NotSupported(
+        1, "1", instead="use --rotary-seq-len-interpolation-factor where positions are divided by it"
+    ),
+    "--spec": NotSupported("+"),
+    "--external-cuda-graph": NotSupported(0, instead="use --cuda-graph-impl local"),
+    "--cuda-graph-scope": NotSupported("+", "full", instead="leave it out: --cuda-graph-impl local takes whole layers"),
+    # training
+    "--adlr-autoresume-interval": NotSupported(1, "1000"),
+    "--yaml-cfg": NotSupported(1),
+    "--s3-cache-path": NotSupported(1),
+    "--object-storage-cache-path": NotSupported(1),
+    # checkpoints
+    "--ckpt-convert-format": NotSupported(1),
+    "--ckpt-convert-save": NotSupported(1),
+    "--ckpt-convert-update-legacy-dist-opt-format": NotSupported(0),
+    "--non-persistent-ckpt-type": NotSupported(1, "local"),
+    "--non-persistent-global-ckpt-dir": NotSupported(1),
+    "--non-persistent-local-ckpt-algo": NotSupported(1, "fully_parallel"),
+    "--replication-factor": NotSupported(1, "2"),
+    # reporting
+    "--straggler-ctrlr-port": NotSupported(1, "65535"),
+}
+
+
+_EXPERTS = "leave it out: experts are built without it (docs/mixture_of_experts.md)"
+_WATCH = "watch the run by its log, --metrics-jsonl and --timing-log-level"
+_LOCAL_COPIES = (
+    "--non-persistent-save-interval N keeps copies in the machines' memory, of type local, for --inprocess-restart; "
+    " --save-interval N --keep-last M saves often and keeps few"
+)
+_RESTART = "start the run again with the same flags: it goes on from its newest checkpoint"
+
+REASONS: tuple[tuple[str, str], ...] = (
+    ("--moe-extended-tp", "use --expert-tensor-parallel-size, or --expert-model-parallel-size"),
+    ("--moe-router-padding-for-", "leave it out: products of experts in fp8 take any number of tokens"),
+    ("--moe-", _EXPERTS),
+    ("--overlap-moe-", _EXPERTS),
+    ("--use-legacy-models", "there is one implementation of each model; leave it out"),
+    ("--fp8-", "attention is computed in the model's own precision; leave it out: the layers' products stay in fp8"),
+    ("--use-tp-pp-dp-mapping", "data-parallel ranks lie between tensor and pipeline ranks; leave it out"),
+    ("--use-ring-exchange-p2p", "it is of a torch built for it; leave it out: stages send and receive"),
+    ("--standalone-embedding-stage", "use --pipeline-model-parallel-layout, such as 'E|t*4|t*4L'"),
+    ("--pipeline-model-parallel-split-rank", "it is of models with an encoder and a decoder; leave it out"),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "gradients and gathered weights have memory of their own; leave it out"),
+    ("--init-method-xavier-uniform", "weights are drawn from a normal distribution: use --init-method-std"),
+    (
+        "--fp32-residual-connection",
+        "the residual stream has the model's precision: leave --bf16 or --fp16 out for float32",
+    ),
+    ("--qk-l2-norm", "use --qk-layernorm with --normalization RMSNorm, whose weights are learned"),
+    ("--qk-clip", "weights of queries and keys are not clipped; leave it out, or use --qk-layernorm"),
+    ("--attention-output-gate", "attention's output has no gate; leave it out"),
+    (
+        "--spec",
+        "models are built from their flags, and --transformer-impl says whose layers they take; docs/how_to_add.md "
+        "says how to add a layer kind",
+    ),
+    ("--straggler-ctrlr-port", "--log-straggler is on for the whole run: it costs next to nothing; leave the port out"),
+    ("--log-energy", _WATCH),
+    ("--adlr-autoresume", f"{_RESTART} (--exit-duration-in-mins ends it in time)"),
+    ("--calc-ft-timeouts", _RESTART),
+    ("--enable-ft-package", _RESTART),
+    ("--decrease-batch-size-if-needed", "a batch size that does not divide is refused with the nearest one that does"),
+    (
+        "--multiple-validation-sets",
+        "use --extra-valid-datalist PREFIX for each set, with --extra-valid-data-names NAME",
+    ),
+    ("--renormalize-blend-weights", "a blend's sets have their weights, and a surplus of 0.005; leave it out"),
+    ("--use-mp-args-from-checkpoint-args", "give the layout's flags: a checkpoint loads at every layout"),
+    ("--no-mmap-index-files", "index files are mapped into memory; --no-mmap-bin-files is about the tokens"),
+    ("--data-parallel-random-init", "the copies of a model begin with the same weights; leave it out"),
+    ("--yaml-cfg", "give its values as flags; --print-config shows what a command line resolves to"),
+    ("--s3-cache-path", "leave it out: each machine keeps copies of .idx in ~/.cache/megatron"),
+    ("--object-storage-cache-path", "leave it out: each machine keeps copies of .idx in ~/.cache/megatron"),
+    ("--ckpt-convert-", "use tools/checkpoint/convert.py"),
+    ("--non-persistent-", _LOCAL_COPIES),
+    ("--replication", _LOCAL_COPIES),
+)
+
+
+def refusal_reason(flag: str) -> str:
+    """Return what to do in place of a flag that is not supported; empty where nothing is known of it."""
+    return next((reason for beginning, reason in REASONS if flag.startswith(beginning)), "")
+
+
+TABLE_PREFIX = "flag:"
+"""Begins the name under which the parser keeps the words of a flag that is no field."""
+
+_NO_MASK = "--no-create-attention-mask-in-dataloader"
+
+
+def table_flags(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the notes and the problems that the given flags of the two tables make."""
+    notes, problems = [], []
+    for name, note in NO_EFFECT.items():
+        words: list[str] | None = given.get(TABLE_PREFIX + name)
+        if words is None or (words and all(_is_among(word, note.quiet) for word in words)):
+            continue
+        typed = " ".join([name, *words])
+        if note.accepted and not all(_is_among(word, note.accepted) for word in words):
+            problems.append(f"{typed} is not supported yet; possible: {', '.join(note.accepted)}")
+        elif note.excluded is not None and note.excluded in given:
+            problems.append(f"{typed} and --{note.excluded.replace('_', '-')} exclude each other; keep one")
+        else:
+            notes.append(f"{typed} has no effect: {note.reason}")
+    for name, refused in NOT_SUPPORTED.items():
+        words = given.get(TABLE_PREFIX + name)
+        if words is None:
+            continue
+        if len(words) == 1 and refused.default is not None and _is_among(words[0], (refused.default,)):
+            continue
+        problems.append(f"{' '.join([name, *words])} is not supported yet; {refused.instead or refusal_reason(name)}")
+    return notes, problems
+
+
+def cut_at_documents(given: Mapping[str, Any], config: RunConfig) -> RunConfig:
+    """Keep attention within documents where the flags are those that do so in Pai-Megatron-Patch.
+
+    Its scripts are known by --patch-tokenizer-type.
+    """
+    if not (_is_packed_by_patch(given, config) and config.data.reset_position_ids):
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, reset_attention_mask=True))
+
+
+def _is_packed_by_patch(given: Mapping[str, Any], config: RunConfig) -> bool:
+    is_unmasked = TABLE_PREFIX + _NO_MASK in given and "reset_attention_mask" not in given
+    return is_unmasked and config.tokenizer.patch_tokenizer_type is not None
+
+
+def packing_notes(given: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """Say what becomes of attention between documents, where Megatron-LM and Pai-Megatron-Patch differ in it."""
+    data = config.data
+    if TABLE_PREFIX + _NO_MASK not in given:
+        return []
+    if data.reset_attention_mask and _is_packed_by_patch(given, config):
+        return [
+            "--reset-position-ids keeps documents apart in attention too, as Pai-Megatron-Patch does with "
+            f"{_NO_MASK}: --reset-attention-mask is added"
+        ]
+    if data.reset_attention_mask:
+        return [f"--reset-attention-mask keeps documents apart; in Megatron-LM it would not, with {_NO_MASK}"]
+    if data.reset_position_ids:
+        return [
+            "--reset-position-ids begins positions anew at each document, but attention goes across documents, as in "
+            "Megatron-LM; add --reset-attention-mask to keep them apart, as Pai-Megatron-Patch does"
+        ]
+    return []
+
+
+def _is_among(word: str, values: Sequence[str]) -> bool:
+    """Tell whether a word is one of the values, as text or as the same number."""
+    return word in values or _number(word) in [_number(value) for value in values if _number(value) is not None]
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

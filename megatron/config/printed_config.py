@@ -1,0 +1,96 @@
+"""Print the resolved configuration: as Megatron-LM's dotted list, and as a TOML file that --config reads back."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.config.run_config import RunConfig, config_parts
+from megatron.core.config_base import FieldSpec, field_docs, field_specs
+
+_DOTS_END = 48
+
+
+def format_arguments(config: RunConfig) -> str:
+    """Return the block that opens every run's log: one line an argument, sorted by name.
+
+    Dots fill each line up to column 51, where the value follows.
+    """
+    lines = ["------------------------ arguments ------------------------"]
+    values = argument_values(config)
+    for name in sorted(values, key=str.lower):
+        lines.append(f"  {name} {'.' * (_DOTS_END - len(name))} {values[name]}")
+    lines.append("-------------------- end of arguments ---------------------")
+    return "\n".join(lines)
+
+
+def summarize(config: RunConfig) -> str:
+    """Return the lines that stand for the block on a terminal."""
+    model, training, checkpoint = config.model, config.training, config.checkpoint
+    saved = "nowhere" if checkpoint.save is None else checkpoint.save
+    if checkpoint.save is not None and checkpoint.save_interval is not None:
+        saved += f", every {checkpoint.save_interval:,} iterations"
+    return "\n".join(
+        [
+            f" > model: {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
+            f"sequences of {config.data.seq_length:,} tokens",
+            f" > run: {config.train_iters:,} iterations of {training.global_batch_size:,} samples in micro-batches of "
+            f"{training.micro_batch_size}, learning rate {config.optimizer.lr:g} ({config.scheduler.lr_decay_style})",
+            f" > checkpoints: {saved}",
+            f" > {len(argument_values(config))} arguments; --log-arguments prints them all",
+        ]
+    )
+
+
+def argument_values(config: RunConfig) -> dict[str, Any]:
+    """Return every argument of a run by Megatron's name, with those that follow from others."""
+    values = {spec.name: list(value) if isinstance(value, tuple) else value for spec, value in config.flags()}
+    values["world_size"] = config.world_size
+    values["data_parallel_size"] = config.data_parallel_size
+    values["params_dtype"] = config.model.params_dtype
+    return values
+
+
+_WIDTH = 118
+_ALWAYS = ("tokenizer_type",)
+"""Fields that are chosen where they are not given: their default says something too."""
+_NEVER = ("config", "model_preset", "print_config", "explain", "use_checkpoint_args")
+"""Fields that say where other values come from, which are all here, or what to do in place of training."""
+
+
+def format_config(config: RunConfig, heading: Sequence[str] = (), with_help: bool = True) -> str:
+    """Return TOML: each flag that is not at its default, and as a comment each one that is, below what it does.
+
+    Read back for the same number of processes it resolves to the same configuration.
+    """
+    lines = [f"# {line}" for line in heading]
+    for part, config_class in config_parts().items():
+        specs = [spec for spec in field_specs(config_class) if spec.options.cli and spec.name not in _NEVER]
+        if not specs:
+            continue
+        docs, values = field_docs(config_class), getattr(config, part)
+        lines += ["", f"[{part}]"]
+        for spec in specs:
+            lines += _entry(spec, getattr(values, spec.name), docs[spec.name] if with_help else None)
+    return "\n".join([*lines, ""])
+
+
+def _entry(spec: FieldSpec, value: Any, doc: str | None) -> Iterator[str]:
+    """Yield the lines of one field; without its documentation, none where it has its default."""
+    is_given = value is not None and (value != spec.default or spec.is_required or spec.name in _ALWAYS)
+    if doc is not None:
+        yield from ("", *textwrap.wrap(doc, _WIDTH, initial_indent="# ", subsequent_indent="# "))
+    if is_given:
+        yield f"{spec.name} = {_toml(value)}"
+    elif doc is not None:
+        yield f"# {spec.name} = {'' if value is None else _toml(value)}".rstrip()
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,438 @@
+"""Resolve the configuration: values that follow from several parts of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from megatron.config.data_config import RAW_DATASETS, TokenizerConfig, read_data_list, read_per_split_lists
+from megatron.config.notes import idle_flags, model_notes
+from megatron.config.run_config import RunConfig
+from megatron.config.training_config import CheckpointConfig
+from megatron.core.batch_size_rampup import read_batch_size_schedule
+from megatron.core.config_base import field_specs
+from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.object_store import as_path
+from megatron.core.ops.fp8_config import Float8Config
+from megatron.core.tensor_parallel.comm_overlap_config import read_overlap_methods
+from megatron.training.checkpointing.folder import candidate_folders
+
+_HUGGING_FACE = "tokenizer.json"
+_SENTENCE_PIECE = "tokenizer.model"
+
+
+def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], problems: list[str]) -> RunConfig:
+    """Take the tokenizer from --tokenizer-model or --load where its folder has one and no kind or vocabulary is given.
+
+    With --patch-tokenizer-type it must be there.
+    """
+    tokenizer = config.tokenizer
+    patch = tokenizer.patch_tokenizer_type
+    if is_type_given or tokenizer.vocab_file is not None or tokenizer.merge_file is not None:
+        if patch is not None and tokenizer.tokenizer_type != "HuggingFaceTokenizer":
+            notes.append(
+                f"--patch-tokenizer-type {patch} has no effect: the tokenizer is {tokenizer.tokenizer_type}, as the "
+                "other flags say"
+            )
+        return config
+    source, folder = "--load", config.checkpoint.load
+    if tokenizer.tokenizer_model is not None:
+        source, folder = "--tokenizer-model", tokenizer.tokenizer_model
+    found = None if folder is None else _tokenizer_in(Path(folder), tokenizer)
+    if found is not None:
+        notes.append(f"the tokenizer is that of {source} {folder}: {found.tokenizer_type}")
+        return dataclasses.replace(config, tokenizer=found)
+    if patch is None:
+        if tokenizer.tokenizer_model is None or tokenizer.tokenizer_type != "GPT2BPETokenizer":
+            return config
+        problems.append(
+            f"--tokenizer-model {folder} is no folder with {_HUGGING_FACE} or {_SENTENCE_PIECE}, and nothing says what "
+            "it is; add --tokenizer-type"
+        )
+    elif folder is None:
+        problems.append(f"--patch-tokenizer-type {patch} takes the tokenizer from --load DIR; add --load DIR")
+    elif not os.path.exists(folder):
+        problems.append(f"--patch-tokenizer-type {patch}: {source} {folder} does not exist; name its folder")
+    else:
+        problems.append(
+            f"--patch-tokenizer-type {patch}: {source} {folder} has no {_HUGGING_FACE}; save the fast tokenizer there, "
+            "or name its folder with --tokenizer-model (a tokenizer that is Python code is never run)"
+        )
+    # What is missing has been said: no check asks for GPT-2's files too.
+    chosen = dataclasses.replace(tokenizer, tokenizer_type="NullTokenizer", vocab_size=tokenizer.vocab_size or 1)
+    return dataclasses.replace(config, tokenizer=chosen)
+
+
+def _tokenizer_in(folder: Path, tokenizer: TokenizerConfig) -> TokenizerConfig | None:
+    if (folder / _HUGGING_FACE).is_file():
+        return dataclasses.replace(tokenizer, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    if (folder / _SENTENCE_PIECE).is_file():
+        model = str(folder / _SENTENCE_PIECE)
+        return dataclasses.replace(tokenizer, tokenizer_type="Llama2Tokenizer", tokenizer_model=model)
+    return None
+
+
+DEFAULT_SPLIT = "969, 30, 1"
+_GIVEN_ANYWAY = ("max_position_embeddings",)
+"""Fields that Megatron asks for whatever kind of positions a model has."""
+
+_IDLE_WITHOUT = {
+    **dict.fromkeys(("save_interval", "no_save_optim", "no_save_rng"), "--save DIR"),
+    **dict.fromkeys(("no_load_optim", "no_load_rng", "verify_checkpoint", "dist_ckpt_strictness"), "--load DIR"),
+    "keep_every": "--keep-last N",
+}
+"""Flags that scripts give whether or not they save or load, and without which flag they have no effect."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolution:
+    """Hold a resolved configuration, the lines that tell the user of it, and what went wrong."""
+
+    config: RunConfig
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def resolve(config: RunConfig) -> Resolution:
+    """Fill in every value that follows from another part; idempotent."""
+    notes: list[str] = []
+    problems: list[str] = []
+    config = _resolve_data(config, problems)
+    config = _resolve_fine_tuning(config, notes)
+    config = _resolve_model(config, notes)
+    config = _resolve_tp_overlap(config, notes, problems)
+    config = _resolve_pipeline_overlap(config, notes)
+    config = dataclasses.replace(config, checkpoint=resolve_checkpoint(config.checkpoint, notes, problems))
+    config = _resolve_batch(config, problems)
+    config = _resolve_data_parallelism(config, notes)
+    config = _resolve_precision(config)
+    config = _resolve_graphs(config, notes)
+    config = _resolve_weight_decay(config)
+    notes.extend(model_notes(config))
+    notes.extend(_float8_notes(config))
+    notes.extend(_condition_notes(config))
+    notes.extend(_offload_notes(config))
+    notes.extend(_checkpoint_notes(config))
+    notes.extend(_validation_notes(config))
+    notes.extend(idle_flags(config))
+    return Resolution(config, tuple(notes), tuple(problems))
+
+
+def _resolve_data(config: RunConfig, problems: list[str]) -> RunConfig:
+    data = config.data
+    try:
+        if data.data_args_path is not None:
+            words = read_data_list(data.data_args_path, "--data-args-path")
+            if data.data_path not in ((), words):
+                problems.append(f"--data-path and --data-args-path {data.data_args_path} exclude each other; keep one")
+            data = dataclasses.replace(data, data_path=words)
+        if data.per_split_data_args_path is not None:
+            lists = read_per_split_lists(data.per_split_data_args_path, "--per-split-data-args-path")
+            for key, given in zip(lists, (data.train_data_path, data.valid_data_path, data.test_data_path)):
+                if given not in ((), lists[key]):
+                    problems.append(
+                        f"--{key}-data-path and --per-split-data-args-path {data.per_split_data_args_path} exclude "
+                        "each other; keep one"
+                    )
+            data = dataclasses.replace(
+                data,
+                train_data_path=lists["train"],
+                valid_data_path=lists["valid"],
+                test_data_path=lists["test"],
+            )
+    except ConfigurationError as error:
+        problems.extend(error.problems)
+    if data.split is not None:
+        # A quotation inside a quotation, as in NVIDIA's Llama script: Megatron looks only for the numbers.
+        data = dataclasses.replace(data, split=data.split.strip("'\" "))
+    elif not data.has_data_per_split:
+        data = dataclasses.replace(data, split=DEFAULT_SPLIT)
+    if data.seq_length == 0:
+        data = dataclasses.replace(data, seq_length=config.model.max_position_embeddings)
+    return dataclasses.replace(config, data=data)
+
+
+def _resolve_fine_tuning(config: RunConfig, notes: list[str]) -> RunConfig:
+    """Let conversations be kept apart where they share a sample, and each token of an answer count alike."""
+    data = config.data
+    if not data.sft:
+        return config
+    packs = data.sft_packing and (data.dataset not in RAW_DATASETS or data.reset_position_ids)
+    if packs:
+        notes.append(
+            "--sft packs conversations: --reset-position-ids and --reset-attention-mask are on; --no-sft-packing makes "
+            "each a sample"
+        )
+    elif data.sft_packing:
+        notes.append(f"--dataset {data.dataset}: each conversation is a sample; --reset-position-ids packs them")
+    if not config.training.calculate_per_token_loss:
+        notes.append("--sft: each token of an answer counts alike, as with --calculate-per-token-loss")
+        if config.ddp.ddp_average_in_collective:
+            notes.append("--ddp-average-in-collective has no effect with --sft: sums are divided by a number of tokens")
+            config = dataclasses.replace(config, ddp=dataclasses.replace(config.ddp, ddp_average_in_collective=False))
+    if data.max_padding_length is not None and data.max_padding_length > data.seq_length:
+        notes.append(
+            f"--max-padding-length {data.max_padding_length} has no effect: --seq-length {data.seq_length} cuts "
+            "conversations before"
+        )
+    template = data.chat_template
+    if template is None and data.sft_tokenizer_prompt_format != "default":
+        template = data.sft_tokenizer_prompt_format
+    data = dataclasses.replace(
+        data,
+        sft_packing=packs,
+        chat_template=template,
+        reset_position_ids=packs or data.reset_position_ids,
+        reset_attention_mask=packs or data.reset_attention_mask,
+    )
+    training = dataclasses.replace(config.training, calculate_per_token_loss=True)
+    return dataclasses.replace(config, data=data, training=training)
+
+
+def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
+    model = config.model
+    if model.max_position_embeddings == 0:
+        model = dataclasses.replace(model, max_position_embeddings=config.data.seq_length)
+    if model.sequence_parallel and model.tensor_model_parallel_size == 1:
+        notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1: turned off")
+        model = dataclasses.replace(model, sequence_parallel=False)
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if groups != heads and not model.group_query_attention:
+        notes.append(
+            f"--num-query-groups {groups} has no effect without --group-query-attention: "
+            f"each of the {heads} heads has its own key and value"
+        )
+        model = dataclasses.replace(model, num_query_groups=heads)
+    if model.recompute_num_layers is not None and model.recompute_granularity != "full":
+        notes.append(
+            f"--recompute-num-layers {model.recompute_num_layers} has no effect without --recompute-granularity full"
+        )
+        model = dataclasses.replace(model, recompute_num_layers=None)
+    if model.num_experts is not None and model.moe_token_dispatcher_type == "flex":
+        notes.append(
+            "--moe-token-dispatcher-type flex: neither DeepEP nor HybridEP is used here; tokens travel by alltoall, "
+            "with the same results"
+        )
+        model = dataclasses.replace(model, moe_token_dispatcher_type="alltoall")
+    return dataclasses.replace(config, model=model)
+
+
+def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]) -> RunConfig:
+    model = config.model
+    if not model.tp_comm_overlap:
+        return config
+    if not model.sequence_parallel:
+        sizes = f"--tensor-model-parallel-size {model.tensor_model_parallel_size}"
+        missing = sizes if model.tensor_model_parallel_size == 1 else f"{sizes} without --sequence-parallel"
+        notes.append(f"--tp-comm-overlap has no effect with {missing}: turned off")
+        return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap=False))
+    if model.fp8_format is not None:
+        notes.append("--tp-comm-overlap has an effect on layers in 16 bits only: fp8 products have no chunks")
+    if model.tp_comm_overlap_cfg is None:
+        return config
+    methods: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    try:
+        methods, ignored = read_overlap_methods(model.tp_comm_overlap_cfg)
+    except ConfigurationError as error:
+        problems.extend(error.problems)
+    if ignored:
+        notes.append(
+            f"--tp-comm-overlap-cfg {model.tp_comm_overlap_cfg}: no effect have {', '.join(ignored)}: there are as "
+            "many chunks as ranks, and no kernels of transformer-engine's to set"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap_methods=methods))
+
+
+def _resolve_pipeline_overlap(config: RunConfig, notes: list[str]) -> RunConfig:
+    """Turn off what cannot have an effect in this pipeline, with a line each."""
+    model = config.model
+    alone = "with --pipeline-model-parallel-size 1" if model.pipeline_model_parallel_size == 1 else ""
+    splits = "with --pipeline-schedule zero-bubble, which defers weight gradients itself"
+    splits = splits if model.pipeline_schedule == "zero-bubble" else ""
+    delays = "with --delay-wgrad-compute, which computes them with the others" if model.delay_wgrad_compute else ""
+    reduces = f"with --data-parallel-sharding-strategy {config.ddp.data_parallel_sharding_strategy}: gradients are "
+    reduces += "reduced after each micro-batch"
+    reduces = reduces if config.ddp.shards_gradients and config.parallel_sizes.num_replicas > 1 else ""
+    deferred = alone or splits or delays or reduces
+    reasons = {
+        "overlap_p2p_communication": alone,
+        "delay_wgrad_compute": alone or splits,
+        "defer_embedding_wgrad_compute": deferred,
+        "wgrad_deferral_limit": deferred
+        if model.defer_embedding_wgrad_compute and model.wgrad_deferral_limit > 0
+        else "",
+    }
+    for spec, value in config.flags():
+        reason = reasons.get(spec.name)
+        if reason and value != spec.default:
+            notes.append(f"{spec.typed(value)} has no effect {reason}")
+            model = dataclasses.replace(model, **{spec.name: spec.default})
+    return dataclasses.replace(config, model=model)
+
+
+def resolve_checkpoint(checkpoint: CheckpointConfig, notes: list[str], problems: list[str]) -> CheckpointConfig:
+    """Let --pretrained-checkpoint be what is loaded where --load has no checkpoint yet."""
+    pretrained, load = checkpoint.pretrained_checkpoint, checkpoint.load
+    if pretrained is None or pretrained == load:
+        return checkpoint
+    if load is not None and _holds_weights(as_path(load)):
+        notes.append(f"--pretrained-checkpoint {pretrained} is not read: --load {load} holds a checkpoint")
+        return checkpoint
+    if not _holds_weights(as_path(pretrained)):
+        problems.append(f"--pretrained-checkpoint {pretrained} holds no checkpoint; give a folder that does")
+    notes.append(f"--pretrained-checkpoint {pretrained}: the run begins with its weights, at iteration 0")
+    return dataclasses.replace(checkpoint, load=pretrained, finetune=True)
+
+
+def _holds_weights(folder: Path) -> bool:
+    try:
+        return bool(candidate_folders(folder)) or any(folder.glob("*.safetensors"))
+    except CheckpointError:
+        return True  # something is there: loading it says what is wrong with it
+
+
+def _resolve_batch(config: RunConfig, problems: list[str]) -> RunConfig:
+    training = config.training
+    if training.step_batch_size_schedule is not None:
+        try:
+            steps, last = read_batch_size_schedule(training.step_batch_size_schedule, config.data.seq_length)
+        except ConfigurationError as error:
+            problems.extend(error.problems)
+            return config
+        if training.global_batch_size not in (0, last):
+            problems.append(
+                f"--global-batch-size {training.global_batch_size} is not the last size of "
+                f"--step-batch-size-schedule {training.step_batch_size_schedule!r}; give {last} or leave it out"
+            )
+        training = dataclasses.replace(training, global_batch_size=last, batch_size_steps=steps)
+    elif not training.global_batch_size:
+        batch = training.micro_batch_size * max(config.data_parallel_size, 1)
+        training = dataclasses.replace(training, global_batch_size=batch)
+    return dataclasses.replace(config, training=training)
+
+
+def _resolve_precision(config: RunConfig) -> RunConfig:
+    optimizer = dataclasses.replace(config.optimizer, params_dtype=config.model.params_dtype)
+    ddp = config.ddp
+    if optimizer.main_grads_dtype == "bf16" and config.model.params_dtype == "bfloat16":
+        ddp = dataclasses.replace(ddp, grad_reduce_in_bf16=True)
+    return dataclasses.replace(config, optimizer=optimizer, ddp=ddp)
+
+
+def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
+    ddp = config.ddp
+    if (ddp.use_torch_fsdp2 or ddp.use_megatron_fsdp) and ddp.data_parallel_sharding_strategy == "no_shard":
+        ddp = dataclasses.replace(ddp, data_parallel_sharding_strategy="optim_grads_params")
+    if ddp.shards_optimizer and config.parallel_sizes.num_replicas == 1:
+        notes.append(
+            "--use-distributed-optimizer, --data-parallel-sharding-strategy and --overlap-param-gather have no effect "
+            "with one data-parallel rank: turned off"
+        )
+        ddp = dataclasses.replace(
+            ddp,
+            use_distributed_optimizer=False,
+            data_parallel_sharding_strategy="no_shard",
+            overlap_param_gather=False,
+        )
+    if ddp.shards_weights and ddp.overlap_param_gather:
+        notes.append(
+            "--overlap-param-gather has no effect with --data-parallel-sharding-strategy optim_grads_params: weights "
+            "are always gathered while the layer before runs"
+        )
+        ddp = dataclasses.replace(ddp, overlap_param_gather=False)
+    if ddp.shards_optimizer:
+        ddp = dataclasses.replace(ddp, use_distributed_optimizer=True)
+    elif ddp.overlap_param_gather:
+        notes.append("--overlap-param-gather has no effect without --use-distributed-optimizer: turned off")
+        ddp = dataclasses.replace(ddp, overlap_param_gather=False)
+    if config.model.fp8_param_gather and config.parallel_sizes.num_replicas == 1:
+        notes.append("--fp8-param-gather has no effect with one data-parallel rank: nothing is gathered")
+    return dataclasses.replace(config, ddp=ddp)
+
+
+def _resolve_graphs(config: RunConfig, notes: list[str]) -> RunConfig:
+    """Run at least two steps before CUDA graphs are captured with delayed scaling.
+
+    The first step of delayed scaling has no amax yet. Its scales are in other memory, so that Triton compiles other
+    variants of the cast than for later steps. CUDA compiles no kernel during a capture.
+    """
+    steps, is_delayed = config.training.cuda_graph_warmup_steps, config.model.fp8_recipe == "delayed"
+    if config.training.cuda_graph_impl != "local" or config.model.fp8_format is None or not is_delayed or steps >= 2:
+        return config
+    notes.append(f"--cuda-graph-warmup-steps {steps} is too small for --fp8-recipe delayed: the run uses 2")
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, cuda_graph_warmup_steps=2))
+
+
+def _resolve_weight_decay(config: RunConfig) -> RunConfig:
+    schedule, weight_decay = config.scheduler, config.optimizer.weight_decay
+    if schedule.weight_decay_incr_style != "constant":
+        return config
+    if schedule.start_weight_decay is None:
+        schedule = dataclasses.replace(schedule, start_weight_decay=weight_decay)
+    if schedule.end_weight_decay is None:
+        schedule = dataclasses.replace(schedule, end_weight_decay=weight_decay)
+    return dataclasses.replace(config, scheduler=schedule)
+
+
+def _float8_notes(config: RunConfig) -> list[str]:
+    if config.model.fp8_format is not None:
+        return []
+    specs = {spec.name: spec for spec in field_specs(Float8Config)}
+    wanted = specs["fp8_format"]
+    given = [spec for spec in specs.values() if getattr(config.model, spec.name) != spec.default]
+    return [
+        f"{spec.typed(getattr(config.model, spec.name))} has no effect without {wanted.typed(wanted.metavar)}"
+        for spec in given
+        if spec.options.needs is None
+    ]
+
+
+def _condition_notes(config: RunConfig) -> list[str]:
+    """Say which flags count for nothing because another one does not have the value that they go with."""
+    fields = {spec.name: (spec, value) for spec, value in config.flags()}
+    notes = []
+    for spec, value in fields.values():
+        if spec.options.where is None or spec.name in _GIVEN_ANYWAY or value == spec.default:
+            continue
+        name, wanted = spec.options.where
+        other, found = fields[name]
+        if found != wanted:
+            notes.append(f"{spec.typed(value)} has no effect without {other.typed(wanted)}")
+    return notes
+
+
+def _offload_notes(config: RunConfig) -> list[str]:
+    optimizer = config.optimizer
+    if optimizer.optimizer_cpu_offload:
+        is_static = optimizer.optimizer_offload_policy == "static"
+        return (
+            ["--optimizer-offload-fraction 0 offloads nothing"] if is_static and not optimizer.offload_fraction else []
+        )
+    if optimizer.optimizer_offload_fraction is None:
+        return []
+    flag = f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction}"
+    return [f"{flag} has no effect without --optimizer-cpu-offload"]
+
+
+def _checkpoint_notes(config: RunConfig) -> list[str]:
+    """Return a line for each flag that asks something of a save or a load that there will not be."""
+    checkpoint = config.checkpoint
+    notes = []
+    if checkpoint.save is not None and checkpoint.local_save is None and config.logging.metrics_jsonl is None:
+        notes.append(f"--save {checkpoint.save} takes no metrics.jsonl; give --metrics-jsonl FILE to have one")
+    folders = {"--save DIR": checkpoint.save, "--load DIR": checkpoint.load, "--keep-last N": checkpoint.keep_last}
+    return notes + [
+        f"{spec.typed(value)} has no effect without {needed}"
+        for spec in field_specs(CheckpointConfig)
+        if (needed := _IDLE_WITHOUT.get(spec.name)) is not None
+        and folders[needed] is None
+        and (value := getattr(checkpoint, spec.name)) != spec.default
+    ]
+
+
+def _validation_notes(config: RunConfig) -> list[str]:
+    if config.validation.full_validation and config.validation.extra_valid_data_samples:
+        return ["--extra-valid-data-samples has no effect with --full-validation: all of each set is evaluated"]
+    return []

@@ -1,0 +1,133 @@
+"""Console output: whole lines from several processes, and progress bars."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+CLEAR_LINE = "\r\x1b[2K"
+"""Clears the line of a terminal that the cursor is in."""
+
+
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print text and its end of line in one write, which lines of other processes cannot come between.
+
+    ``print`` makes two of it under ``PYTHONUNBUFFERED``. On a terminal the text takes the place of the line that shows
+    where the run is.
+    """
+    stream = stream or sys.stdout
+    stream.write(f"{CLEAR_LINE if stream.isatty() else ''}{text}\n")
+    stream.flush()
+
+
+_BAR_WIDTH = 24
+_REDRAW_S = 0.1
+_WAITING_REDRAW_S = 0.5
+
+
+class ProgressBar:
+    """Draw on standard error, or another stream, where that is a terminal.
+
+    The cursor rests at the line's beginning. Who prints a line clears the bar first.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self.is_on = self._stream is not None and self._stream.isatty()
+        self._clock = clock
+        self._drawn = -_REDRAW_S
+
+    def show(self, what: str, done: int, total: int, more: str = "") -> None:
+        """Draw how much of something is done, and ``more`` behind it; too soon after the last time nothing changes."""
+        if self.is_on:
+            self.tell(" ".join(filter(None, (what, format_bar(done, total), more))))
+
+    def tell(self, text: str) -> None:
+        """Draw a text where there is no total to draw a bar of."""
+        now = self._clock() if self.is_on else 0.0
+        if self.is_on and now - self._drawn >= _REDRAW_S:
+            self._drawn = now
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"{CLEAR_LINE}{text[:width]}\r")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Take the line away; the next drawing does not wait."""
+        if self.is_on:
+            self._drawn = self._clock() - _REDRAW_S
+            self._stream.write(CLEAR_LINE)
+            self._stream.flush()
+
+
+class CountedBar:
+    """Draw how much of a total is done, as it is told of more; a context, which takes the bar away at its end."""
+
+    def __init__(self, what: str, total: int, bar: ProgressBar | None = None) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._bar = ProgressBar() if bar is None else bar
+
+    def add(self, number: int) -> None:
+        """Count more that is done."""
+        self._done += number
+        self._bar.show(self._what, self._done, self._total)
+
+    def clear(self) -> None:
+        """Take the bar away, for a line that is to be printed."""
+        self._bar.clear()
+
+    def __enter__(self) -> CountedBar:
+        """Return the bar itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the bar away."""
+        self._bar.clear()
+
+
+@contextlib.contextmanager
+def waiting(text: str, *, is_on: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Draw a text and for how long it has been so, until the work within is done.
+
+    What it gives may be told how much is done of how much: a bar is drawn of it then.
+    """
+    bar, ending, since = ProgressBar(), threading.Event(), time.monotonic()
+    drawn = [text]
+
+    def told(done: int, total: int) -> None:
+        drawn[0] = f"{text} {format_bar(done, total)}"
+
+    def draw() -> None:
+        while not ending.wait(_WAITING_REDRAW_S):
+            bar.tell(f"{drawn[0]} {format_duration(time.monotonic() - since)}")
+
+    if not (bar.is_on and is_on):
+        yield told
+        return
+    thread = threading.Thread(target=draw, name="waiting line", daemon=True)
+    thread.start()
+    try:
+        yield told
+    finally:
+        ending.set()
+        thread.join()
+        bar.clear()
+
+
+def format_bar(done: int, total: int) -> str:
+    """Return a bar and the share that is done."""
+    share = min(done / max(total, 1), 1.0)
+    return f"[{'=' * int(share * _BAR_WIDTH):<{_BAR_WIDTH}}] {share:4.0%}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds as they are said: 42s, 3m05s, 2h07m, 3d04h."""
+    whole = int(max(seconds, 0.0))
+    for size, name, rest, of_rest in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{name}{whole % size // rest:02d}{of_rest}"
+    return f"{whole}s"

@@ -1,0 +1,296 @@
+"""Autotuning at start-up: choose the CPU GEMM backend and the chunks of --tp-comm-overlap by measuring."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron.config.checkpoint_arguments import recorded_config
+from megatron.config.run_config import RunConfig
+from megatron.core.collectives import all_reduce, any_rank, broadcast_object
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.main_grad import MainGrad
+from megatron.core.object_store import as_path
+from megatron.core.ops.gemm import gradient_library, grouped_product, has_library, linear
+from megatron.core.precision import arithmetic_dtype, dtype_from_name
+from megatron.core.process_group import Group
+from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearOverlap, linear_overlap
+from megatron.core.tensor_parallel.layers import tensor_parallel_linear
+from megatron.core.tensor_parallel.mappings import InputRegion
+from megatron.core.tensor_parallel.symmetric_memory import why_no_symmetric_memory
+from megatron.training.checkpointing.folder import candidate_folders
+from megatron.training.checkpointing.native import is_release
+from megatron.training.initialize import Runtime
+
+AUTO = "auto"
+
+
+def recorded_choice(config: RunConfig, runtime: Runtime, field: str) -> str | None:
+    """Return a model's field in the checkpoint that the run goes on from, as rank 0 reads it.
+
+    It is ``auto`` where the checkpoint does not say, and None where the run begins anew. Collective.
+    """
+    load, world = config.checkpoint.load, runtime.state.world
+    if load is None or config.checkpoint.finetune:
+        return None
+    found = _field_of(as_path(load), config.checkpoint.ckpt_step, field) if world.is_first else None
+    agreed: str | None = broadcast_object(found, world)
+    return agreed
+
+
+def _field_of(directory: Path, ckpt_step: int | None, field: str) -> str | None:
+    try:
+        folders = candidate_folders(directory, ckpt_step)
+        if not folders or is_release(folders[0]):
+            return None
+        recorded = recorded_config(folders[0])["model"].get(field, AUTO)
+    except (InputError, LookupError, TypeError, ValueError):
+        return AUTO  # what is wrong with it is said where it is loaded
+    return str(recorded)
+
+
+_LIBRARIES = ("onednn", "mkl")
+_MIXED = "mixed"
+_MAX_SIZE = 512
+"""Larger products differ by much the same factor, and so few of them fit into the time that no minimum is quiet."""
+_MIN_OPERATIONS = 1 << 27
+"""Smaller products take so little of a step that the choice would be noise: the default stays."""
+_MIN_ROUNDS, _BUDGET_S = 3, 0.25
+_MAX_SHARE = 0.95
+"""A library takes the default's place where it needs at most this share of its time."""
+
+
+def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
+    """Return the configuration with the library of its matrix products on CPU, on every rank the same.
+
+    The command line's counts first, then that of the checkpoint that the run goes on from (the default, where it
+    records none), then the quicker one. Collective.
+
+    Raises:
+        ConfigurationError: a processor or its torch lacks what the command line names. On every rank alike.
+    """
+    model, world = config.model, runtime.state.world
+    if runtime.device.is_cuda:
+        return config
+    dtype = dtype_from_name(model.params_dtype)
+
+    def is_missing(library: str) -> bool:
+        return any_rank(library != AUTO and not has_library(library, dtype), world)
+
+    if model.cpu_matmul != AUTO:
+        if is_missing(model.cpu_matmul):
+            raise ConfigurationError(
+                f"--cpu-matmul {model.cpu_matmul}: torch lacks that library for {model.params_dtype} on this "
+                "processor; give --cpu-matmul auto"
+            )
+        return config
+    library, origin = recorded_choice(config, runtime, "cpu_matmul"), "as in the checkpoint"
+    if library is not None and is_missing(library):
+        log(
+            f"WARNING: the checkpoint's matrix products are computed by {library}, which torch lacks for "
+            f"{model.params_dtype} on this processor: the last bits will differ"
+        )
+        library = AUTO
+    if library is None:
+        library, origin = broadcast_object(_quicker(config, dtype), world), "measured"
+        library = AUTO if is_missing(library) else library
+    if library == AUTO:
+        return config
+    log(f" > matrix products on CPU: {library} ({origin})")
+    return dataclasses.replace(config, model=dataclasses.replace(model, cpu_matmul=library))
+
+
+def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
+    """Return the choice that computes a feed-forward's products in the least time, auto where the default is as good.
+
+    Where the model has experts the feed-forward is theirs, with the rows that each is given by an even load.
+    """
+    model = config.model
+    rows = config.data.seq_length * config.training.micro_batch_size // model.context_parallel_size
+    width, inner, groups = model.hidden_size, model.ffn_hidden_size // model.tensor_model_parallel_size, None
+    num_operations = 2 * rows * width * inner
+    if model.num_experts is not None:
+        sizes = model.parallel_sizes
+        inner = model.moe_ffn_hidden_size // sizes.expert_tp
+        choices = rows * model.moe_router_topk * sizes.ep * sizes.expert_tp // sizes.tp
+        num_operations = 2 * choices * width * inner // sizes.ep
+        rows = max(choices // model.num_experts, 1)
+        groups = min(model.num_experts // sizes.ep, max(_MAX_SIZE // rows, 1))
+    is_small = num_operations < _MIN_OPERATIONS
+    if is_small or config.initialization.deterministic_mode or not all(has_library(n, dtype) for n in _LIBRARIES):
+        return AUTO
+    rows, width, inner = (min(size, _MAX_SIZE) for size in (rows, width, inner))
+    times = measure_libraries(rows, width, inner, dtype, groups)
+    default, other = _LIBRARIES if dtype is torch.float32 else _LIBRARIES[::-1]
+    quicker = min((other, _MIXED), key=lambda choice: _shortest(times[choice]))
+    return quicker if is_quicker(times[quicker], times[default]) else AUTO
+
+
+def is_quicker(rounds: Sequence[Sequence[float]], default_rounds: Sequence[Sequence[float]]) -> bool:
+    """Return whether a library beats the default by more than noise.
+
+    Of each product the shortest time of all rounds counts: other work on the machine only makes times longer.
+    """
+    return _shortest(rounds) <= _MAX_SHARE * _shortest(default_rounds)
+
+
+def _shortest(rounds: Sequence[Sequence[float]]) -> float:
+    return math.fsum(min(times) for times in zip(*rounds))
+
+
+def measure_libraries(
+    rows: int, width: int, inner: int, dtype: torch.dtype, groups: int | None = None
+) -> dict[str, list[list[float]]]:
+    """Return, by choice and round, the seconds of each product of a feed-forward layer, forward and backward.
+
+    With ``groups`` there are so many feed-forwards, each with so many rows of its own. Libraries alternate, so that
+    other work falls upon them alike; what is mixed of both is not measured again.
+    """
+    make = _products_of if groups is None else partial(_grouped_products_of, groups)
+    products: list[Callable[[str], object]] = []
+    for fan_in, fan_out in ((width, inner), (inner, width)):
+        products += make(rows, fan_in, fan_out, dtype)
+    times: dict[str, list[list[float]]] = {library: [] for library in _LIBRARIES}
+    start = time.perf_counter()
+    while len(times[_LIBRARIES[0]]) < _MIN_ROUNDS or time.perf_counter() - start < _BUDGET_S:
+        for measured in times.values():
+            measured.append([])
+        for product in products:
+            for library, measured in times.items():
+                before = time.perf_counter()
+                product(library)
+                measured[-1].append(time.perf_counter() - before)
+    of_choice = [gradient_library(_MIXED) if number % 3 == 2 else _LIBRARIES[0] for number in range(len(products))]
+    mixed = [
+        [times[library][number][place] for place, library in enumerate(of_choice)]
+        for number in range(len(times[_LIBRARIES[0]]))
+    ]
+    return {**times, _MIXED: mixed}
+
+
+def _products_of(rows: int, fan_in: int, fan_out: int, dtype: torch.dtype) -> list[Callable[[str], object]]:
+    """Return what a linear map computes: output, input gradient and accumulated weight gradient."""
+    # Ones: no random number is drawn that the run would draw.
+    x, grad = torch.ones(rows, fan_in, dtype=dtype), torch.ones(rows, fan_out, dtype=dtype)
+    weight = torch.ones(fan_out, fan_in, dtype=dtype)
+    main_grad = MainGrad(torch.empty_like(weight, dtype=arithmetic_dtype(dtype)))
+
+    def accumulate(library: str) -> None:
+        main_grad.reset()
+        main_grad.add_matmul(grad.t(), x, library)
+
+    return [
+        lambda library: linear(x, weight, library=library),
+        lambda library: linear(grad, weight.t(), library=library),
+        accumulate,
+    ]
+
+
+def _grouped_products_of(
+    groups: int, rows: int, fan_in: int, fan_out: int, dtype: torch.dtype
+) -> list[Callable[[str], object]]:
+    """Return what the linear maps of experts compute, each of its own rows: the same three."""
+    x, grad = torch.ones(groups * rows, fan_in, dtype=dtype), torch.ones(groups * rows, fan_out, dtype=dtype)
+    weight, counts = torch.ones(groups, fan_out, fan_in, dtype=dtype), [rows] * groups
+    main_grad = MainGrad(torch.empty_like(weight, dtype=arithmetic_dtype(dtype)))
+
+    def accumulate(library: str) -> None:
+        main_grad.reset()
+        main_grad.add_grouped_matmul(grad, x, counts, library)
+
+    return [
+        lambda library: grouped_product(x, weight, counts, library),
+        lambda library: grouped_product(grad, weight.transpose(1, 2), counts, library),
+        accumulate,
+    ]
+
+
+_WORDS = {
+    "ring": "in chunks, round a ring",
+    "whole": "whole, in no chunks",
+    "symmetric-memory": "in chunks, by symmetric memory",
+}
+_MAX_OVERLAP_SIZE = 512
+_NUM_ROUNDS = 7
+_MAX_OVERLAP_SHARE = 0.95
+"""Chunks are taken where they need at most this share of the time without: the rest is noise."""
+
+
+def choose_tp_overlap(config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> RunConfig:
+    """Return the configuration with what carries the chunks, on every rank the same, and say why.
+
+    On CUDA it is symmetric memory where the tensor-parallel ranks share it, and a ring else. On a CPU nothing but the
+    processes themselves moves a message: there it is measured, unless the checkpoint that the run goes on from says.
+    Collective.
+    """
+    model = config.model
+    if not model.tp_comm_overlap or model.tp_comm_overlap_impl not in (AUTO, "symmetric-memory"):
+        return config
+    if runtime.device.is_cuda:
+        reason: str | None = "torch keeps it by names that groups have again after a restart"
+        if not config.restart.inprocess_restart:
+            reason = why_no_symmetric_memory(runtime.state.tp, runtime.device.has_peers())
+        impl, why = ("symmetric-memory", "of its devices") if reason is None else ("ring", reason)
+    elif model.tp_comm_overlap_impl != AUTO:
+        impl, why = "ring", "there is no symmetric memory on CPU"
+    else:
+        recorded = recorded_choice(config, runtime, "tp_comm_overlap_impl")
+        impl, why = (recorded, "as in the checkpoint") if recorded in ("ring", "whole") else _measured(config, runtime)
+    log(f" > tensor-parallel communication beside products: {_WORDS[impl]} ({why})")
+    return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap_impl=impl))
+
+
+def _measured(config: RunConfig, runtime: Runtime) -> tuple[str, str]:
+    model, tp = config.model, runtime.state.tp
+    if config.initialization.deterministic_mode:
+        return "ring", "nothing is measured with --deterministic-mode"
+    length = config.data.seq_length // model.context_parallel_size
+    rows = max(tp.size, min(length, _MAX_OVERLAP_SIZE) // tp.size * tp.size)
+    sizes = rows, config.training.micro_batch_size, min(model.hidden_size, _MAX_OVERLAP_SIZE)
+    inner = min(model.ffn_hidden_size // tp.size, _MAX_OVERLAP_SIZE)
+    overlaps = linear_overlap(model, "fc1"), linear_overlap(model, "fc2")
+    times = measure_overlap(tp, sizes, inner, overlaps, dtype_from_name(model.params_dtype), model.cpu_matmul)
+    slowest = torch.tensor(times, dtype=torch.float64)
+    all_reduce(slowest, runtime.state.world, "max")
+    chunked, whole = slowest.tolist()
+    share = chunked / whole
+    chosen = "ring" if share <= _MAX_OVERLAP_SHARE else "whole"
+    return chosen, f"measured: chunks take {share:.0%} of the time without"
+
+
+def measure_overlap(
+    tp: Group,
+    sizes: tuple[int, int, int],
+    inner: int,
+    overlaps: tuple[LinearOverlap, LinearOverlap],
+    dtype: torch.dtype,
+    library: str,
+) -> tuple[float, float]:
+    """Return this rank's shortest seconds of a feed-forward layer, forward and backward: with chunks, and without.
+
+    Rounds alternate, as many on every rank. Shapes: ``sizes`` are ``s, b, h``. Collective.
+    """
+    length, batch, width = sizes
+    # Ones: no random number is drawn that the run would draw.
+    x = torch.ones(length // tp.size, batch, width, dtype=dtype, requires_grad=True)
+    up = torch.ones(inner, width, dtype=dtype, requires_grad=True)
+    down = torch.ones(width, inner, dtype=dtype, requires_grad=True)
+
+    def run(overlap: Sequence[LinearOverlap]) -> float:
+        before = time.perf_counter()
+        hidden = tensor_parallel_linear(x, up, None, InputRegion.SEQUENCE, tp, library=library, overlap=overlap[0])
+        output = tensor_parallel_linear(
+            hidden, down, None, InputRegion.SPLIT, tp, library=library, overlap=overlap[1], scatters=True
+        )
+        torch.autograd.backward(output, x.detach())
+        return time.perf_counter() - before
+
+    rounds = [(run(overlaps), run((WHOLE, WHOLE))) for _ in range(_NUM_ROUNDS)]
+    chunked, whole = zip(*rounds)
+    return min(chunked), min(whole)

@@ -1,1 +1,0 @@
-"""Checks of kinds of layers, one file a kind."""

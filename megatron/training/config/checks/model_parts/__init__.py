@@ -1,1 +1,0 @@
-"""Checks of parts that not every model has."""

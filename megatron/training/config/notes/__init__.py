@@ -1,1 +1,0 @@
-"""What is said of flags that do nothing, and of those that are refused."""

@@ -1,0 +1,176 @@
+"""Data plan: which data sets a run reads, how they are split, and how many samples of each split it needs.
+
+Importing this module imports no torch, so that unusable data is refused quickly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.data_config import DataConfig, extra_validation_sets
+from megatron.config.resolution import DEFAULT_SPLIT
+from megatron.config.run_config import RunConfig
+from megatron.core.datasets.conversation_file import ConversationOptions
+from megatron.core.datasets.data_history import RunPosition, recorded_history
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, special_token_id
+from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig, ValidationSet, parse_blend
+from megatron.core.errors import ConfigurationError, TokenizerError
+from megatron.core.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
+
+
+class DatasetSplitsBuilder(Protocol):
+    """Check and build the data sets of the three splits."""
+
+    def check(self) -> None:
+        """Raise `DataError` for data that cannot be used, before anything is built."""
+
+    def build(self) -> DatasetSplits:
+        """Build what was checked."""
+        ...
+
+
+DatasetsProvider = Callable[[RunConfig, Tokenizer, "SampleTargets", Callable[[str], None]], DatasetSplitsBuilder]
+"""Return what builds the data sets, given how many samples each must have and where to report lines.
+
+It is called before torch is imported, and should import none.
+"""
+
+
+@dataclass(frozen=True)
+class SampleTargets:
+    """Hold how many samples a run will read of each split; None is all of the validation data, in one epoch.
+
+    ``done`` is what the run has read before.
+    """
+
+    train: int
+    valid: int | None
+    test: int
+    extra_valid: tuple[ValidationSet, ...] = ()
+    done: TrainState = dataclasses.field(default_factory=TrainState, compare=False)
+
+
+def sample_targets(config: RunConfig, done: TrainState | None = None) -> SampleTargets:
+    """Return how many samples training, all evaluations together, and the final test read.
+
+    A resumed run continues after the samples that are ``done``. These can be more than the configuration implies, if
+    batches were larger or evaluations more frequent before.
+    """
+    done = TrainState() if done is None else done
+    per_evaluation = config.validation.eval_iters * config.training.global_batch_size
+    iterations_left = max(config.train_iters - done.iteration, 0)
+    left = config.training.batch_sizes.samples_of_iterations(iterations_left, done.consumed_train_samples)
+    train = max(config.train_samples, left)
+    validation = config.validation
+    evaluations = _num_evaluations(config, config.train_iters) + 1
+    evaluations_left = max(evaluations - _num_evaluations(config, done.iteration), 1)
+    valid = max(evaluations * per_evaluation, done.consumed_valid_samples + evaluations_left * per_evaluation)
+    return SampleTargets(
+        train=0 if config.training.skip_train else train,
+        valid=None if validation.full_validation and validation.eval_iters > 0 else valid,
+        test=per_evaluation,
+        extra_valid=extra_validation_sets(validation),
+        done=done,
+    )
+
+
+def run_position(config: RunConfig, done: TrainState) -> RunPosition:
+    """Return where in its training data a run resumes.
+
+    Raises:
+        DataError: what the checkpoint records of it is damaged.
+    """
+    return RunPosition(
+        dataloader_type=config.data.dataloader_type,
+        consumed_samples=done.consumed_train_samples,
+        history=recorded_history(done.train_data),
+    )
+
+
+def _num_evaluations(config: RunConfig, iterations: int) -> int:
+    """Return how many evaluations the first iterations make, the last one of the run left out."""
+    interval = config.validation.eval_interval
+    return iterations // interval if interval else 0
+
+
+def dataset_config(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
+    """Return the configuration of the data sets.
+
+    Raises:
+        ConfigurationError: the flags contradict each other.
+    """
+    data = config.data
+    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    return GPTDatasetConfig(
+        sequence_length=data.seq_length,
+        random_seed=config.initialization.seed,
+        blend=parse_blend(data.data_path) if data.data_path else None,
+        blend_per_split=_blends(per_split) if any(per_split) else None,
+        extra_valid=extra_validation_sets(config.validation),
+        split=data.split or DEFAULT_SPLIT,
+        mock=data.mock_data,
+        path_to_cache=data.data_cache_path,
+        mmap_bin_files=data.mmap_bin_files,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        eod_token_id=tokenizer.eod_id,
+        vocab_size=tokenizer.vocab_size,
+        conversations=_conversations(data, tokenizer) if data.sft else None,
+        fill_in_the_middle=_fill_in_the_middle(data, tokenizer) if data.fim_rate else None,
+    )
+
+
+def _conversations(data: DataConfig, tokenizer: Tokenizer) -> ConversationOptions:
+    return ConversationOptions(tokenizer, data.chat_template, data.max_padding_length, data.sft_packing)
+
+
+def _fill_in_the_middle(data: DataConfig, tokenizer: Tokenizer) -> FillInTheMiddle:
+    """Look the special tokens up.
+
+    Raises:
+        ConfigurationError: the tokenizer lacks some, all of which are named.
+    """
+    tokens = {
+        "prefix_token": data.fim_prefix_token,
+        "middle_token": data.fim_middle_token,
+        "suffix_token": data.fim_suffix_token,
+        "pad_token": data.fim_pad_token,
+        "eod_token": data.fim_eod_token,
+        "split_sample": data.fim_split_sample,
+    }
+    ids: dict[str, int] = {}
+    problems = []
+    for name, token in tokens.items():
+        try:
+            if token is not None:
+                ids[name] = special_token_id(tokenizer, token, f"--fim-{name.replace('_', '-')}")
+        except TokenizerError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigurationError(problems)
+    return FillInTheMiddle(
+        tokenizer=tokenizer,
+        rate=data.fim_rate,
+        spm_rate=data.fim_spm_rate,
+        prefix_id=ids["prefix_token"],
+        middle_id=ids["middle_token"],
+        suffix_id=ids["suffix_token"],
+        document_end_id=ids.get("eod_token", tokenizer.eod_id),
+        split_id=ids.get("split_sample"),
+        fragment_rate=data.fim_fragment_rate,
+        kept_beginning=data.fim_no_prefix,
+        pad_id=ids.get("pad_token", 0),
+    )
+
+
+def _blends(paths: tuple[tuple[str, ...], ...]) -> tuple[Blend | None, Blend | None, Blend | None]:
+    train, valid, test = (parse_blend(items) if items else None for items in paths)
+    return train, valid, test

@@ -1,0 +1,1 @@
+"""Fault tolerance: hangs, restarts, replaced ranks, and steps with anomalous results."""

@@ -1,0 +1,432 @@
+"""Anomaly detector: find faulty training steps, replay them, apply the policy; inject faults for tests."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from megatron.config.resilience_config import FaultConfig
+from megatron.config.run_config import RunConfig
+from megatron.core.datasets.data_history import LeftOut, LeftOutSamples
+from megatron.core.distributed.weight_checks import BadWeightsError
+from megatron.core.errors import TrainingError
+from megatron.core.layer_output import LayerOutput
+from megatron.core.optimizer.optimizer import StepOutcome
+from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
+from megatron.training.batch_source import BatchSource
+from megatron.training.fault_tolerance.step_replay import Examination, Observed, OpenSource, Rewind, StepTrace, Verdict
+from megatron.training.initialize import Runtime
+from megatron.training.loggers.log_lines import StepReport
+from megatron.training.model_setup import TrainingParts
+from megatron.training.step_reduction import Agreement, agree
+from megatron.training.training_step import BegunStep, ForwardStep, TrainingStep
+
+_NUM_LARGEST = 100
+_TIMES_LARGEST = 10.0
+_LEAST_LOSS_SPREAD = 0.01
+"""The smallest standard deviation of losses, as a share of their mean: few steps may by chance be closer."""
+_LEAST_NORM_SPREAD = 0.05
+"""The smallest standard deviation of the logarithm of gradient norms."""
+
+
+class ResultWatch:
+    """Remember the losses and gradient norms of a run's accepted steps, and say which are too large to follow them.
+
+    A loss is a spike where it is more standard deviations above the mean of the window than the threshold; of a
+    gradient norm the logarithm is. Megatron's checks know the largest of the first hundred steps that they saw.
+    """
+
+    def __init__(self, config: FaultConfig) -> None:
+        self._config = config
+        self._losses: deque[float] = deque(maxlen=config.spike_window)
+        self._norms: deque[float] = deque(maxlen=config.spike_window)
+        self.num_seen = 0
+        """How many steps were accepted."""
+        self._largest_loss = 0.0
+        self._largest_norm = 0.0
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Return the largest loss and gradient norm that are no spike; None where nothing is looked for."""
+        config = self._config
+        if not config.watches:
+            return None
+        loss = norm = math.inf
+        if config.spike_policy is not None and 2 * len(self._losses) >= config.spike_window:
+            least = _LEAST_LOSS_SPREAD * abs(statistics.fmean(self._losses))
+            loss = _limit(self._losses, config.spike_threshold, least)
+            norm = math.exp(min(_limit(self._norms, config.spike_threshold, _LEAST_NORM_SPREAD), 700.0))
+        if self.num_seen >= _NUM_LARGEST:
+            if config.check_for_spiky_loss:
+                loss = min(loss, _TIMES_LARGEST * self._largest_loss)
+            if config.check_for_large_grads:
+                norm = min(norm, _TIMES_LARGEST * self._largest_norm)
+        return loss, norm
+
+    def add(self, loss: float, norm: float) -> None:
+        """Remember an accepted step; figures that are not finite say nothing of those that follow."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return
+        self._losses.append(loss)
+        self._norms.append(math.log(max(norm, 1.0e-30)))
+        if self.num_seen < _NUM_LARGEST:
+            self._largest_loss = max(self._largest_loss, loss)
+            self._largest_norm = max(self._largest_norm, norm)
+        self.num_seen += 1
+
+    def describe(self, loss: float, norm: float) -> str:
+        """Return what speaks against a step, in words; empty where nothing does."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return f"the loss is {loss:g} and the gradient norm {norm:g}"
+        largest_loss, largest_norm = self.limits or (math.inf, math.inf)
+        found = []
+        if loss > largest_loss:
+            found.append(f"the loss {loss:.6g} is a spike: up to {largest_loss:.6g} would follow those before")
+        if norm > largest_norm:
+            found.append(f"the gradient norm {norm:.6g} is a spike: up to {largest_norm:.6g} would follow those before")
+        return "; ".join(found)
+
+
+def _limit(values: deque[float], threshold: float, least_spread: float) -> float:
+    mean = statistics.fmean(values)
+    spread = math.hypot(*(value - mean for value in values)) / math.sqrt(len(values))
+    return mean + threshold * max(spread, least_spread)
+
+
+class FaultInjection:
+    """Spoil what the model chunks of one rank make, in iterations and on a rank that the seed decides.
+
+    Every rank knows when and where; nothing that examines a step asks.
+    """
+
+    def __init__(self, config: FaultConfig, seed: int, rank: int, world_size: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self._is_due = False
+        self._is_broken = False
+
+    def begin(self, iteration: int) -> None:
+        """Draw whether something happens in an iteration."""
+        rate = self._config.error_injection_rate
+        self._is_due = rate > 0 and _draw(self._seed, iteration, "when") % rate == 0
+
+    def end(self) -> None:
+        """End the first computation of a step: a transient fault does not come again."""
+        self._is_due = False
+
+    @property
+    def suspects_a_right_result(self) -> bool:
+        """Return whether a right result is to be suspected in this iteration."""
+        return self._is_due and self._config.error_injection_type == "correct_result"
+
+    def is_here(self, iteration: int) -> bool:
+        """Return whether something happens on this rank in an iteration that has begun."""
+        return self._is_due and _draw(self._seed, iteration, "where") % self._world_size == self._rank
+
+    def spoil(self, result: ChunkResult, iteration: int) -> ChunkResult:
+        """Return a chunk's result, not a number where this rank's device is to fail."""
+        kind = self._config.error_injection_type
+        is_here = self.is_here(iteration)
+        if is_here and kind == "persistent_error":
+            self._is_broken = True
+        if not (self._is_broken or (is_here and kind == "transient_error")):
+            return result
+        if isinstance(result, MicrobatchLoss):
+            return replace(result, loss_sum=result.loss_sum * float("nan"))
+        if isinstance(result, LayerOutput):
+            return result._replace(hidden=result.hidden * float("nan"))
+        return result * float("nan")
+
+
+def _draw(seed: int, iteration: int, purpose: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{iteration}/{purpose}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+AS_ASKED = "--iterations-to-skip"
+"""The reason of what is left out because the user said so."""
+
+
+class FaultGuard:
+    """Keep bad results from the weights; every rank has one, and all decide alike.
+
+    ``left_out`` are the samples that the run has passed over, and passes over when it meets them again.
+    ``newest_known`` returns the newest checkpoint that is known to train and that the run can go back to.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        parts: TrainingParts,
+        forward_step: ForwardStep,
+        open_source: OpenSource,
+        left_out: LeftOutSamples,
+        newest_known: Callable[[], int | None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._faults = config.faults
+        self._runtime = runtime
+        self._parts = parts
+        self.left_out = left_out
+        self._newest_known = newest_known
+        self._log = log
+        self._watch = ResultWatch(config.faults)
+        self._trace = StepTrace()
+        seed, state = config.initialization.seed, runtime.state
+        self._injection = FaultInjection(config.faults, seed, state.rank, state.world_size)
+        self._examination = Examination(
+            config,
+            runtime,
+            parts,
+            forward_step,
+            open_source,
+            self._trace,
+            describe=self._watch.describe,
+            prepare=self._prepare,
+            was_ever_fine=lambda: self._watch.num_seen > 0,
+        )
+        self._open_source = open_source
+        self._iteration = 0
+        self._begun: BegunStep | None = None
+        self._updated: BegunStep | None = None
+        self._float8_before = None if parts.float8 is None else parts.float8.snapshot()
+        self._variation = (0.0, 0.0, 0)
+
+    @classmethod
+    def without_run(
+        cls,
+        config: RunConfig,
+        runtime: Runtime,
+        parts: TrainingParts,
+        forward_step: ForwardStep,
+        open_source: Callable[[], BatchSource],
+    ) -> FaultGuard:
+        """Return the guard of steps that are made by themselves: no checkpoint is there to go back to."""
+        return cls(
+            *(config, runtime, parts, forward_step, lambda consumed_samples, shift: open_source()),
+            left_out=LeftOutSamples(),
+            newest_known=lambda: None,
+            log=lambda line: None,
+        )
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Return the largest loss and gradient norm that are accepted; None where any are."""
+        if self._injection.suspects_a_right_result:
+            return -math.inf, -math.inf
+        return self._watch.limits
+
+    @property
+    def repeats_all(self) -> bool:
+        """Return whether every step is computed twice, to compare the results."""
+        return self._faults.rerun_mode == "report_stats"
+
+    def begin(self, begun: BegunStep) -> None:
+        """Take note of a step that begins."""
+        self._iteration = begun.iteration
+        self._begun = begun
+        self._injection.begin(begun.iteration)
+        self._trace.clear()
+        if self._parts.float8 is not None and self._faults.rerun_mode != "disabled":
+            self._float8_before = self._parts.float8.snapshot()
+
+    def see(self, chunk: int, microbatch: int, result: ChunkResult) -> ChunkResult:
+        """Take note of what a model chunk made of a micro-batch, and return it, spoilt where a fault is injected."""
+        result = self._injection.spoil(result, self._iteration)
+        if self._faults.rerun_mode != "disabled":
+            self._trace.note(chunk, microbatch, result)
+        return result
+
+    def accepted(self, report: StepReport) -> None:
+        """Take note of a step whose update was made: the one that began last."""
+        self._updated = self._begun
+        self._watch.add(report.lm_loss, report.grad_norm or 0.0)
+
+    def passes_over(self, iteration: int, consumed_samples: int, count: int) -> str | None:
+        """Return why the samples of a step are not to be trained on; None where they are."""
+        known = self.left_out.meeting(consumed_samples, consumed_samples + count)
+        if known is not None:
+            return known.reason
+        if iteration not in self._faults.iterations_to_skip:
+            return None
+        self.left_out = self.left_out.with_step(
+            LeftOut(start=consumed_samples, end=consumed_samples + count, iteration=iteration + 1, reason=AS_ASKED)
+        )
+        return AS_ASKED
+
+    def resolve(
+        self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, agreement: Agreement
+    ) -> tuple[Agreement, StepOutcome]:
+        """Examine a step whose update was not made, and follow the policy.
+
+        Raises:
+            Rewind: the run is to go on from an older checkpoint.
+            TrainingError: the run cannot go on.
+        """
+        if self._faults.rerun_mode == "disabled":
+            self._injection.end()
+            verdict = Verdict("weights", str(trouble)) if isinstance(trouble, BadWeightsError) else None
+            looked = self._watch.describe(agreement.lm_loss, math.inf if trouble else _norm_of(agreement, self._parts))
+        else:
+            first = self._examination.first(agreement)
+            looked = self._watch.describe(first.loss, first.grad_norm)
+            self._injection.end()
+            verdict = self._examine(step, begun, trouble, first)
+            self._record(begun, verdict)
+        found = f"iteration {begun.iteration + 1}: {trouble or looked or 'a fault was injected'}"
+        if verdict is not None:
+            found += f"; {verdict.cause}: {verdict.text}"
+        policy = self._faults.spike_policy
+        if self._is_to_be_repeated(verdict, trouble, policy):
+            self._log(f"WARNING: {found}; the step is computed again, and its result taken")
+            self._prepare()
+            with closing(self._open_source(begun.consumed_samples, 0)) as source:
+                return step.repeat(source, begun)
+        can_be_passed_over = verdict is None or verdict.cause in ("data", "right")
+        if policy in (None, "stop") or (verdict is not None and verdict.cause in ("persistent device", "overflow")):
+            raise self._ending(found, trouble)
+        if policy == "skip" and not can_be_passed_over:
+            raise self._ending(found, trouble)
+        return self._leave_out_or_rewind(begun, found, verdict, can_be_passed_over, agreement, trouble)
+
+    def compare(self, step: TrainingStep, begun: BegunStep, agreement: Agreement) -> None:
+        """Compute a step again and compare it with its first results; leave its gradients to be used."""
+        norm = self._parts.optimizer.measure()
+        self._prepare()
+        with closing(self._open_source(begun.consumed_samples, 0)) as source:
+            again = agree(step.compute(source, begun), None, self._runtime)
+        if self._parts.float8 is not None:
+            self._parts.float8.update(self._runtime.state.world, begun.iteration)
+        loss, grad_norm, count = self._variation
+        loss = max(loss, _difference(agreement.lm_loss, again.lm_loss))
+        grad_norm = max(grad_norm, _difference(norm, self._parts.optimizer.measure()))
+        self._variation = (loss, grad_norm, count + 1)
+
+    def log_variation(self) -> None:
+        """Log how much results varied since the last time, where every step is computed twice."""
+        loss, grad_norm, count = self._variation
+        if count:
+            self._log(
+                f" {count} steps computed twice | largest relative difference of the loss: {loss:.3E} | of the "
+                f"gradient norm: {grad_norm:.3E} |"
+            )
+        self._variation = (0.0, 0.0, 0)
+
+    def _examine(self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, first: Observed) -> Verdict:
+        """Examine a step, and put back what the computations have changed."""
+        after = None if self._parts.float8 is None else self._parts.float8.snapshot()
+        rng = self._runtime.rng.state_dict()
+        verdict = self._examination.examine(step, begun, trouble, first)
+        self._runtime.rng.resume(rng, begun.iteration)
+        if self._parts.float8 is not None and after is not None:
+            self._parts.float8.restore(after)
+        return verdict
+
+    def _prepare(self) -> None:
+        """Put back what a step changes besides weights, and look anew."""
+        self._trace.clear()
+        if self._parts.float8 is not None and self._float8_before is not None:
+            self._parts.float8.restore(self._float8_before)
+
+    def _is_to_be_repeated(self, verdict: Verdict | None, trouble: TrainingError | None, policy: str | None) -> bool:
+        """Return whether the result of a step that is computed once more is taken."""
+        if verdict is not None and verdict.cause == "right":
+            return trouble is None
+        if verdict is not None and verdict.cause == "transient device":
+            return policy in ("skip", "rewind") or (policy is None and trouble is None)
+        # As in Megatron, what --check-for-spiky-loss and --check-for-large-grads find is reported.
+        is_weight_or_device = verdict is not None and verdict.cause in ("weights", "persistent device")
+        return policy is None and trouble is None and not is_weight_or_device
+
+    def _leave_out_or_rewind(
+        self,
+        begun: BegunStep,
+        found: str,
+        verdict: Verdict | None,
+        can_be_passed_over: bool,
+        agreement: Agreement,
+        trouble: TrainingError | None,
+    ) -> tuple[Agreement, StepOutcome]:
+        is_of_training = verdict is not None and verdict.cause == "training"
+        steps = [begun] if can_be_passed_over or is_of_training else []
+        if is_of_training and self._updated is not None:
+            # The same samples would train the same weights: the update before is not to be made again either.
+            steps.insert(0, self._updated)
+        self._check_budget(max(len(steps), 1), found, trouble)
+        known = self._newest_known() if self._faults.spike_policy == "rewind" else None
+        if not can_be_passed_over and known is None:
+            raise self._ending(f"{found}; there is no checkpoint known to train to go back to", trouble)
+        if steps:
+            self._leave_out(steps, found, verdict)
+        else:
+            self.left_out = self.left_out.with_rewind()
+            self._log(f"WARNING: {found}")
+        if known is not None:
+            raise Rewind(found)
+        return agreement, StepOutcome(success=False, grad_norm=None, num_zeros=None)
+
+    def _check_budget(self, number: int, found: str, trouble: TrainingError | None) -> None:
+        """Raise where ``number`` more steps left out, or rewinds, are more than the budget has room for."""
+        budget = self._faults.spike_budget
+        left = budget - self.left_out.num_rewound - sum(each.reason != AS_ASKED for each in self.left_out.steps)
+        if left <= 0:
+            raise self._ending(f"{found}; --spike-budget {budget} is used up", trouble)
+        if number > left:
+            room = f"{number} steps more would be left out, and --spike-budget {budget} has room for {left}"
+            raise self._ending(f"{found}; {room}", trouble)
+
+    def _leave_out(self, steps: Sequence[BegunStep], found: str, verdict: Verdict | None) -> None:
+        """Record that the last step is left out for what was found of it, and one before it for its update."""
+        reason, samples = (found, ()) if verdict is None else (verdict.text, verdict.samples)
+        places = []
+        for step in steps:
+            start, end = step.consumed_samples, step.consumed_samples + step.global_batch_size
+            places.append(f"{start} to {end}")
+            what = LeftOut(start=start, end=end, iteration=step.iteration + 1, reason=reason, samples=samples)
+            if step is not steps[-1]:
+                caused = f"its update came before iteration {steps[-1].iteration + 1}, of which was found: {reason}"
+                what = replace(what, reason=caused, samples=())
+            self.left_out = self.left_out.with_step(what)
+        self._log(f"WARNING: {found}; consumed samples {' and '.join(places)} are left out")
+
+    def _ending(self, found: str, trouble: TrainingError | None) -> TrainingError:
+        known = self._newest_known()
+        hint = "" if known is None else f"; --ckpt-step {known} is the newest checkpoint of --save known to train"
+        return (type(trouble) if trouble is not None else TrainingError)(found + hint)
+
+    def _record(self, begun: BegunStep, verdict: Verdict) -> None:
+        """Append a line to the file of examined results."""
+        path = self._faults.result_rejected_tracker_filename
+        if path is None or not self._runtime.is_reporter:
+            return
+        ranks = ",".join(map(str, verdict.ranks)) or "-"
+        samples = ",".join(map(str, verdict.samples)) or "-"
+        line = (
+            f"ts={datetime.now():%Y-%m-%dT%H:%M:%S} node={platform.node()} iteration={begun.iteration + 1} "
+            f"cause={verdict.cause.replace(' ', '_')} ranks={ranks} samples={samples} message={verdict.text!r}\n"
+        )
+        try:
+            with Path(path).open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            self._log(f"WARNING: cannot write --result-rejected-tracker-filename {path}: {error.strerror}")
+
+
+def _norm_of(agreement: Agreement, parts: TrainingParts) -> float:
+    return math.sqrt(agreement.read_along[0]) / parts.optimizer.loss_scale
+
+
+def _difference(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(one), abs(other), 1.0e-30)

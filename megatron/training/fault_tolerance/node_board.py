@@ -1,0 +1,227 @@
+"""The board of a node: its ranks exchange their states in files, and one rank, the speaker, writes them to the store.
+
+With one connection per rank, the store would have as many clients as the world has ranks, and the watchdog's leader
+would read one key per rank. So the ranks of a node write their states into one folder per node, and the speaker writes
+all of them into the store under one key. The speaker is the first rank of the node. If it falls silent, the next rank
+that notices opens a connection and becomes the speaker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.training.fault_tolerance.processes import ProcessName
+from megatron.training.fault_tolerance.rank_state import RankState
+
+_SPOKEN, _STATE, _ANSWER = "spoken", "state", "answer"
+
+
+class Store(Protocol):
+    """Be the key-value store that all nodes reach."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that exists."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys that exist, in one request."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys exist."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number and return the sum."""
+
+
+def node_folder(prefix: str, machine: str) -> Path:
+    """Return the folder of a node's ranks, which all of them make alike; ``prefix`` is of one run."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in f"{prefix}-{machine}")
+    return Path(tempfile.gettempdir()) / f"megatron-hang-{name}"
+
+
+def enter(folder: Path, state: RankState) -> None:
+    """Write a rank's first state into the folder of its node.
+
+    Raises:
+        OSError: this is not possible.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _write(folder, f"{_STATE}-{state.rank}", state.to_dict(), state.rank)
+
+
+def processes_in(folder: Path) -> dict[int, ProcessName]:
+    """Return the processes that have entered, by rank."""
+    states = [RankState.from_dict(values) for values in _states_in(folder)]
+    return {state.rank: state.process for state in sorted(states, key=lambda state: state.rank)}
+
+
+class NodeBoard:
+    """Hold a rank's states, words and answers for the others; ``node_of`` has the first rank of each rank's node.
+
+    ``connect`` opens the store, on the speaker alone.
+    """
+
+    def __init__(
+        self, rank: int, folder: Path, node_of: Sequence[int], prefix: str, connect: Callable[[], Store]
+    ) -> None:
+        self._rank = rank
+        self._folder = folder
+        self.node_of = tuple(node_of)
+        self.nodes = tuple(sorted(set(node_of)))
+        self._node = node_of[rank]
+        self._prefix = prefix
+        self._connect = connect
+        self._store: Store | None = None
+        self._known: set[int] = set()
+        self._word: dict[str, Any] | None = None
+        self._num_spoken = 0
+        self._heard = ""
+        self._heard_at: float | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """Return whether this rank speaks for its node."""
+        return self._store is not None
+
+    def open(self) -> None:
+        """Speak for the node from now on.
+
+        Raises:
+            ConfigurationError: the store cannot be reached.
+        """
+        self._store = self._connect()
+
+    def start_again(self, now: float) -> None:
+        """Forget for how long the speaker has been silent: this process did not run."""
+        self._heard_at = now
+
+    def post_state(self, state: Mapping[str, Any]) -> None:
+        """Write where this rank stands."""
+        self._write(f"{_STATE}-{self._rank}", state)
+
+    def forward(self) -> None:
+        """Write the states of this node's ranks into the store; for the speaker."""
+        self._reached.set(self._key(f"node/{self._node}"), json.dumps(_states_in(self._folder)))
+
+    def states(self) -> Iterable[dict[str, Any]]:
+        """Yield the states of all ranks whose nodes have spoken: one request for all known nodes."""
+        store = self._reached
+        new = [node for node in self.nodes if node not in self._known]
+        self._known.update(node for node in new if store.check([self._key(f"node/{node}")]))
+        keys = [self._key(f"node/{node}") for node in sorted(self._known)]
+        for text in store.multi_get(keys) if keys else []:
+            yield from json.loads(text)
+
+    def say(self, word: Mapping[str, Any]) -> None:
+        """Tell all nodes a word; for a speaker that leads."""
+        self._reached.set(self._key("word"), json.dumps(word))
+        self._speak(dict(word))
+
+    def hear(self, now: float, silence_s: float) -> dict[str, Any] | None:
+        """Return the leader's last word, None before the first.
+
+        The speaker reads it in the store and repeats it on the node. If it has not for ``silence_s``, this rank
+        becomes the speaker, unless another one was quicker.
+        """
+        if self._store is None:
+            self._listen(now, silence_s)
+        if self._store is not None:
+            key = self._key("word")
+            if self._store.check([key]):
+                self._word = json.loads(self._store.get(key))
+            self._speak(self._word)
+        return self._word
+
+    def leave_word(self, word: Mapping[str, Any]) -> None:
+        """Tell this node's ranks a word that the store need not have."""
+        self._speak(dict(word))
+
+    def claim(self, name: str) -> bool:
+        """Return whether no other node's speaker has claimed this before."""
+        return self._reached.add(self._key(f"claim/{name}"), 1) == 1
+
+    def post_answer(self, number: str, answer: Mapping[str, Any]) -> None:
+        """Write what this rank knows of a hang, as it was asked with this number."""
+        self._write(f"{_ANSWER}-{number}-{self._rank}", {"rank": self._rank, "answer": dict(answer)})
+
+    def forward_answers(self, number: str) -> None:
+        """Write the answers of this node's ranks into the store; for the speaker."""
+        found = [values for path in sorted(self._folder.glob(f"{_ANSWER}-{number}-*.json")) if (values := _read(path))]
+        if found:
+            self._reached.set(self._key(f"answer/{number}/{self._node}"), json.dumps(found))
+
+    def answers(self, number: str, nodes: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Return the answers of some nodes' ranks, by rank."""
+        keys = [self._key(f"answer/{number}/{node}") for node in nodes]
+        keys = [key for key in keys if self._reached.check([key])]
+        texts = self._reached.multi_get(keys) if keys else []
+        return {each["rank"]: each["answer"] for text in texts for each in json.loads(text)}
+
+    def close(self) -> None:
+        """Remove the folder if all ranks of the node have left; the last one finds it so."""
+        if all(state["left"] for state in _states_in(self._folder)):
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _reached(self) -> Store:
+        assert self._store is not None, "only the speaker of a node reaches the store"
+        return self._store
+
+    def _key(self, name: str) -> str:
+        return f"megatron/hang/{self._prefix}/{name}"
+
+    def _listen(self, now: float, silence_s: float) -> None:
+        spoken = _read(self._folder / f"{_SPOKEN}.json")
+        heard = "0" if spoken is None else f"{spoken['speaker']}-{spoken['number']}"
+        if spoken is not None:
+            self._word = spoken["word"]
+        if heard != self._heard or self._heard_at is None:
+            self._heard, self._heard_at = heard, now
+        elif now - self._heard_at > silence_s:
+            self._heard_at = now
+            try:
+                (self._folder / f"after-{heard}").open("x").close()
+            except FileExistsError:
+                return
+            self.open()
+
+    def _speak(self, word: dict[str, Any] | None) -> None:
+        self._word = word
+        self._num_spoken += 1
+        self._write(_SPOKEN, {"speaker": self._rank, "number": self._num_spoken, "word": word})
+
+    def _write(self, name: str, values: Mapping[str, Any]) -> None:
+        _write(self._folder, name, values, self._rank)
+
+
+def _write(folder: Path, name: str, values: Mapping[str, Any], rank: int) -> None:
+    """Write a file that others see whole or not at all."""
+    unfinished = folder / f"{name}.{rank}.tmp"
+    unfinished.write_text(json.dumps(values))
+    os.replace(unfinished, folder / f"{name}.json")
+
+
+def _states_in(folder: Path) -> list[dict[str, Any]]:
+    """Return where the ranks of a node stand, by their own word."""
+    return [values for path in sorted(folder.glob(f"{_STATE}-*.json")) if (values := _read(path))]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return what a file holds, None if it is not there (any more)."""
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return values

@@ -1,0 +1,288 @@
+"""Rendezvous: the members of a generation, its process groups, and how they are aborted.
+
+A generation is one set of processes, one for each rank, that share process groups. It is over for all when one of
+them has died or left. The store holds the number of the generation that all are to join; a rank that sees that a
+generation is over increments it. A rank that waits in gloo for a rank that has left gets no error, so the sockets
+of the groups are shut down, and every wait on them ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch.distributed as dist
+
+from megatron.core.errors import MegatronError
+from megatron.core.flight_recorder import FlightRecorder, GivenUpError
+
+_PREFIX = "megatron/restart"
+_WANTED, _LIST, _DONE = f"{_PREFIX}/wanted", f"{_PREFIX}/list", f"{_PREFIX}/done"
+_POLL_S = 0.05
+
+
+class RestartError(MegatronError):
+    """Report a run that cannot be restarted."""
+
+
+class Store(Protocol):
+    """Be the key-value store that all processes of a run reach, and that outlives them."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that exists."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys exist."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a value where the key has the expected one, or does not exist and nothing is expected."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Hold a set of processes, by rank, that meet; ``name`` is of no other one."""
+
+    number: int
+    members: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Return what its keys in the store begin with."""
+        return f"{_PREFIX}/{self.number}.{self.members[0]}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Say how long processes wait for each other, and how many generations there may be after the first."""
+
+    patience_s: float
+    max_restarts: int | None = None
+
+
+class Rendezvous:
+    """Meet the other processes of a run; ``token`` tells this one from its predecessors of the same rank."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        token: str,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._token = token
+        self._limits = limits
+        self._clock = clock
+        store.compare_set(_WANTED, "", "0")
+
+    @property
+    def wanted(self) -> int:
+        """Return the number of the generation that all are to meet in."""
+        return int(self._store.get(_WANTED))
+
+    def is_over(self, generation: Generation) -> bool:
+        """Return whether the others are asked to meet in a later generation."""
+        return self.wanted != generation.number
+
+    def end(self, number: int) -> None:
+        """Ask all to leave a generation, if nobody has yet."""
+        self._store.compare_set(_WANTED, str(number), str(number + 1))
+
+    def note_done(self, generation: Generation) -> None:
+        """Tell who comes after a generation that its work is done."""
+        self._store.set(_DONE, generation.name)
+
+    def join(self) -> Generation | None:
+        """Wait until all processes have come and return their generation; None where the work is done.
+
+        Raises:
+            RestartError: not all have come in time, or there were too many generations.
+        """
+        deadline = self._clock() + self._limits.patience_s
+        while True:
+            generation = self._try(self.wanted)
+            if generation is not None:
+                return None if self._is_done(generation) else generation
+            if self._clock() > deadline:
+                raise RestartError(self._too_late())
+            time.sleep(_POLL_S)
+
+    def _try(self, number: int) -> Generation | None:
+        """Enter this process for a generation; return it where all have."""
+        limit = self._limits.max_restarts
+        if limit is not None and number > limit:
+            raise RestartError(
+                f"the run has failed {number} times and is given up, as --inprocess-max-iterations {limit} says"
+            )
+        listed = self._listed(number)
+        if listed is not None and self._is_done(listed):
+            return listed
+        entered = self._entered(self._rank)
+        if entered is not None and entered[0] == number and entered[1] != self._token:
+            self.end(number)
+            return None
+        if entered != (number, self._token):
+            self._store.set(self._key(self._rank), json.dumps([number, self._token]))
+        if listed is None and self._rank == 0:
+            found = [self._entered(rank) for rank in range(self._world_size)]
+            names = [name for each in found if each is not None for at, name in [each] if at == number]
+            if len(names) == self._world_size:
+                listed = Generation(number, tuple(names))
+                self._store.set(_LIST, json.dumps([number, names]))
+        if listed is None:
+            return None
+        if len(listed.members) != self._world_size or listed.members[self._rank] != self._token:
+            self.end(number)
+            return None
+        return listed
+
+    def _is_done(self, generation: Generation) -> bool:
+        return self._store.check([_DONE]) and self._store.get(_DONE).decode() == generation.name
+
+    def _listed(self, number: int) -> Generation | None:
+        if not self._store.check([_LIST]):
+            return None
+        at, names = json.loads(self._store.get(_LIST))
+        return Generation(at, tuple(names)) if at == number else None
+
+    def _entered(self, rank: int) -> tuple[int, str] | None:
+        if not self._store.check([self._key(rank)]):
+            return None
+        number, token = json.loads(self._store.get(self._key(rank)))
+        return number, token
+
+    def _key(self, rank: int) -> str:
+        return f"{_PREFIX}/rank/{rank}"
+
+    def _too_late(self) -> str:
+        wanted = self.wanted
+        missing = [
+            rank for rank in range(self._world_size) if (entered := self._entered(rank)) is None or entered[0] != wanted
+        ]
+        return (
+            f"{_ranks(missing)} did not come within {self._limits.patience_s:g} s, which the others wait for at a "
+            "start and a restart; look for their own messages, or give a longer --inprocess-barrier-timeout"
+        )
+
+
+def _ranks(missing: list[int]) -> str:
+    if not missing:
+        return "rank 0 has not listed the ranks: it"
+    shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+    return f"{'rank' if len(missing) == 1 else 'ranks'} {shown}"
+
+
+_STORE_TIMEOUT = timedelta(minutes=5)
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+class GroupLinks:
+    """Know the sockets of the process groups that are made between `__init__` and `are_made`."""
+
+    def __init__(self) -> None:
+        self._before = _sockets()
+        self._own: set[str] | None = None
+        self._flight: FlightRecorder | None = None
+
+    def are_made(self, flight: FlightRecorder) -> None:
+        """Note that all groups exist: sockets that are opened from now on belong to others.
+
+        ``flight`` is told before the groups are shut down.
+        """
+        self._own = set(_sockets()) - set(self._before)
+        self._flight = flight
+
+    @property
+    def are_given_up(self) -> bool:
+        """Return whether groups that were made have been shut down, or are about to be."""
+        return self._flight is not None and self._flight.is_given_up
+
+    def shut_down(self) -> None:
+        """End every wait on the groups, in whichever thread: with an error, or on NCCL with numbers that say nothing.
+
+        Who reads those asks `FlightRecorder.ensure_not_given_up` afterwards.
+        """
+        if self._flight is not None:
+            self._flight.give_up()
+        for name, descriptor in _sockets().items():
+            if name not in self._before if self._own is None else name in self._own:
+                _shut_down(descriptor)
+        abort_communicators()
+
+
+def abort_communicators() -> None:
+    """Give up what NCCL has under way in any group; gloo has no such thing."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+
+
+def leave_groups() -> None:
+    """Leave all process groups, after a shut-down."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_broken_communication(error: BaseException) -> bool:
+    """Return whether an error says that another rank could not be reached, or was waited for in vain."""
+    if isinstance(error, dist.DistError | GivenUpError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(name in text for name in ("gloo", "NCCL", "Connection closed"))
+
+
+def open_store(host: str, port: int, timeout: timedelta = _STORE_TIMEOUT) -> Any:
+    """Return a connection of its own to the store that the launcher keeps.
+
+    Raises:
+        RuntimeError: it cannot be reached.
+    """
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
+def host_store(host: str, port: int) -> NoReturn:
+    """Keep the store of a run for as long as this process lives."""
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    while store is not None:
+        signal.pause()
+
+
+def store_of(generation: Generation, store: Any) -> Any:
+    """Return the part of a store in which the groups of a generation meet."""
+    return dist.PrefixStore(generation.name, store)  # type: ignore[attr-defined]
+
+
+def _sockets() -> dict[str, int]:
+    """Return this process's sockets: a descriptor of each, by the name that the system has for it."""
+    found = {}
+    for path in _DESCRIPTORS.iterdir():
+        try:
+            name = os.readlink(path)
+        except FileNotFoundError:
+            continue
+        if name.startswith("socket:"):
+            found[name] = int(path.name)
+    return found
+
+
+def _shut_down(descriptor: int) -> None:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.getpeername()
+            connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it listens, or is over
+        return

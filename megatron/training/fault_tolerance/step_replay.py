@@ -1,0 +1,496 @@
+"""Step replay: recompute a faulty step to attribute the fault to data, weights or a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import platform
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from megatron.config.run_config import RunConfig
+from megatron.core.collectives import all_gather_objects
+from megatron.core.datasets.batch import Batch
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.weight_checks import (
+    ABSURD_RATIO,
+    OUTLIER_RATIO,
+    BadWeightsError,
+    describe_bad_weights,
+    differing_replicas,
+    find_huge_weights,
+    find_outlying_weights,
+    gather_bad_weights,
+)
+from megatron.core.errors import DataError, TrainingError
+from megatron.core.layer_output import LayerOutput
+from megatron.core.models.model import Model
+from megatron.core.optimizer.clip_grads import check_weights
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
+from megatron.training.batch_source import BatchSource
+from megatron.training.evaluation import evaluate
+from megatron.training.initialize import Runtime
+from megatron.training.model_setup import TrainingParts
+from megatron.training.step_reduction import Agreement, read_agreement, sum_over_ranks
+from megatron.training.training_step import BegunStep, ForwardStep, MicrobatchSource, TrainingStep
+
+Cause = Literal["weights", "data", "transient device", "persistent device", "training", "overflow", "right"]
+"""What made a result look wrong.
+
+``training`` is a model that other samples look as wrong to and no device made so, ``overflow`` what is too large for
+float16, and ``right`` a result that is repeated and that nothing speaks against.
+"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Hold the cause of a result that looked wrong, and what was found, in words.
+
+    ``samples`` are the ids of those that stand out, ``ranks`` those whose device is to blame, or may be.
+    """
+
+    cause: Cause
+    text: str
+    samples: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+class Rewind(TrainingError):
+    """Ask for the run to go on from its newest checkpoint that is known to train; all ranks raise."""
+
+
+_TOLERANCE = 1.0e-3
+"""Relative difference up to which two figures pass for one: kernels that add in any order differ by less."""
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """Hold the figures of one rank: a sum for each chunk and micro-batch, and the norm of its own gradients.
+
+    ``forward`` has the loss of the last chunk and the sum of absolute hidden states of every other one, before anything
+    is exchanged. ``gradient`` is the norm before it is reduced, None where that is not known.
+    """
+
+    rank: int
+    host: str
+    place: Mapping[str, int]
+    forward: Mapping[tuple[int, int], float]
+    gradient: float | None
+
+    def stage_values(self, chunk: int) -> list[float]:
+        """Return the figures of one chunk, micro-batch by micro-batch."""
+        return [value for (of, _), value in sorted(self.forward.items()) if of == chunk]
+
+
+class StepTrace:
+    """Note what a rank's chunks make of the micro-batches of a step; nothing waits for the device."""
+
+    def __init__(self) -> None:
+        self._forward: dict[tuple[int, int], torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Begin a computation anew."""
+        self._forward = {}
+
+    def note(self, chunk: int, microbatch: int, result: ChunkResult) -> None:
+        """Note one result."""
+        if isinstance(result, MicrobatchLoss):
+            figure = result.loss_sum.detach()
+        else:
+            hidden = result.hidden if isinstance(result, LayerOutput) else result
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            figure = torch.linalg.vector_norm(hidden.detach(), ord=1, dtype=dtype)
+        self._forward[chunk, microbatch] = figure
+
+    def gather(self, chunks: Sequence[DistributedDataParallel], state: ParallelState) -> list[RankTrace]:
+        """Return the figures of all ranks; collective, and the host waits for the device."""
+        gradient = None
+        if all(chunk.config.check_for_nan_in_loss_and_grad for chunk in chunks):
+            gradient = math.sqrt(sum(norm * norm for chunk in chunks for _, norm in chunk.local_grad_norms()))
+        forward = {key: float(figure) for key, figure in self._forward.items()}
+        return all_gather_objects(
+            RankTrace(state.rank, platform.node(), dict(state.place), forward, gradient), state.world
+        )
+
+
+def is_same(one: float | None, other: float | None) -> bool:
+    """Return whether two figures are of the same computation: equal but for rounding, or both not finite."""
+    if one is None or other is None:
+        return one is other
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.isfinite(one) == math.isfinite(other)
+    return abs(one - other) <= _TOLERANCE * max(abs(one), abs(other))
+
+
+def ranks_that_differ(first: Sequence[RankTrace], second: Sequence[RankTrace]) -> list[RankTrace]:
+    """Return the ranks at which two computations of a step part, the first in the order of the data.
+
+    In the forward pass a fault goes from stage to stage, in the backward pass back: of the ranks whose figures differ
+    those are returned that no other has handed the difference to.
+    """
+    places = sorted({(chunk, trace.place["pp"]) for trace in first for chunk, _ in trace.forward})
+    for chunk, stage in places:
+        found = [
+            one
+            for one, other in zip(first, second, strict=True)
+            if one.place["pp"] == stage and not all(map(is_same, one.stage_values(chunk), other.stage_values(chunk)))
+        ]
+        if found:
+            return found
+    differing = [one for one, other in zip(first, second, strict=True) if not is_same(one.gradient, other.gradient)]
+    last = max((trace.place["pp"] for trace in differing), default=0)
+    return [trace for trace in differing if trace.place["pp"] == last]
+
+
+def ranks_not_finite(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """Return the ranks at which a computation stopped being finite, the first in the order of the data."""
+    marked = [
+        dataclasses.replace(
+            each,
+            forward={key: _mark(value) for key, value in each.forward.items()},
+            gradient=None if each.gradient is None else _mark(each.gradient),
+        )
+        for each in traces
+    ]
+    clean = [
+        dataclasses.replace(
+            each,
+            forward=dict.fromkeys(each.forward, 0.0),
+            gradient=None if each.gradient is None else 0.0,
+        )
+        for each in traces
+    ]
+    return ranks_that_differ(marked, clean)
+
+
+def _mark(value: float) -> float:
+    return 0.0 if math.isfinite(value) else math.nan
+
+
+def describe_ranks(traces: Sequence[RankTrace]) -> str:
+    """Return ranks with their hosts in words."""
+    if not traces:
+        return "a rank that cannot be told from the others"
+    named = ", ".join(f"rank {trace.rank} on {trace.host}" for trace in traces)
+    return named if len(traces) == 1 else f"one of {named}, which cannot be told apart"
+
+
+_OUTLYING = 6.0
+_LEAST_SPREAD = 0.02
+_CONSISTENT_SPREAD = 1.4826
+"""What the median of absolute deviations is multiplied by to be the standard deviation of a normal distribution."""
+
+
+class _OneRow:
+    """Give micro-batches all of whose samples are the one in a row."""
+
+    def __init__(self, source: MicrobatchSource, row: int) -> None:
+        self._source = source
+        self._row = row
+
+    def next(self) -> Batch:
+        """Return the next micro-batch, its one sample as often as there were samples."""
+        batch = self._source.next()
+        row = self._row
+        rows: dict[str, Any] = {}
+        for field in dataclasses.fields(batch):
+            value = getattr(batch, field.name)
+            if isinstance(value, torch.Tensor) and value.dim() > 1:
+                rows[field.name] = value[row : row + 1].expand_as(value).contiguous()
+        return dataclasses.replace(batch, **rows)
+
+
+def sample_losses(
+    config: RunConfig,
+    runtime: Runtime,
+    parts: TrainingParts,
+    forward_step: ForwardStep,
+    source: MicrobatchSource,
+    row: int,
+    num_microbatches: int,
+) -> Mapping[tuple[int, int], float]:
+    """Return the mean loss of the sample in one row of each micro-batch, by micro-batch and data-parallel rank.
+
+    Nothing is dropped out. Every rank must call, and gets all of them.
+    """
+    state = runtime.state
+    noted: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
+        result = forward_step(batch, model, hidden)
+        if isinstance(result, MicrobatchLoss):
+            count = result.num_tokens if batch.loss_mask is None else batch.loss_mask.sum()
+            noted.append((result.loss_sum.detach(), count))
+        return result
+
+    with torch.no_grad():
+        evaluate(config, runtime, parts, forward, _OneRow(source, row), num_microbatches)
+    own = [(float(loss), float(count)) for loss, count in noted] if state.tp.is_first else []
+    sums: dict[tuple[int, int], tuple[float, float]] = {}
+    for place, losses in all_gather_objects((state.place["dp"], own), state.world):
+        for microbatch, (loss, count) in enumerate(losses):
+            total, tokens = sums.get((microbatch, place), (0.0, 0.0))
+            sums[microbatch, place] = (total + loss, tokens + count)
+    return {key: loss / max(count, 1.0) for key, (loss, count) in sums.items()}
+
+
+def outlying_samples(losses: Mapping[int, float]) -> tuple[tuple[int, ...], float]:
+    """Return the samples whose loss is not finite or stands out, the largest first, and the median of all losses."""
+    finite = [loss for loss in losses.values() if math.isfinite(loss)]
+    median = statistics.median(finite) if finite else math.nan
+    spread = _CONSISTENT_SPREAD * statistics.median([abs(loss - median) for loss in finite]) if finite else 0.0
+    limit = median + _OUTLYING * max(spread, _LEAST_SPREAD * abs(median))
+    bad = [sample for sample, loss in losses.items() if not loss <= limit]
+    return tuple(sorted(bad, key=lambda sample: -losses[sample])), median
+
+
+_NUM_NAMED = 16
+_OTHER_SCALE = 2.0**-24
+"""The factor on the loss scale at which a gradient that only overflows in float16 is finite."""
+_SMALLER_SCALES = (1.0, 2.0**-6, 2.0**-12, 2.0**-18, _OTHER_SCALE)
+"""Factors at which other samples are tried in turn: at the largest that is finite fewest gradients vanish."""
+OpenSource = Callable[[int, int], BatchSource]
+"""Returns the training data from a number of consumed samples on, for a rank so many data-parallel places on."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Hold what all ranks know of one computation of a step."""
+
+    loss: float
+    grad_norm: float
+    traces: Sequence[RankTrace]
+
+    def is_like(self, other: Observed) -> bool:
+        """Return whether another computation has come to the same."""
+        return (
+            is_same(self.loss, other.loss)
+            and is_same(self.grad_norm, other.grad_norm)
+            and not ranks_that_differ(self.traces, other.traces)
+        )
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether all that any rank computed is finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm) and not ranks_not_finite(self.traces)
+
+
+@dataclass(frozen=True, eq=False)
+class Examination:
+    """Examine steps whose update was not made; all ranks together, and all come to the same verdict.
+
+    ``describe`` says what speaks against a loss and a gradient norm; ``prepare`` puts back what a step changes besides
+    weights, before each computation; ``was_ever_fine`` says whether a step of this process was accepted.
+    """
+
+    config: RunConfig
+    runtime: Runtime
+    parts: TrainingParts
+    forward_step: ForwardStep
+    open_source: OpenSource
+    trace: StepTrace
+    describe: Callable[[float, float], str]
+    prepare: Callable[[], None]
+    was_ever_fine: Callable[[], bool]
+
+    def first(self, agreement: Agreement) -> Observed:
+        """Return what is known of a step that was just computed; the norm is the worst of any rank's."""
+        norms = all_gather_objects(self.parts.optimizer.measure(), self.runtime.state.world)
+        norm = max(norms) if all(map(math.isfinite, norms)) else math.nan
+        return Observed(agreement.lm_loss, norm, self.trace.gather(self.parts.ddp_chunks, self.runtime.state))
+
+    def examine(self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, first: Observed) -> Verdict:
+        """Return why a step went wrong.
+
+        Weights are looked at first. Then the step is computed again, from the same state: another result means a
+        device. The same one is computed by other data-parallel ranks, and other samples are, where there are some:
+        what stays with the rank is the device, what goes with the samples is the data. A float16 step is computed at a
+        smaller loss scale too: what is finite there has overflowed.
+        """
+        if isinstance(trouble, BadWeightsError):
+            return Verdict("weights", str(trouble))
+        found = self._check_weights()
+        if found is not None:
+            return found
+        again = self._compute(step, begun)
+        if not first.is_like(again):
+            blamed = ranks_that_differ(first.traces, again.traces)
+            return Verdict(
+                "transient device",
+                f"the same step gave another result when it was computed again (loss {first.loss:g}, then "
+                f"{again.loss:g}; gradient norm {first.grad_norm:g}, then {again.grad_norm:g}): the device of "
+                f"{describe_ranks(blamed)}",
+                ranks=tuple(trace.rank for trace in blamed),
+            )
+        if not self.describe(again.loss, again.grad_norm):
+            return Verdict("right", "the same step gave the same result again, and nothing speaks against it")
+        blamed = self._ranks_that_keep_it(step, begun, again)
+        if blamed:
+            return _persistent(blamed, "other ranks compute other results from the same samples")
+        if self._is_float16 and not again.is_finite:
+            smaller = replace(begun, loss_scale=begun.loss_scale * _OTHER_SCALE)
+            if self._compute(step, smaller).is_finite:
+                return Verdict(
+                    "overflow",
+                    f"the same step gave the same result again at the loss scale {begun.loss_scale:g}, and a finite "
+                    f"one at {smaller.loss_scale:g}: gradients are too large for float16, and no device is to blame",
+                )
+        other = self._other_samples(step, begun)
+        if other is not None and self.describe(other.loss, other.grad_norm):
+            return self._of_all_samples(other)
+        return self._of_the_data(begun, is_alone=other is None)
+
+    def _check_weights(self) -> Verdict | None:
+        state = self.runtime.state
+        try:
+            check_weights(self.parts.ddp_chunks, state.world)
+        except BadWeightsError as error:
+            return Verdict("weights", str(error))
+        parameters = self._parameters()
+        differing = differing_replicas(parameters, state)
+        ratio = OUTLIER_RATIO if differing else ABSURD_RATIO
+        outlying = gather_bad_weights(find_outlying_weights(parameters, ratio), state.world)
+        found = [differing] if differing else []
+        if outlying:
+            found.append(f"weights are far larger than those beside them: {describe_bad_weights(outlying)}")
+        return Verdict("weights", "; ".join(found)) if found else None
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for chunk in self.parts.chunks for parameter in chunk.parameters()]
+
+    @property
+    def _is_float16(self) -> bool:
+        return self.config.model.params_dtype == "float16"
+
+    def _compute(self, step: TrainingStep, begun: BegunStep, consumed: int | None = None, shift: int = 0) -> Observed:
+        self.prepare()
+        with closing(self.open_source(begun.consumed_samples if consumed is None else consumed, shift)) as source:
+            result = step.compute(source, begun, shift)
+        return self.first(read_agreement(sum_over_ranks(result, None, self.runtime), self.runtime, ()))
+
+    def _ranks_that_keep_it(self, step: TrainingStep, begun: BegunStep, first: Observed) -> list[RankTrace]:
+        """Return the ranks that compute another result than the ranks that hold the same part of other copies."""
+        size = self.runtime.state.dp.size
+        if size == 1:
+            return []
+        moved = self._compute(step, begun, shift=1)
+        by_place = {_place(trace): trace for trace in moved.traces}
+        aligned = [by_place[_place(trace, (trace.place["dp"] - 1) % size)] for trace in first.traces]
+        blame: Counter[int] = Counter()
+        for one in ranks_that_differ(first.traces, aligned):
+            other = aligned[one.rank]
+            for mine, its in ((one, other), (other, one)):
+                is_worse = _worst(mine) > _worst(its)
+                blame[mine.rank] += 1 + 2 * is_worse
+        most = max(blame.values(), default=0)
+        return [trace for trace in first.traces if most and blame[trace.rank] == most]
+
+    def _other_samples(self, step: TrainingStep, begun: BegunStep) -> Observed | None:
+        """Compute the batch before the step's, or the one after the first; None where there is none.
+
+        In float16 what overflows is computed at smaller loss scales: that of a spike may be too large for others.
+        """
+        size, other = begun.global_batch_size, None
+        consumed = begun.consumed_samples - size if begun.consumed_samples >= size else begun.consumed_samples + size
+        for factor in _SMALLER_SCALES if self._is_float16 else (1.0,):
+            try:
+                other = self._compute(step, replace(begun, loss_scale=begun.loss_scale * factor), consumed)
+            except DataError:  # on every rank alike: the data ends with this step
+                return None
+            if other.is_finite:
+                break
+        return other
+
+    def _of_all_samples(self, other: Observed) -> Verdict:
+        """Return the verdict where other samples, which were fine, look as wrong."""
+        local = find_outlying_weights(self._parameters())
+        outlying = gather_bad_weights(local, self.runtime.state.world)
+        if outlying:
+            return Verdict(
+                "weights", f"weights are far larger than those beside them: {describe_bad_weights(outlying)}"
+            )
+        blamed = ranks_not_finite(other.traces)
+        named = tuple(trace.rank for trace in blamed)
+        same = "the same step gave the same result again, other samples look as wrong"
+        copies = self.config.parallel_sizes.num_copies_apart
+        alone = "one copy cannot" if self.runtime.state.dp.size == 1 else "copies that share experts cannot"
+        if self._is_float16 and blamed:
+            too_large = f"{same}, at any loss scale: numbers are too large for float16"
+            if copies > 1:
+                return Verdict("overflow", too_large)
+            doubt = f", or the device of {describe_ranks(blamed)} fails; {alone} tell which"
+            return Verdict("overflow", too_large + doubt, ranks=named)
+        huge = gather_bad_weights(find_huge_weights(self._parameters()), self.runtime.state.world)
+        if huge:
+            return _training(f"{same}, and weights have grown beyond use: {describe_bad_weights(huge)}")
+        if copies > 1:
+            return _training(
+                f"{same}, and {copies} data-parallel copies come to the same, so that no device is to blame"
+            )
+        if not blamed:
+            return _training(f"{same}, and every rank computes what is finite")
+        if not self.was_ever_fine():
+            return _training(
+                f"{same}, and no step of this process was fine before: the model, its loss or the device of "
+                f"{describe_ranks(blamed)}; {alone} tell which"
+            )
+        return _persistent(
+            blamed, "samples that were fine before look as wrong now, and the weights are finite and of usual size"
+        )
+
+    def _of_the_data(self, begun: BegunStep, *, is_alone: bool) -> Verdict:
+        """Return the verdict where the samples are to blame, with those that stand out."""
+        config, training = self.config, self.config.training
+        size, copies = training.micro_batch_size, config.data_parallel_size
+        number = begun.global_batch_size // (size * copies)
+        losses: dict[int, float] = {}
+        with closing(self.open_source(begun.consumed_samples, 0)) as source:
+            ids = source.sample_ids(begun.consumed_samples, begun.global_batch_size)
+        for row in range(size):
+            with closing(self.open_source(begun.consumed_samples, 0)) as source:
+                of_row = sample_losses(config, self.runtime, self.parts, self.forward_step, source, row, number)
+            for (microbatch, copy), loss in of_row.items():
+                losses[int(ids[(microbatch * copies + copy) * size + row])] = loss
+        samples, median = outlying_samples(losses)
+        proof = "there are no others to compare with" if is_alone else "other samples are fine"
+        if samples:
+            named = ", ".join(f"{sample} (loss {losses[sample]:.6g})" for sample in samples[:_NUM_NAMED])
+            found = f"sample{'s' if len(samples) > 1 else ''} {named}; the median of the batch is {median:.6g}"
+        else:
+            found = "none of the samples stands out from the batch by its loss"
+        return Verdict(
+            "data",
+            f"the same step gave the same result again, the weights are finite, and {proof}: the data; {found}",
+            samples=samples,
+        )
+
+
+def _persistent(blamed: Sequence[RankTrace], reason: str) -> Verdict:
+    return Verdict(
+        "persistent device",
+        f"the same step gave the same result again, and {reason}: the device of {describe_ranks(blamed)}; run without "
+        "it",
+        ranks=tuple(trace.rank for trace in blamed),
+    )
+
+
+def _training(reason: str) -> Verdict:
+    return Verdict("training", f"{reason}: the training itself; lower --lr or --clip-grad, or go back")
+
+
+def _place(trace: RankTrace, copy: int | None = None) -> tuple[int, ...]:
+    place = trace.place
+    return (place["pp"], place["dp"] if copy is None else copy, place["cp"], place["tp"])
+
+
+def _worst(trace: RankTrace) -> float:
+    """Return the largest figure of a rank; infinity for what is not finite."""
+    figures = [*trace.forward.values(), trace.gradient or 0.0]
+    return max(abs(figure) if math.isfinite(figure) else math.inf for figure in figures)

@@ -1,0 +1,275 @@
+"""Supervisor of a rank: a small process, which the launcher knows as the rank, restarts the rank's worker.
+
+torchrun, and every launcher like it, ends all ranks when one dies. With the supervisor, a child of it dies instead.
+The supervisor imports no torch: it starts workers, forwards signals, and waits. It also makes the folder in host
+memory that holds the node's checkpoint copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from megatron.config.run_config import RunConfig
+from megatron.core.console import print_line
+from megatron.core.errors import ConfigurationError
+from megatron.training.exit_reason import reasons_of, refuse_in_run
+from megatron.training.fault_tolerance.processes import (
+    KEEPER_NAME,
+    ProcessIdentity,
+    find_launcher,
+    identify,
+    name_process,
+    wait_for_end,
+)
+from megatron.training.initialize import LaunchEnvironment, MeetingPoint, elastic_run_id, meeting_point
+
+_OWNER = "owner.json"
+
+
+def make_copy_folder(base: Path, cleans_up: bool) -> Path:
+    """Return the folder in ``base`` that the ranks of this launcher share, and make it.
+
+    The rank that ``cleans_up`` starts a process that removes it when the launcher ends, and removes those of launchers
+    that have ended without. Without a launcher the folder is this process's own.
+
+    Raises:
+        ConfigurationError: it cannot be made, or is somebody else's.
+    """
+    launcher = find_launcher(elastic_run_id())
+    owner = identify(os.getpid() if launcher is None else launcher)
+    prefix = f"megatron-{os.getuid()}-"
+    identity = json.dumps(dataclasses.asdict(owner))
+    folder = base / (prefix + hashlib.sha256(identity.encode()).hexdigest()[:12])
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(1, "it belongs to another user")
+        own = folder / f"{_OWNER}.{os.getpid()}"
+        own.write_text(identity)
+        own.rename(folder / _OWNER)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--non-persistent-local-ckpt-dir {base}: cannot make {folder} ({error.strerror}); give a folder in each "
+            "machine's memory that this user may write to"
+        ) from error
+    if cleans_up or launcher is None:
+        _remove_left_over(base, prefix)
+        _remove_at_end(folder, owner.pid)
+    return folder
+
+
+def _remove_left_over(base: Path, prefix: str) -> None:
+    for folder in base.glob(f"{prefix}*"):
+        try:
+            owner = ProcessIdentity(**json.loads((folder / _OWNER).read_text()))
+        except (OSError, ValueError, TypeError):
+            continue
+        if owner.is_alive is False:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_at_end(folder: Path, launcher: int) -> None:
+    """Start a process that waits for the launcher's end, whatever ends the ranks, and removes the folder."""
+    if os.fork():
+        return
+    os.setsid()
+    name_process("copies-cleaner")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.closerange(0, 3)  # who reads what the run prints does not wait for this process
+    wait_for_end(launcher)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+REPLACE = 75
+"""Exit status of a worker that asks for a replacement; those of a run that has ended are 0, 1 and 2."""
+_FINAL = (0, 1, 2)
+_MOST_FRUITLESS = 10
+"""A worker is not started again when so many in a row have ended without an iteration done."""
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_HANDED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1
+
+
+class SharedCounts:
+    """Hold two numbers in memory that a keeper and its workers share: they outlive each worker."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 16)
+        self.note_saved(-1)
+
+    @property
+    def steps(self) -> int:
+        """Return how many iterations all workers together have completed."""
+        return self._read(0)
+
+    @property
+    def saved(self) -> int | None:
+        """Return the iteration of the newest checkpoint that this run has published, None before there is one."""
+        saved = self._read(8)
+        return None if saved < 0 else saved
+
+    def note_step(self) -> None:
+        """Count an iteration."""
+        self._write(0, self.steps + 1)
+
+    def note_saved(self, iteration: int) -> None:
+        """Remember a checkpoint."""
+        self._write(8, iteration)
+
+    def _read(self, start: int) -> int:
+        return int.from_bytes(self._memory[start : start + 8], sys.byteorder, signed=True)
+
+    def _write(self, start: int, value: int) -> None:
+        self._memory[start : start + 8] = value.to_bytes(8, sys.byteorder, signed=True)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRank:
+    """Hold what a worker is given by its keeper: which of the rank's workers it is, and the numbers they share.
+
+    ``folder`` is where copies are kept that outlive it; None where there are none. ``started`` is when the keeper
+    began, in seconds of the system's clock.
+    """
+
+    num_predecessors: int
+    counts: SharedCounts
+    folder: Path | None
+    started: float
+
+
+def keep_rank(config: RunConfig, launch: LaunchEnvironment) -> KeptRank | None:
+    """Become the keeper of this rank, and return in each worker that it starts; None without --inprocess-restart.
+
+    The keeper itself never returns: it ends with the status of its last worker. To be called before torch is imported
+    and before there are threads that a worker needs. Where the folder of the copies cannot be made, the program ends
+    with status 2.
+    """
+    if not config.restart.inprocess_restart:
+        return None
+    point = meeting_point()
+    if launch.rank == 0 and launch.world_size > 1 and point is not None and not point.is_kept_by_launcher:
+        _start_store(point)
+    folder = None
+    if config.restart.non_persistent_save_interval is not None:
+        try:
+            base = Path(config.restart.non_persistent_local_ckpt_dir)
+            folder = make_copy_folder(base, cleans_up=(launch.local_rank or 0) == 0)
+        except ConfigurationError as error:
+            sys.exit(refuse_in_run(reasons_of(error), launch))
+    return _Keeper(launch.rank, folder).keep()
+
+
+class _Keeper:
+    def __init__(self, rank: int, folder: Path | None) -> None:
+        self._rank = rank
+        self._folder = folder
+        self._started = time.time()
+        self._worker = 0
+        self._is_ending = False
+        self._counts = SharedCounts()
+        # What the launcher lets a rank ignore, as nohup does, the keeper ignores too.
+        self._before = {number: signal.getsignal(number) for number in _HANDED_ON}
+
+    def keep(self) -> KeptRank:
+        num_workers = fruitless = 0
+        keeper = os.getpid()
+        name_process(KEEPER_NAME)
+        for number, handler in self._before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, self._hand_on)
+        while True:
+            steps = self._counts.steps
+            _flush()
+            # A signal that comes between the fork and its return would reach nobody.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)
+            self._worker = os.fork()
+            if self._worker == 0:
+                self._become_worker(keeper)
+                return KeptRank(num_workers, self._counts, self._folder, self._started)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
+            status = os.waitstatus_to_exitcode(os.waitpid(self._worker, 0)[1])
+            worker, self._worker = self._worker, 0
+            num_workers += 1
+            fruitless = 0 if self._counts.steps > steps else fruitless + 1
+            if status in _FINAL or self._is_ending:
+                _leave(status)
+            said = f"rank {self._rank}: process {worker} {_how_it_ended(status)}"
+            if fruitless >= _MOST_FRUITLESS:
+                print_line(f"error: {said}, the {fruitless}th in a row before it completed an iteration", sys.stderr)
+                _leave(1)
+            print_line(f"WARNING: {said}; it is replaced and the run restarts", sys.stderr)
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self._is_ending = self._is_ending or number in _ENDING
+        if self._worker:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._worker, number)
+        elif self._is_ending:
+            _leave(-number)
+
+    def _become_worker(self, keeper: int) -> None:
+        """Undo what the keeper has set up, and end with the keeper."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        name_process(Path(sys.executable).name)
+        _end_with(keeper)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
+
+
+def _start_store(point: MeetingPoint) -> None:
+    """Start a process that keeps the store of a run whose launcher keeps none, until this process ends."""
+    keeper = os.getpid()
+    if os.fork():
+        return
+    name_process("rank-store")
+    _end_with(keeper)
+    from megatron.training.fault_tolerance.rendezvous import host_store
+
+    host_store(point.host, point.port)
+
+
+def _end_with(keeper: int) -> None:
+    """Let the system kill this process when its keeper ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != keeper:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _how_it_ended(status: int) -> str:
+    if status == REPLACE:
+        return "has failed"
+    if status > 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def _leave(status: int) -> NoReturn:
+    _flush()
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone
+            stream.flush()

@@ -1,1 +1,0 @@
-"""Results that look wrong: how a run finds them, tells their causes apart, and goes on."""

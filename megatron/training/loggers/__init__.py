@@ -1,0 +1,1 @@
+"""Loggers: log lines, TensorBoard, metrics files, profiles and statistics."""

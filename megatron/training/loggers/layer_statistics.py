@@ -1,0 +1,138 @@
+"""Statistics of layers: norms of parameters and gradients, and the largest attention logit."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.collectives import all_reduce
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.models.model import Model
+from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.optimizer.clip_grads import Counting, sum_of_squares
+from megatron.core.parallel_state import ParallelState
+from megatron.core.process_group import Group
+from megatron.core.transformer.attention import SelfAttention
+
+_LAYER = re.compile(r"(?<!mtp\.)\blayers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class NormsOfLayer:
+    """Hold the norms of one layer, or of what lies before or after all layers."""
+
+    name: str
+    params_norm: float
+    grad_norm: float
+
+
+@torch.no_grad()
+def measure_layer_norms(
+    model_chunks: Sequence[DistributedDataParallel], num_layers: int, state: ParallelState, loss_scale: float
+) -> list[NormsOfLayer]:
+    """Return the norms of the embedding, of each layer, and of what follows them, equal on all ranks.
+
+    Gradients are those that are reduced and not yet clipped, without the ``loss_scale``. Collective; waits for the
+    device.
+    """
+    parts = [part for chunk in model_chunks for part in chunk.parts]
+    totals = torch.zeros(num_layers + 2, 2, dtype=torch.float64, device=parts[0].gradient.device)
+    counting = Counting(model_chunks, state)
+    for part in parts:
+        if counting.counts(part.spec):
+            row = totals[_row_of(part, num_layers)]
+            row[0].add_(sum_of_squares(part.values))
+            row[1].add_(sum_of_squares(part.gradient))
+    all_reduce(totals, counting.group)
+    names = ["embedding", *(f"layer {number}" for number in range(num_layers)), "output"]
+    return [
+        NormsOfLayer(name, math.sqrt(of_params), math.sqrt(of_gradients) / loss_scale)
+        for name, (of_params, of_gradients) in zip(names, totals.tolist(), strict=True)
+    ]
+
+
+def _row_of(part: ParamPart, num_layers: int) -> int:
+    """Return 0 for the embedding, the number of a layer plus 1, or the last row for what follows."""
+    found = _LAYER.search(part.spec.name)
+    if found is not None:
+        return int(found[1]) + 1
+    return 0 if "embedding" in part.spec.name else num_layers + 1
+
+
+def format_layer_norms(iteration: int, norms: Sequence[NormsOfLayer]) -> str:
+    """Return one line for each layer."""
+    return "\n".join(
+        f" iteration {iteration:8d} | {norm.name:>9} | params norm: {norm.params_norm:.6E} | "
+        f"grad norm: {norm.grad_norm:.6E} |"
+        for norm in norms
+    )
+
+
+def layer_norm_scalars(norms: Sequence[NormsOfLayer]) -> dict[str, float | None]:
+    """Return the figures by their TensorBoard tags."""
+    tags = [(norm, norm.name.replace(" ", "-")) for norm in norms]
+    return {
+        **{f"params-norm/{tag}": norm.params_norm for norm, tag in tags},
+        **{f"grad-norm/{tag}": norm.grad_norm for norm, tag in tags},
+    }
+
+
+_BLOCK_ELEMENTS = 1 << 24
+
+
+class AttentionLogits:
+    """Keep the largest logit of the forward passes while it ``is_on``.
+
+    No attention kernel tells it, so the products of queries and keys are computed a second time, a block of queries
+    after the other; nothing is kept of them. A softcap is not applied.
+    """
+
+    def __init__(self, chunks: Sequence[Model], device: torch.device) -> None:
+        self.is_on = False
+        self._largest = torch.full((), -torch.inf, device=device)
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, SelfAttention):
+                    module.observe_logits = self.observe
+
+    @torch.no_grad()
+    def observe(self, query: torch.Tensor, key: torch.Tensor, pattern: AttentionPattern) -> None:
+        """Take in the logits of a layer, where this is on.
+
+        Shapes: ``query: [s, b, n, d]``, ``key: [s, b, g, d]``.
+        """
+        if not self.is_on:
+            return
+        length, batch, num_heads, width = query.shape
+        num_groups = key.shape[2]
+        matrix = pattern.mask
+        keys = key.permute(1, 2, 3, 0)
+        rows = max(1, _BLOCK_ELEMENTS // (batch * num_heads * key.shape[0]))
+        positions = torch.arange(length, device=query.device)
+        for start in range(0, length, rows):
+            block = query[start : start + rows].permute(1, 2, 0, 3)
+            block = block.reshape(batch, num_groups, -1, width)
+            logits = torch.matmul(block, keys).float() / width**0.5
+            logits = logits.view(batch, num_heads, -1, key.shape[0])
+            if matrix is None:
+                visible = pattern.visible(positions[start : start + rows], positions)
+            else:
+                visible = matrix[..., start : start + rows, :]
+            if visible is not None:
+                logits = logits.masked_fill(~visible, -torch.inf)
+            self._largest = torch.maximum(self._largest, logits.max())
+
+    def take(self, world: Group) -> float | None:
+        """Return the largest logit over all ranks, and forget it; None where no layer has told one.
+
+        Collective; waits for the device.
+        """
+        all_reduce(self._largest, world, op="max")
+        largest = self._largest.item()
+        self._largest = torch.full_like(self._largest, -torch.inf)
+        return None if largest == -torch.inf else largest

@@ -1,0 +1,281 @@
+"""Record of a run in its save folder: configuration, software, code, data, and progress.txt.
+
+``DIR/run_record`` of ``--save DIR``, which may be in an object store, holds
+
+- ``config.toml``, the resolved configuration; ``continue.toml``, the configuration that resumes from the checkpoints,
+- ``environment.json``: command line, node, processes, versions, the commit of the code and its local changes,
+- ``data.json``: size and checksum of each data file,
+- ``starts.jsonl``: a line for each start of the run.
+
+``DIR/progress.txt`` has a line for each start of a job and each checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.printed_config import format_config
+from megatron.config.run_config import RunConfig
+from megatron.core.console import print_line
+from megatron.core.errors import StorageError
+from megatron.core.object_store import ObjectPath, as_path
+from megatron.core.ranged_file import open_ranged, read_range
+from megatron.training.initialize import LaunchEnvironment, Runtime, scheduler_job_id
+
+RECORD_FOLDER = "run_record"
+CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE = "config.toml", "continue.toml", "environment.json"
+
+_PACKAGES = (
+    "megatron-gpt",
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "triton",
+    "flash-attn",
+    "transformer-engine",
+)
+_GIT_LIMIT_S = 10.0
+_MOST_CHANGED = 200
+_BLOCKS, _BLOCK_BYTES = 16, 2**16
+_JOIN_S = 5.0
+
+
+class RunRecord:
+    """Write the record of a run that starts: the configuration at once, what takes longer beside the training.
+
+    A file that cannot be written is said in a line, and the run goes on.
+    """
+
+    def __init__(
+        self, config: RunConfig, launch: LaunchEnvironment, iteration: int, log: Callable[[str], None]
+    ) -> None:
+        assert config.checkpoint.save is not None, "there is no record without --save"
+        self._folder = as_path(config.checkpoint.save) / RECORD_FOLDER
+        self._config, self._launch, self._iteration, self._log = config, launch, iteration, log
+        try:
+            self._folder.mkdir(exist_ok=True)
+            self._write(CONFIG_FILE, _described(config, launch))
+            continuing = dataclasses.replace(config, checkpoint=config.checkpoint.resumed())
+            self._write(CONTINUE_FILE, _described(continuing, launch))
+        except (OSError, StorageError) as error:
+            self._cannot_write(error)
+            return
+        self._thread = threading.Thread(target=self._write_rest, name="run record", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait a moment for what is being written."""
+        if "_thread" in vars(self):
+            self._thread.join(_JOIN_S)
+
+    def _write_rest(self) -> None:
+        launch, code = self._launch, _state_of_code()
+        start = {"started": datetime.now().isoformat(timespec="seconds"), "iteration": self._iteration}
+        start |= {"world_size": launch.world_size, "commit": code.get("commit")}
+        environment = {
+            **start,
+            "command": sys.argv,
+            "folder": os.getcwd(),
+            "processes_per_machine": launch.local_world_size,
+            "machines": max(1, launch.world_size // launch.local_world_size),
+            "host": platform.node(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "packages": dict(_versions()),
+            "code": code,
+        }
+        try:
+            self._write(ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
+            self._append("starts.jsonl", json.dumps(start) + "\n")
+            files = {str(path): _checksum(path) for path in _data_files(self._config)}
+            self._write("data.json", json.dumps(files, indent=1) + "\n")
+        except (OSError, StorageError) as error:
+            self._cannot_write(error)
+
+    def _write(self, name: str, text: str) -> None:
+        if isinstance(self._folder, ObjectPath):
+            (self._folder / name).write_bytes(text.encode())  # whole or not at all
+            return
+        hidden = self._folder / f".{name}.{os.getpid()}"
+        hidden.write_text(text, encoding="utf-8")
+        hidden.replace(self._folder / name)
+
+    def _append(self, name: str, line: str) -> None:
+        path = self._folder / name
+        if isinstance(path, ObjectPath):
+            # One run owns the folder: nobody else writes here.
+            path.write_bytes((path.read_bytes() if path.is_file() else b"") + line.encode())
+            return
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def _cannot_write(self, error: OSError | StorageError) -> None:
+        self._log(f"WARNING: --save {self._folder.parent}: the run's record cannot be written: {error}")
+
+
+def _described(config: RunConfig, launch: LaunchEnvironment) -> str:
+    heading = f"The resolved configuration of a run on {launch.world_size} process(es); --config reads it."
+    return format_config(config, (heading,), with_help=False)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in _PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _state_of_code() -> dict[str, Any]:
+    """Return the commit of the checkout that this code is in, and what differs from it; nothing outside of one."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True)
+        return done.stdout.rstrip()
+
+    try:
+        if not git("ls-files", "--", __file__):
+            return {}  # a checkout around an installed package is another project's
+        changed = git("status", "--porcelain", "--untracked-files=no").splitlines()
+        found = {"commit": git("rev-parse", "HEAD"), "branch": git("rev-parse", "--abbrev-ref", "HEAD")}
+        return {**found, "changed": changed[:_MOST_CHANGED]}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _data_files(config: RunConfig) -> Iterator[Path]:
+    data = config.data
+    words = (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
+    for word in dict.fromkeys((*words, *config.validation.extra_valid_datalist)):
+        for path in (as_path(word), as_path(f"{word}.idx"), as_path(f"{word}.bin")):
+            if path.is_file():
+                yield path
+
+
+def _checksum(path: Path) -> dict[str, Any]:
+    """Return a file's size and the SHA-256 of blocks spread evenly over it, which are all of a file up to 1 MiB."""
+    with contextlib.closing(open_ranged(path)) as file:
+        size = file.num_bytes
+        step = max(_BLOCK_BYTES, (size - _BLOCK_BYTES) // (_BLOCKS - 1))
+        digest = hashlib.sha256(str(size).encode())
+        for place in range(0, size, step):
+            digest.update(read_range(file, place, _BLOCK_BYTES))
+    whole = size <= _BLOCKS * _BLOCK_BYTES
+    return {"bytes": size, "sha256_of_blocks": digest.hexdigest(), "covers": "all" if whole else f"{_BLOCKS} blocks"}
+
+
+PROGRESS_FILE = "progress.txt"
+_TIME = "%Y-%m-%d %H:%M:%S"
+_STARTING = "Starting job"
+
+
+@dataclass(eq=False)
+class ProgressLog:
+    """Append to a run's progress log, in Megatron's form; only the reporting rank makes one.
+
+    A file that cannot be written costs a warning, and the run goes on.
+    """
+
+    folder: Path
+    world_size: int
+    job_id: str
+    seq_length: int
+    _started: datetime = field(default_factory=datetime.now, init=False)
+    _operations_at_start: float = field(default=0.0, init=False)
+
+    def start(self, state: TrainState) -> None:
+        """Write that a job starts from a state."""
+        self._started = datetime.now()
+        self._operations_at_start = state.floating_point_operations_so_far
+        self._append(_STARTING)
+
+    def save(self, state: TrainState, *, is_async: bool) -> None:
+        """Write that the run was saved, or with ``is_async`` that its save began, and how fast it has been.
+
+        The cumulative throughput is that since the first job of this world size, the time between jobs included.
+        """
+        operations, now = state.floating_point_operations_so_far, datetime.now()
+        start, operations_then = self._first_start()
+        job = self._throughput(operations - self._operations_at_start, (now - self._started).total_seconds())
+        cumulative = self._throughput(operations - operations_then, (now - start).total_seconds())
+        tokens = state.consumed_train_samples * self.seq_length
+        self._append(
+            "\t".join(
+                (
+                    "Saving async checkpoint" if is_async else "Saved checkpoint",
+                    f"Iteration: {state.iteration}",
+                    f"Job throughput: {job:.1f} TFLOP/s/GPU",
+                    f"Cumulative throughput: {cumulative:.1f} TFLOP/s/GPU",
+                    f"Floating-point operations: {operations:.2e}",
+                    f"Tokens (in billions): {tokens / 1e9:.2f}",
+                )
+            )
+        )
+
+    def _throughput(self, operations: float, seconds: float) -> float:
+        return operations / max(seconds, 1.0e-9) / self.world_size / 1e12
+
+    def _first_start(self) -> tuple[datetime, float]:
+        """Return when the first of the latest jobs of this world size began, and the operations that were done then."""
+        start, operations, before = self._started, self._operations_at_start, 0.0
+        is_running = False
+        for moment, num_gpus, words in self._lines():
+            if num_gpus != self.world_size:
+                is_running = False
+            elif words[0] == _STARTING and not is_running:
+                start, operations, is_running = moment, before, True
+            for word in words[1:]:
+                name, _, value = word.partition(": ")
+                if name == "Floating-point operations":
+                    before = float(value)
+        return start, operations
+
+    def _lines(self) -> Iterator[tuple[datetime, int, list[str]]]:
+        """Yield the time, the number of GPUs and the rest of each line that can be read."""
+        try:
+            text = (self.folder / PROGRESS_FILE).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return
+        for line in text.splitlines():
+            try:
+                moment, _, gpus, event, *figures = line.split("\t")
+                yield datetime.strptime(moment, _TIME), int(gpus.removeprefix("# GPUs: ")), [event, *figures]
+            except ValueError:
+                continue
+
+    def _append(self, text: str) -> None:
+        line = f"{datetime.now():{_TIME}}\tJob ID: {self.job_id}\t# GPUs: {self.world_size}\t{text}\n"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / PROGRESS_FILE).open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            print_line(f"WARNING: cannot write {self.folder / PROGRESS_FILE}: {error.strerror}")
+
+
+def open_progress(config: RunConfig, runtime: Runtime, train_state: TrainState) -> ProgressLog | None:
+    """Return the progress log of the reporting rank, with the start of this job in it; None where there is none."""
+    if not config.logging.log_progress or config.checkpoint.save is None or not runtime.is_reporter:
+        return None
+    folder, seq_length = Path(config.checkpoint.save), config.data.seq_length
+    progress = ProgressLog(folder, config.world_size, scheduler_job_id(), seq_length)
+    progress.start(train_state)
+    return progress

@@ -1,0 +1,224 @@
+"""Start-up lines: precision, batches, data sets and schedule, in Megatron-LM's words and order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron.config.printed_config import format_arguments, summarize
+from megatron.config.run_config import RunConfig
+from megatron.core.config_base import config_from_dict
+from megatron.core.datasets.blended_dataset import BlendedDataset, LaterPhase, SegmentChain
+from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.index_builder import SEPARATE_FINAL_EPOCH_BELOW, plan_epochs
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, reconcile_schedules
+from megatron.core.parallel_state import ParallelState
+from megatron.core.sharding import spec_of
+from megatron.training.loggers.log_lines import format_datetime, is_terminal
+from megatron.training.model_setup import schedule_of
+
+_FEW_BUCKETS = 8
+_COMPILED = (
+    "> compiling dataset index builder ...",
+    ">>> done with dataset index builder. Compilation time: 0.000 seconds",
+    "> compiling and loading fused kernels ...",
+    ">>> done with compiling and loading fused kernels. Compilation time: 0.000 seconds",
+)
+
+
+def describe_precision(config: RunConfig) -> str:
+    """Return the line on the dtype of the parameters."""
+    return f"using torch.{config.model.params_dtype} for parameters ..."
+
+
+def describe_batch_and_tokenizer(config: RunConfig) -> str:
+    """Return the lines between the arguments and the size of the vocabulary.
+
+    Sizes of a batch that change in given steps have no line.
+    """
+    training = config.training
+    lines = []
+    if len(training.rampup_batch_size) == 3:
+        first, increment, samples = training.rampup_batch_size
+        lines.append(
+            f"will use batch size rampup starting from global batch size {first} to global batch size "
+            f"{training.global_batch_size} with batch size increments {increment} over {samples} samples."
+        )
+    elif not training.batch_sizes.steps:
+        count = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
+        lines.append(f"setting number of micro-batches to constant {count}")
+    return "\n".join([*lines, f"> building {config.tokenizer.tokenizer_type} tokenizer ..."])
+
+
+def describe_initialized(config: RunConfig, start_time: float) -> str:
+    """Return the lines that follow the seeds; ``start_time`` is when the run began, as `time.time` says it."""
+    compiled = _COMPILED if config.logging.log_megatron_lines else ()
+    elapsed_s = time.time() - start_time
+    moment = format_datetime("after megatron is initialized")
+    return "\n".join([*compiled, f"time to initialize megatron (seconds): {elapsed_s:.3f}", moment])
+
+
+def describe_buckets(
+    ddp_chunks: Sequence[DistributedDataParallel], state: ParallelState, everything: bool
+) -> str | None:
+    """Return the lines on a pipeline stage's gradient buckets; None on ranks that leave them to another.
+
+    Many buckets, and the names of the parameters in each, are listed where ``everything`` is asked for.
+    """
+    if not (state.tp.is_first and state.dp_cp.is_first):
+        return None
+    return "\n".join(line for chunk in ddp_chunks for line in _describe_chunk(chunk, everything))
+
+
+def _describe_chunk(chunk: DistributedDataParallel, everything: bool) -> Iterator[str]:
+    for buffer in chunk.grad_buffers:
+        yield f"Number of buckets for gradient all-reduce / reduce-scatter: {len(buffer.buckets)}"
+        if len(buffer.buckets) > _FEW_BUCKETS and not everything:
+            continue
+        for number, bucket in enumerate(buffer.buckets, start=1):
+            parameters = buffer.parameters_of(bucket)
+            count = sum(parameter.numel() for parameter in parameters)
+            yield f"Params for bucket {number} ({count} elements, {bucket.layout.num_elements} padded size):"
+            if everything:
+                yield from (f"\tmodule.{spec_of(parameter).name}" for parameter in parameters)
+
+
+def log_arguments(config: RunConfig, log: Callable[[str], None]) -> None:
+    """Print the arguments: all of them, or on a terminal a few."""
+    asks = config.logging.log_arguments
+    log(format_arguments(config) if asks or not is_terminal() else summarize(config))
+    if asks and not is_terminal():
+        log("--log-arguments has no effect: all arguments are printed wherever standard output is no terminal")
+    if config.checkpoint.save is None and not config.training.skip_train:
+        log("WARNING: --save is not given: nothing will be left of this run but its log")
+
+
+_TITLES = {"train": "train", "valid": "validation", "test": "test"}
+
+
+def describe_datasets(datasets: DatasetSplits, everything: bool) -> str:
+    """Return the lines on the data sets of all splits, without an end of line.
+
+    A blend's data sets, and which index files were read, are described where ``everything`` is asked for.
+    """
+    lines = ["> building train, validation, and test datasets for GPT ..."] if everything else []
+    splits = [_token_datasets(dataset) for dataset in (datasets.train, datasets.valid, datasets.test)]
+    tasks = {dataset.config.fill_in_the_middle for split in splits for dataset in split}
+    lines += [_describe_tasks(task) for task in tasks if task is not None]
+    if everything or all(len(split) <= 1 for split in splits):
+        for prefix in dict.fromkeys(dataset.indexed_dataset.prefix for split in splits for dataset in split):
+            of_file = [[one for one in split if one.indexed_dataset.prefix == prefix] for split in splits]
+            lines += _describe_file([one for split in of_file for one in split], everything)
+    return "\n".join([*lines, "> finished creating GPT datasets ..."])
+
+
+def _describe_tasks(task: FillInTheMiddle) -> str:
+    return (
+        f" > filling in the middle of {task.rate:.0%} of documents, {task.spm_rate:.0%} of these "
+        f"with the suffix first; tokens: prefix {task.prefix_id}, suffix {task.suffix_id}, middle {task.middle_id}, "
+        f"pad {task.pad_id}"
+    )
+
+
+def _token_datasets(dataset: object) -> list[GPTDataset]:
+    """Return the data sets of token files that a split is made of."""
+    if isinstance(dataset, GPTDataset):
+        return [dataset]
+    if isinstance(dataset, LaterPhase):
+        return _token_datasets(dataset.dataset)
+    parts: Sequence[object] = ()
+    if isinstance(dataset, BlendedDataset):
+        parts = dataset.datasets
+    elif isinstance(dataset, SegmentChain):
+        parts = dataset.segments
+    return [found for part in parts for found in _token_datasets(part)]
+
+
+def _describe_file(datasets: Sequence[GPTDataset], everything: bool) -> Iterator[str]:
+    """Yield the lines on one token file and the splits that are cut from it."""
+    if everything:
+        yield f"data_prefix: {[datasets[0].indexed_dataset.prefix]}"
+        yield " > building dataset index ..."
+        yield "    reading sizes..."
+        yield "    reading pointers..."
+        yield "    reading document index..."
+    yield f"    number of documents: {len(datasets[0].indexed_dataset)}"
+    yield " > dataset split:"
+    for name, dataset in {dataset.split_name: dataset for dataset in datasets}.items():
+        first, end = dataset.sequences.start, dataset.sequences.stop
+        yield f"    {_TITLES[name]}:"
+        yield f"     document indices in [{first}, {end}) total of {end - first} documents"
+    for dataset in datasets:
+        if everything:
+            yield from _describe_index(dataset)
+        yield f"    total number of samples: {len(dataset)}"
+        yield f"    total number of epochs: {dataset.usage.num_epochs}"
+
+
+def _describe_index(dataset: GPTDataset) -> Iterator[str]:
+    """Yield the lines on how the last epoch is shuffled, and on the files of the index."""
+    wanted, length, per_epoch = (
+        dataset.usage.num_samples,
+        dataset.config.sequence_length,
+        dataset.usage.samples_per_epoch,
+    )
+    tokens = dataset.indexed_dataset.count_tokens(dataset.sequences)
+    plan = plan_epochs(tokens, length, wanted)
+    if wanted is None or plan.num_epochs == 1:
+        yield " > only one epoch required, setting separate_last_epoch to False"
+    else:
+        last = wanted - ((plan.num_epochs - 1) * tokens - 1) // length
+        is_apart = plan.separate_final_epoch
+        yield (
+            f" > last epoch number of samples ({last}) is {'smaller' if is_apart else 'larger'} than "
+            f"{SEPARATE_FINAL_EPOCH_BELOW:.0%} of number of samples per epoch ({per_epoch}), setting "
+            f"separate_last_epoch to {is_apart}"
+        )
+    for name, kind in (("document_index", "doc-idx"), ("sample_index", "sample-idx"), ("shuffle_index", "shuffle-idx")):
+        if name in dataset.index_files:
+            yield f" > loading {kind} mapping from {dataset.index_files[name]}"
+
+
+_NAMES: Mapping[str, str] = {
+    "max_lr": "learning rate",
+    "min_lr": "minimum learning rate",
+    "lr_warmup_steps": "warmup iterations",
+    "lr_decay_steps": "total number of iterations",
+    "lr_decay_style": "learning rate decay style",
+    "start_wd": "start weight decay",
+    "end_wd": "end weight decay",
+    "wd_incr_steps": "total number of weight decay iterations",
+    "wd_incr_style": "weight decay incr style",
+}
+"""Megatron's names of a schedule's values, in its order; what it calls iterations are samples."""
+
+
+def describe_schedule_values(state: Mapping[str, Any], config: RunConfig) -> str:
+    """Return a line for each value of the schedule that goes on: the checkpoint's, or the run's in its place.
+
+    ``state`` is what the checkpoint holds of the scheduler.
+
+    Raises:
+        CheckpointError: the schedules differ and no flag says which one holds.
+    """
+    flags = config.scheduler
+    stored, is_override = config_from_dict(ScheduleConfig, state["schedule"]), flags.override_opt_param_scheduler
+    chosen, _ = reconcile_schedules(
+        stored,
+        schedule_of(config),
+        int(state["num_samples"]),
+        override=is_override,
+        use_checkpoint=flags.use_checkpoint_opt_param_scheduler,
+    )
+    lines = []
+    for field, name in _NAMES.items():
+        value = getattr(chosen, field)
+        if is_override or value != getattr(stored, field):
+            lines.append(f" > overriding {name} value to {value}")
+        else:
+            lines.append(f" > using checkpoint value {value} for {name}")
+    return "\n".join(lines)

@@ -1,0 +1,249 @@
+"""Periodic evaluations of the model during training: generated texts and scores on tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from megatron.config.run_config import RunConfig
+from megatron.core.collectives import raise_on_all_ranks
+from megatron.core.console import print_line
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.inference.engine import InferenceEngine
+from megatron.core.inference.inference_request import GenerationRequest, StopRule, check_request
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.inference.staged_model import share_model
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
+from megatron.core.process_group import Group, single_rank_group
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.evaluation.harness_tasks import HarnessTasks, TaskChoice, figures_of
+from megatron.evaluation.model_ranks import ModelRanks, Show
+from megatron.evaluation.text_encoding import TextEncoding
+from megatron.training.initialize import Runtime
+from megatron.training.loggers.log_lines import LiveLine
+from megatron.training.loggers.metrics import MetricsWriter
+from megatron.training.model_setup import TrainingParts
+
+_LARGEST_FILE = 1 << 20
+
+
+class SampleTexts:
+    """Continue the prompts of ``--sample-prompts``, taking the most probable token each time: nothing is drawn.
+
+    Every model copy generates the same; the first one's texts are written. All ranks make one together.
+
+    Raises:
+        ConfigurationError: the prompts cannot be read.
+        InputError: a prompt is empty or too long.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        parts: TrainingParts,
+        tokenizer: Tokenizer,
+        engine: InferenceEngine,
+    ) -> None:
+        options = config.logging
+        self._runtime = runtime
+        self._parts = parts
+        self._tokenizer = tokenizer
+        self._prompts = read_prompts(options.sample_prompts)
+        end = tokenizer.eod_id
+        self._request = GenerationRequest(
+            prompts=tuple(tuple(tokenizer.tokenize(prompt)) for prompt in self._prompts),
+            max_new_tokens=options.sample_tokens,
+            sampling=SamplingConfig(greedy=True),
+            stop=StopRule(end_tokens=frozenset() if end is None else frozenset((end,))),
+        )
+        check_request(engine.model.config, self._request)
+        self._engine = engine
+
+    def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
+        """Generate, and give the texts to the log, the metrics file and the loggers; every rank must call.
+
+        Raises:
+            GivenUpError: communication was given up meanwhile; nothing is written.
+        """
+        for chunk in self._parts.ddp_chunks:
+            chunk.finish_param_gather()
+        try:
+            found = self._engine.generate(self._request, on_token=lambda prompt, token: self._runtime.flight.tick())
+        except InputError as error:
+            self._runtime.flight.ensure_not_given_up()
+            # Every rank learns of logits that are not finite; what is done about them is not decided here.
+            if self._runtime.is_reporter:
+                print_line(f"WARNING: no sample at iteration {iteration}: {error}")
+            return
+        self._runtime.flight.ensure_not_given_up()
+        if metrics is None:
+            return
+        texts = [self._tokenizer.detokenize(each.tokens) for each in found]
+        samples = [{"prompt": prompt, "text": text} for prompt, text in zip(self._prompts, texts)]
+        for sample in samples:
+            print_line(f" sample at iteration {iteration} | prompt: {sample['prompt']!r} | text: {sample['text']!r} |")
+        metrics.write({"iteration": iteration, "split": "samples", "samples": samples})
+        shown = "\n\n".join(f"**{sample['prompt']}**{sample['text']}" for sample in samples)
+        metrics.text("samples", shown, iteration)
+
+
+def read_prompts(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the prompts: those given, or the lines of the one file that is named.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is too large, or has no line.
+    """
+    if len(given) != 1 or not Path(given[0]).is_file():
+        return given
+    path = Path(given[0])
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise ConfigurationError(
+                f"--sample-prompts {path} is larger than {_LARGEST_FILE} bytes; give a smaller file"
+            )
+        lines = tuple(line for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--sample-prompts {path} cannot be read as text: {error}") from error
+    if not lines:
+        raise ConfigurationError(f"--sample-prompts {path} is empty; write a prompt a line")
+    return lines
+
+
+class TaskScores:
+    """Ask the model the questions of ``--eval-tasks``; all ranks make one together, and the reporter loads the tasks.
+
+    ``copies`` of the model share the questions out.
+
+    Raises:
+        InputError: the package is missing, or a task cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        parts: TrainingParts,
+        tokenizer: Tokenizer,
+        engine: InferenceEngine,
+        copies: Group,
+        show: Show,
+    ) -> None:
+        options, state = config.validation, runtime.state
+        self._runtime = runtime
+        self._parts = parts
+        self._encoding = TextEncoding(tokenizer)
+        self._max_length = config.model.max_position_embeddings or config.data.seq_length
+        own = TaskChoice(
+            options.eval_tasks,
+            options.eval_tasks_include_path,
+            options.eval_tasks_num_fewshot,
+            options.eval_tasks_limit,
+        )
+        self._tasks: HarnessTasks | None = None
+        error: InputError | None = None
+        if runtime.is_reporter:
+            try:
+                self._tasks = HarnessTasks(own, in_run=True)
+            except InputError as failure:
+                error = failure
+        raise_on_all_ranks(error, state.world)
+        size = config.training.micro_batch_size
+        self._ranks = ModelRanks(engine, self._encoding, state.world, copies, size, runtime.flight.tick, show)
+
+    def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
+        """Ask, and give the scores to the log, the metrics file and the loggers; every rank must call.
+
+        Raises:
+            GivenUpError: communication was given up meanwhile; nothing is written.
+        """
+        self._runtime.flight.enter("evaluate")
+        for chunk in self._parts.ddp_chunks:
+            chunk.finish_param_gather()
+        try:
+            found = self._ranks.lead(self._scores)
+        except InputError as error:
+            self._runtime.flight.ensure_not_given_up()
+            if self._runtime.is_reporter:
+                print_line(f"WARNING: no scores at iteration {iteration}: {error}")
+            return
+        self._runtime.flight.ensure_not_given_up()
+        if metrics is None or found is None:
+            return
+        for task, figures in found.items():
+            words = "".join(f" {name}: {value:.6f} |" for name, value in figures.items())
+            print_line(f" scores at iteration {iteration} | task: {task} |{words}")
+        metrics.write({"iteration": iteration, "split": "tasks", "scores": found})
+        scalars = {f"tasks/{task} {name}": value for task, own in found.items() for name, value in own.items()}
+        metrics.scalars(scalars, iteration)
+
+    def _scores(self) -> dict[str, dict[str, float]]:
+        from megatron.evaluation.harness_model import HarnessModel
+
+        assert self._tasks is not None, "the first rank reports"
+        model = HarnessModel(self._ranks, self._encoding, self._max_length)
+        return figures_of(self._tasks.run(model, with_errors=False))
+
+
+class _Look(Protocol):
+    """Look at the model as it is."""
+
+    def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
+        """Report what is seen; every rank must call."""
+
+
+@dataclass(frozen=True)
+class ModelLooks:
+    """Hold each look with the iterations from one time to the next."""
+
+    looks: tuple[tuple[int, _Look], ...] = ()
+
+    def take(self, iteration: int, metrics: MetricsWriter | None) -> None:
+        """Take the looks that are due at the end of an iteration; every rank must call."""
+        for interval, look in self.looks:
+            if iteration % interval == 0:
+                look.write(iteration, metrics)
+
+
+def open_looks(
+    config: RunConfig, runtime: Runtime, parts: TrainingParts, tokenizer: Tokenizer, live: LiveLine
+) -> ModelLooks:
+    """Return the looks that the flags ask for; what they need is imported here and not before.
+
+    Raises:
+        InputError: a prompt or a task cannot be used.
+    """
+    looks: list[tuple[int, _Look]] = []
+    sampling, tasks = config.logging.sample_interval, config.validation.eval_tasks
+    if sampling is None and not tasks:
+        return ModelLooks()
+    state = runtime.state
+    models = [chunk for chunk in parts.chunks if isinstance(chunk, GPTModel)]
+    if len(models) < len(parts.chunks):
+        flag = "--eval-tasks" if sampling is None else "--sample-interval"
+        raise ConfigurationError(f"{flag}: this model generates no text; leave it out")
+    shared = [share_model(model, wrapped, state) for model, wrapped in zip(models, parts.ddp_chunks, strict=True)]
+    # Each copy of the model runs by itself, and so does each context-parallel rank.
+    no_dp, no_cp = (single_rank_group((axis,), state.rank) for axis in ("dp", "cp"))
+    links = None
+    if state.pp.size > 1:
+        device = runtime.device.torch_device
+        links = create_pipeline_links(state.pp, wraps_around=len(shared) > 1, device=device)
+    # Copies share the questions out. Twins are asked the same one, and the first of them decides. Where copies share
+    # experts or shards of weights, all of them run every pass: they are twins.
+    runs_together = config.parallel_sizes.has_expert_grid or config.ddp.shards_weights
+    copies, twins = (no_dp, state.dp_cp) if runs_together else (state.dp, state.cp)
+    alone = replace(state, dp=no_dp, cp=no_cp)
+    engine = InferenceEngine(shared[0], alone, links, further_chunks=shared[1:], twins=twins)
+    if sampling is not None:
+        looks.append((sampling, SampleTexts(config, runtime, parts, tokenizer, engine)))
+    if tasks:
+        interval = config.validation.eval_tasks_interval or config.validation.eval_interval
+
+        def show(what: str, done: int, total: int) -> None:
+            live.show(done, total)
+
+        looks.append((interval, TaskScores(config, runtime, parts, tokenizer, engine, copies, show)))
+    return ModelLooks(tuple(looks))

@@ -1,0 +1,133 @@
+"""Preflight: check the tokenizer, the data and host memory before training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+from megatron.config.run_config import RunConfig
+from megatron.core.available_host_memory import HostRoom, available_bytes
+from megatron.core.datasets.indexed_dataset import report_lost_pages
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.optimizer.optimizer_config import host_state_bytes
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.training.data_plan import DatasetsProvider, sample_targets
+from megatron.training.exit_reason import reasons_of, refuse_in_run
+from megatron.training.initialize import LaunchEnvironment
+from megatron.training.theoretical_memory_usage import least_offloaded_bytes, model_size, offloaded_bytes
+
+_GIB = 2**30
+
+
+def check_least_host_memory(config: RunConfig, room: HostRoom | None) -> None:
+    """Reject an offload of activations of which the layers' inputs alone do not fit in the node's memory.
+
+    Builds nothing and imports no torch, so that it rejects a command line at once. `check_host_memory` counts the rest.
+
+    Raises:
+        ConfigurationError: they do not fit.
+    """
+    if room is None or not config.model.num_offloaded_layers:
+        return
+    needed, free = least_offloaded_bytes(config), room.available // room.num_processes
+    if needed <= free:
+        return
+    numbers = reversed(range(1, config.model.num_offloaded_layers))
+    fitting = (number for number in numbers if least_offloaded_bytes(_offloading(config, number)) <= free)
+    most = next(fitting, None)
+    raise ConfigurationError(
+        f"offload needs at least {needed / _GIB:.1f} GiB of host memory for each process, for the inputs of layers "
+        f"alone, {needed * room.num_processes / _GIB:.1f} GiB for {room.num_processes} of them, and "
+        f"{room.available / _GIB:.1f} GiB are available; "
+        + ("leave --cpu-offloading out" if most is None else f"give --cpu-offloading-num-layers {most} at most")
+    )
+
+
+def check_host_memory(config: RunConfig, room: HostRoom | None) -> None:
+    """See that what a machine's processes offload fits in its memory, where the system says what is free.
+
+    Taken together are activations, weights, and the optimizer's state where its fraction is known.
+
+    Raises:
+        ConfigurationError: it does not fit.
+    """
+    layers, state = (offloaded_bytes(config) if config.model.num_offloaded_layers else 0), _state_bytes(config)
+    needed = layers + state
+    if room is None or needed * room.num_processes <= room.available:
+        return
+    parts = {"activations and weights": layers, "the optimizer": state}
+    named = " and ".join(f"{size / _GIB:.1f} GiB of {name}" for name, size in parts.items() if size)
+    changes = [change for change in (_fewer_layers(config, room), _smaller_fraction(config, room)) if change]
+    raise ConfigurationError(
+        f"offload is estimated to need {needed / _GIB:.1f} GiB of host memory for each process ({named}), "
+        f"{needed * room.num_processes / _GIB:.1f} GiB for {room.num_processes} of them, and "
+        f"{room.available / _GIB:.1f} GiB are available; "
+        + (f"{' or '.join(changes)} fits" if changes else f"leave {' and '.join(_switches(config))} out")
+    )
+
+
+def _state_bytes(config: RunConfig) -> int:
+    """Return what the optimizer of the most loaded rank leaves in the machine's memory."""
+    optimizer, replicas = config.optimizer, config.parallel_sizes.num_replicas
+    if not optimizer.offload_fraction or optimizer.optimizer_offload_policy == "auto":
+        return 0
+    num_elements = max(model_size(config).trained)
+    if config.ddp.shards_over(replicas):
+        num_elements = -(-num_elements // config.ddp.num_shards(replicas))
+    return host_state_bytes(optimizer, num_elements)
+
+
+def _fewer_layers(config: RunConfig, room: HostRoom) -> str | None:
+    """Return the largest number of layers that fits beside the optimizer's state."""
+    free = room.available // room.num_processes - _state_bytes(config)
+    for number in reversed(range(1, config.model.num_offloaded_layers)):
+        if offloaded_bytes(_offloading(config, number)) <= free:
+            return f"--cpu-offloading-num-layers {number}"
+    return None
+
+
+def _offloading(config: RunConfig, num_layers: int) -> RunConfig:
+    model = dataclasses.replace(config.model, cpu_offloading_num_layers=num_layers)
+    return dataclasses.replace(config, model=model)
+
+
+def _smaller_fraction(config: RunConfig, room: HostRoom) -> str | None:
+    """Return the largest fraction of the state that fits beside the layers."""
+    layers = offloaded_bytes(config) if config.model.num_offloaded_layers else 0
+    state, free = _state_bytes(config), room.available // room.num_processes - layers
+    hundredths = math.floor(100 * config.optimizer.offload_fraction * free / state) if state else 0
+    if hundredths < 1:
+        return None
+    return f"--optimizer-offload-policy static --optimizer-offload-fraction {hundredths / 100}"
+
+
+def _switches(config: RunConfig) -> list[str]:
+    layers = ["--cpu-offloading"] if config.model.num_offloaded_layers else []
+    return layers + (["the optimizer's offload"] if _state_bytes(config) else [])
+
+
+def prepare_data_or_exit(
+    config: RunConfig, launch: LaunchEnvironment, datasets_provider: DatasetsProvider
+) -> Tokenizer:
+    """Return the run's tokenizer; end the program with status 2 where it, the data or the memory will not do.
+
+    Every rank looks, and only rank 0 prints. No index is built and nothing communicates. Host memory is compared with
+    the least that an offload needs; `pretrain` compares it with all, which it reads from the model.
+    """
+
+    def report(line: str) -> None:
+        if launch.rank == 0:
+            print(line, flush=True)
+
+    report_lost_pages(launch.rank)
+    try:
+        tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
+        model, available = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size), available_bytes()
+        room = None if available is None else HostRoom(available, launch.local_world_size)
+        check_least_host_memory(dataclasses.replace(config, model=model), room)
+        datasets_provider(config, tokenizer, sample_targets(config), report).check()
+    except InputError as error:
+        sys.exit(refuse_in_run(reasons_of(error), launch))
+    return tokenizer

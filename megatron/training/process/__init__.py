@@ -1,1 +1,0 @@
-"""A run's process: launcher, device, groups, signals, exit status."""

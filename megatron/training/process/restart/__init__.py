@@ -1,1 +1,0 @@
-"""Restart without relaunch: dead ranks are replaced, and the others meet them in new process groups."""

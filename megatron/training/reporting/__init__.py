@@ -1,1 +1,0 @@
-"""Log lines, the metrics file and TensorBoard."""

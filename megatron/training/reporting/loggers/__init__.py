@@ -1,1 +1,0 @@
-"""Where the figures of a run go beside its metrics file: TensorBoard, Weights & Biases, MLflow."""

@@ -1,1 +1,0 @@
-"""What looks at the model at intervals while it is trained."""

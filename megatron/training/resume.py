@@ -1,0 +1,159 @@
+"""Resume a run: from the copies in memory, or from its newest checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.train_state import TrainProgress, TrainState
+from megatron.config.run_config import RunConfig
+from megatron.core.collectives import broadcast_object
+from megatron.core.dist_checkpointing.index import INDEX_FILE
+from megatron.core.dist_checkpointing.state_dict import RunTensors, float8_tensors, model_tensors, optimizer_tensors
+from megatron.core.errors import InputError
+from megatron.core.object_store import ObjectPath, as_path
+from megatron.interop.new_iteration import iteration_folder
+from megatron.training.checkpointing.folder import candidate_folders, iteration_of_folder, saved_iterations
+from megatron.training.checkpointing.local_copies.local_copies import FoundCopies, LocalCopies
+from megatron.training.checkpointing.saver import RunCheckpoints
+from megatron.training.fault_tolerance.inprocess_restart import Membership
+from megatron.training.initialize import LaunchEnvironment, Runtime
+
+_MEASURED = ("cpu_matmul", "tp_comm_overlap_impl")
+"""Fields of the model that a run chooses by measuring, and keeps."""
+
+
+@dataclass(frozen=True, eq=False)
+class Continuation:
+    """Bring a run to where the generation before left it, and see to it that the next one can do so.
+
+    ``found`` are the copies that this one goes on from; None where it is a checkpoint, or the beginning. A run that
+    ``began_from_save`` may remove what was in that folder before.
+    """
+
+    member: Membership
+    copies: LocalCopies | None
+    found: FoundCopies | None
+    interval: int
+    began_from_save: bool
+
+    def is_copied(self, iteration: int) -> bool:
+        """Return whether the state after an iteration is copied."""
+        return self.copies is not None and iteration % self.interval == 0
+
+    def resume(self, checkpoints: RunCheckpoints) -> TrainState:
+        """Fill everything and return where the run stands."""
+        state = self._resume(checkpoints)
+        if checkpoints.saver is not None and not self.began_from_save:
+            checkpoints.saver.protect(checkpoints_before(checkpoints.config.checkpoint.save, self.member.kept.started))
+        return state
+
+    def _resume(self, checkpoints: RunCheckpoints) -> TrainState:
+        if self.found is None or self.copies is None:
+            return checkpoints.resume()
+        record, parts, runtime = self.found.record, checkpoints.parts, checkpoints.runtime
+        tensors = checkpoints.tensors()
+        with torch.no_grad():
+            self.copies.load(self.found, _values(tensors, runtime))
+        if tensors.float8 is not None:
+            tensors.float8.loaded()
+        parts.optimizer.load_scalar_state(dict(record["optimizer"]))
+        runtime.rng.resume(tensors.rng, self.found.iteration)
+        scheduler = checkpoints.config.scheduler
+        parts.scheduler.load_state_dict(
+            record["scheduler"],
+            override=scheduler.override_opt_param_scheduler,
+            use_checkpoint=scheduler.use_checkpoint_opt_param_scheduler,
+        )
+        checkpoints.go_on(record["model_record"], self.member.kept.counts.saved is not None)
+        checkpoints.log(f"going on from the copies in memory, at iteration {self.found.iteration}")
+        return TrainState.from_progress(TrainProgress(**record["progress"]))
+
+    def end_iteration(self, checkpoints: RunCheckpoints, train_state: TrainState) -> None:
+        """Take note of an iteration that is done, and copy what is due; every rank must call.
+
+        Raises:
+            CheckpointError: a machine has no room for its copies. On every rank alike.
+        """
+        self.member.end_iteration(checkpoints.published)
+        if self.copies is None or not self.is_copied(train_state.iteration):
+            return
+        parts, model = checkpoints.parts, checkpoints.config.model
+        record: dict[str, Any] = {
+            "iteration": train_state.iteration,
+            "progress": dataclasses.asdict(train_state.freeze()),
+            "optimizer": parts.optimizer.scalar_state(),
+            "scheduler": parts.scheduler.state_dict(),
+            "model_record": checkpoints.model_record,
+            "measured": {name: getattr(model, name) for name in _MEASURED},
+        }
+        with torch.no_grad():
+            self.copies.save(_values(checkpoints.tensors(), checkpoints.runtime), record)
+
+    def forget_copies(self) -> None:
+        """Let no restart go on from the copies that there are: the run has gone back."""
+        if self.copies is not None:
+            self.copies.forget()
+
+
+def checkpoints_before(save: str | None, started: float) -> set[int]:
+    """Return the iterations of the checkpoints that were in a folder before a run started, in seconds since 1970.
+
+    An object store has no folders, and its time is that of the index, which is put last.
+    """
+    directory = as_path(save or "")
+    name = INDEX_FILE if isinstance(directory, ObjectPath) else ""
+    dated = {iteration: iteration_folder(directory, iteration) / name for iteration in saved_iterations(directory)}
+    return {iteration for iteration, path in dated.items() if path.stat().st_mtime < started}
+
+
+def find_continuation(
+    config: RunConfig, runtime: Runtime, launch: LaunchEnvironment, member: Membership
+) -> tuple[RunConfig, Continuation]:
+    """Return the configuration of a generation, and where it goes on. Collective."""
+    options, given = config.restart, config
+    began_from_save = config.checkpoint.load == config.checkpoint.save
+    config = member.resumed(config, runtime)
+    interval = options.non_persistent_save_interval
+    if interval is None or member.kept.folder is None:
+        return config, Continuation(member, None, None, 1, began_from_save)
+    jump = None
+    if options.replication:
+        is_one_machine = launch.local_world_size >= launch.world_size
+        jump = options.replication_jump or (1 if is_one_machine else launch.local_world_size)
+    token: str = broadcast_object(secrets.token_hex(8), runtime.state.world)
+    copies = LocalCopies(member.kept.folder, runtime.state, runtime.device.torch_device, token, jump)
+    found = copies.find()
+    if found is not None and _is_older(found, config, given, runtime):
+        found = None
+    if found is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **found.record["measured"]))
+    return config, Continuation(member, copies, found, interval, began_from_save)
+
+
+def _is_older(found: FoundCopies, config: RunConfig, given: RunConfig, runtime: Runtime) -> bool:
+    """Return whether the run has a checkpoint that is newer than the copies; one that it began from is not its own."""
+    checkpoint = config.checkpoint
+    newest = None
+    if runtime.is_reporter and checkpoint.load is not None and checkpoint.load == checkpoint.save:
+        try:
+            folders = candidate_folders(as_path(checkpoint.load), given.checkpoint.ckpt_step)
+            newest = iteration_of_folder(folders[0]) if folders else None
+        except InputError:
+            newest = None  # what is wrong with it is said where it is loaded
+    newest = broadcast_object(newest, runtime.state.world)
+    return newest is not None and newest > found.iteration
+
+
+def _values(tensors: RunTensors, runtime: Runtime) -> list[torch.Tensor]:
+    """Return all that a rank copies, in one order: what a checkpoint holds of it."""
+    described = model_tensors(tensors.models)
+    if tensors.optimizer is not None:
+        described += optimizer_tensors(tensors.optimizer)
+    described += float8_tensors(tensors.float8, runtime.state)
+    streams = [tensors.rng[name] for name in sorted(tensors.rng)]
+    return [tensor.data for tensor in described] + streams

@@ -1,0 +1,470 @@
+"""Theoretical memory usage: parameters, saved activations and optimizer state in closed form.
+
+Parameter counts are exact, with the padding of the vocabulary. The activations in Megatron-LM's lines are those of
+Korthikanti et al. 2022 (table 2, https://arxiv.org/abs/2205.05198), for attention that saves no scores and dropout
+that saves no masks; temporary tensors of kernels are left out.
+
+The estimate of saved activations reads the matrices of the model that the code builds on the meta device, adds copies
+for context parallelism and the inputs of query and key norms, and multiplies by the passes in flight of the pipeline
+schedule. It decides how much to offload. The planner measures saved activations in traces of the layers instead
+(`megatron.planner.traces`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
+from megatron.core.model_parallel_config import ELEMENT_BYTES
+from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.optimizer.optimizer_config import state_bytes
+from megatron.core.pipeline_parallel.schedules import first_actions, most_in_flight
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+
+if TYPE_CHECKING:
+    from megatron.config.run_config import RunConfig
+    from megatron.core.models.gpt.gpt_config import GPTConfig
+
+
+_READ_FIRST_NORM = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
+"""Linear layers of an attention whose input is the output of the norm in front of it."""
+_UP_PROJECTIONS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+"""Linear layers of multi-head latent attention (MLA) whose outputs --recompute-modules mla_up_proj computes again."""
+_JOINED = 5
+"""Hidden states that a multi-token prediction (MTP) module saves besides its layer: the inputs of three norms,
+and the two that it concatenates."""
+
+
+def saved_layer_bytes(model: GPTConfig, tokens: int, number: int, recomputed: Collection[str] = ()) -> int:
+    """Return what a layer saves of a micro-batch of so many tokens of the tensor-parallel group.
+
+    ``recomputed`` are the modules of --recompute-modules that are computed again. Layers from ``num_layers`` on belong
+    to the MTP modules.
+    """
+    layer, sizes = _Layer(model, number, frozenset(recomputed)), model.parallel_sizes
+    # A balanced load gives each rank's experts their share of the choices.
+    choices = tokens * model.moe_router_topk * sizes.expert_tp // sizes.tp
+    saved = sum(
+        (choices if each.is_expert else tokens) * layer.bytes_per_token(each)
+        for each in chunk_parameters(model, StageContents((number,)))
+    )
+    saved += tokens * layer.bytes_without_matrices()
+    num_hidden = _JOINED * (number >= model.num_layers) + 2 * (model.norm_placement not in ("before", "after"))
+    return saved + num_hidden * hidden_bytes(model, tokens, is_sharded=model.sequence_parallel)
+
+
+def hidden_bytes(model: GPTConfig, tokens: int, *, is_sharded: bool) -> int:
+    """Return the bytes of the hidden states of so many tokens on a rank, whole or sharded by tensor parallelism."""
+    rows = tokens // (model.tensor_model_parallel_size if is_sharded else 1)
+    return rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Say of a layer's matrices which of their inputs and outputs are saved."""
+
+    model: GPTConfig
+    number: int
+    recomputed: frozenset[str]
+
+    @property
+    def element(self) -> int:
+        """Return the bytes of an element of the model's type."""
+        return ELEMENT_BYTES[self.model.params_dtype]
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether the feed-forward is one of experts."""
+        return self.model.moe_layers[self.model.kind_of(self.number)]
+
+    @property
+    def saves_core(self) -> bool:
+        """Return whether the core of the attention saves its inputs and its output."""
+        return "core_attn" not in self.recomputed
+
+    @property
+    def cp_exchange(self) -> str:
+        """Return how context-parallel ranks exchange keys and values; empty for one rank."""
+        return self.model.cp_exchange(self.model.kind_of(self.number)) if self.model.context_parallel_size > 1 else ""
+
+    @property
+    def is_copied(self) -> bool:
+        """Return whether context parallelism copies queries, keys and values."""
+        return self.cp_exchange not in ("", "p2p")
+
+    @property
+    def pads_values(self) -> bool:
+        """Return whether the values of MLA are padded to the width of its keys."""
+        return self.model.multi_latent_attention and self.model.v_head_dim < self.model.latent_head_width
+
+    def bytes_per_token(self, matrix: ChunkParameter) -> int:
+        """Return what is saved of a matrix's input and output per token that it computes."""
+        name, _, adapter = matrix.name.partition(".adapters.")
+        linear = name.removesuffix(".weight").rpartition(".")[2]
+        if adapter:
+            # An adapter reads what its layer reads, unless dropout makes a copy, and the layer adds what it writes.
+            is_first = adapter.endswith("lora_A")
+            reads = matrix.reads * (self.model.lora_dropout > 0.0)
+            is_recomputed = name.startswith("mlp.") and self._recomputes_feed_forward
+            return (matrix.writes + reads) * self.element * is_first * (not is_recomputed)
+        if name.startswith("mlp."):
+            return (self._of_experts if self.has_experts else self._of_mlp)(matrix, linear)
+        writes = matrix.writes * self.element
+        if self.model.multi_latent_attention and linear in _UP_PROJECTIONS and "mla_up_proj" in self.recomputed:
+            writes = 0
+        if linear == "linear_kv_up_proj" and (self.pads_values or self.is_copied):
+            writes = 0
+        if linear == "linear_proj":
+            return self._of_attention_output(matrix) + writes
+        if linear not in _READ_FIRST_NORM:
+            return self._input(matrix, linear) + writes
+        # The two down-projections of MLA read the same.
+        is_counted = "layernorm" not in self.recomputed and (linear != "linear_kv_down_proj" or self._rounds)
+        return self._input(matrix, linear) * is_counted + writes
+
+    def bytes_without_matrices(self) -> int:
+        """Return what the attention saves per token that is no matrix's input or output."""
+        model, tp = self.model, self.model.tensor_model_parallel_size
+        heads, groups = model.num_attention_heads // tp, key_value_heads_of_rank(model.num_query_groups, tp)
+        exchange, query_width, key_width = self.cp_exchange, heads * model.kv_channels, groups * model.kv_channels
+        width = 0
+        if model.multi_latent_attention:
+            # Keys are joined with their rotary part; values are padded to the width of keys, or copied.
+            key_width = heads * model.latent_head_width
+            is_kept = "mla_up_proj" not in self.recomputed or (self.saves_core and self.is_copied)
+            width += key_width * is_kept * (2 if self.pads_values or self.is_copied else 1)
+        elif model.qk_layernorm:
+            # The norms' outputs; a fused norm copies queries of which several share a key.
+            width += query_width + key_width + query_width * (heads > groups)
+        if self.saves_core and exchange == "all_gather":
+            width += (model.context_parallel_size - 1) * 2 * key_width
+        elif self.saves_core and exchange.startswith("a2a") and not model.multi_latent_attention:
+            num_ranks = model.context_parallel_size if exchange == "a2a" else model.cp_inner_size or 1
+            width += ((copies_of_key_value_heads(heads, groups, num_ranks) or 1) - 1) * 2 * key_width
+        return width * self.element
+
+    @property
+    def _rounds(self) -> bool:
+        """Return whether linear layers save their inputs in fp8."""
+        model = self.model
+        return model.is_in_float8(self.number, model.num_layers) and model.fp8_wgrad and not model.lora_rank
+
+    @property
+    def _recomputes_feed_forward(self) -> bool:
+        return ("moe" if self.has_experts else "mlp") in self.recomputed
+
+    def _saves_input(self, matrix: ChunkParameter, linear: str) -> bool:
+        """Return whether a matrix's input is saved for a gradient: of its weight, or of its LoRA adapters."""
+        return matrix.is_trained or (linear in self.model.adapted_parts and not self.model.lora_dropout)
+
+    def _input(self, matrix: ChunkParameter, linear: str) -> int:
+        if not self._saves_input(matrix, linear):
+            return 0
+        return matrix.reads * (1 if self._rounds and not matrix.is_expert else self.element)
+
+    def _of_attention_output(self, matrix: ChunkParameter) -> int:
+        """Return what is saved of the attention's output: for its own backward pass, and for the projection's."""
+        own = matrix.reads * self.element * self.saves_core
+        if self.pads_values:
+            own = own * self.model.latent_head_width // self.model.v_head_dim
+        is_same = not (self._rounds or self.is_copied or self.pads_values)
+        of_projection = self._input(matrix, "linear_proj")
+        return max(own, of_projection) if is_same else own + of_projection
+
+    def _of_mlp(self, matrix: ChunkParameter, linear: str) -> int:
+        writes = matrix.writes * self.element
+        if linear == "linear_fc1":
+            # A feed-forward that is computed again is computed from its whole input.
+            reads = matrix.reads * self.element if self._recomputes_feed_forward else self._input(matrix, linear)
+            return reads * ("layernorm" not in self.recomputed) + writes * (not self._recomputes_feed_forward)
+        return self._input(matrix, linear) * (not self._recomputes_feed_forward) + writes
+
+    def _of_experts(self, matrix: ChunkParameter, linear: str) -> int:
+        """Return what is saved because of a matrix of a layer of experts: router, shared or routed experts."""
+        is_recomputed, element = self._recomputes_feed_forward, self.element
+        if linear == "router":
+            wide = element if self.model.moe_router_dtype is None else max(element, 4)
+            # The layer's output, and its input, which shared experts read too.
+            reads = matrix.reads * (element if is_recomputed else wide) * ("layernorm" not in self.recomputed)
+            return matrix.reads * element + reads + matrix.writes * 4 * (not is_recomputed)
+        is_routed = matrix.is_expert
+        if is_recomputed or ("shared_experts" in self.recomputed and not is_routed):
+            return 0
+        if linear == "linear_fc1":
+            return self._input(matrix, linear) * (is_routed or self._rounds) + matrix.writes * element
+        is_kept = not (is_routed and "moe_act" in self.recomputed)
+        return self._input(matrix, linear) * is_kept + matrix.writes * element * is_routed
+
+
+def kept_layer_bytes(model: GPTConfig, tokens: int, number: int, place: int) -> int:
+    """Return what a layer keeps with the recompute that is configured; ``place`` counts the layers of its chunk.
+
+    A layer of a multi-token prediction (MTP) module is alone, with place 0.
+    """
+    if model.recompute_granularity != "full":
+        return saved_layer_bytes(model, tokens, number, model.recomputed_modules)
+    length = model.recompute_num_layers or 1
+    if number >= model.num_layers:
+        # The states before it and the embedded tokens.
+        return 2 * _input_bytes(model, tokens)
+    if model.recompute_method == "block":
+        return _input_bytes(model, tokens) if place < length else saved_layer_bytes(model, tokens, number)
+    return _input_bytes(model, tokens) if place % length == 0 else 0
+
+
+def offloaded_bytes(config: RunConfig) -> int:
+    """Return the most that a rank leaves in host memory: weights, and activations of the passes in flight."""
+    model, most = config.model, 0
+    for stage in range(model.pipeline_model_parallel_size):
+        chunks = config.stage_layout.chunks(stage)
+        first = [StageContents(chunk.layer_numbers[: model.num_offloaded_layers]) for chunk in chunks]
+        weights = sum(parameter.size for chunk in first for parameter in chunk_parameters(model, chunk))
+        weights *= ELEMENT_BYTES[model.params_dtype] * model.cpu_offloading_weights
+        kept = [sum(_kept_by_offloaded(config, chunk)) for chunk in chunks]
+        most = max(most, weights + most_of_chunks(config, stage, kept))
+    return most
+
+
+def least_offloaded_bytes(config: RunConfig) -> int:
+    """Return the least that a rank leaves in host memory: the inputs of offloaded layers in flight. Needs no torch."""
+    model, most = config.model, 0
+    is_uniform = model.recompute_granularity == "full" and model.recompute_method != "block"
+    length = (model.recompute_num_layers or 1) if is_uniform else 1
+    for stage in range(model.pipeline_model_parallel_size if model.cpu_offloading_activations else 0):
+        numbers = (chunk.layer_numbers[: model.num_offloaded_layers] for chunk in config.stage_layout.chunks(stage))
+        inputs = [math.ceil(len(first) / length) for first in numbers]
+        most = max(most, most_of_chunks(config, stage, inputs))
+    return most * _input_bytes(model, tokens_of_rank(config))
+
+
+def activation_bytes(config: RunConfig, rank: int) -> int:
+    """Return the activations on a rank's device at the fullest moment of a step, offloaded ones left out.
+
+    In addition to the activations of micro-batches in flight, the device holds either those of one layer's backward
+    pass, which are no more than the layer saves, or those of the loss. It holds recomputed layers once more, and also
+    two layers that are being copied to the host.
+    """
+    model, stage = config.model, config.parallel_sizes.place(rank)["pp"]
+    chunks, tokens = config.stage_layout.chunks(stage), tokens_of_rank(config)
+    waiting = most_of_chunks(config, stage, [_kept_on_device(config, chunk) for chunk in chunks])
+    numbers = [number for chunk in chunks for number in (*chunk.layer_numbers, *_mtp_layers(model, chunk))]
+    largest = max((saved_layer_bytes(model, tokens, number) for number in numbers), default=0)
+    is_grouped = model.recompute_granularity == "full" and model.recompute_method != "block"
+    working, loss = largest * (model.recompute_num_layers or 1 if is_grouped else 1), 0
+    if chunks[-1].has_loss:
+        predictions = tokens * (1 + model.num_further_tokens)
+        element = ELEMENT_BYTES[model.params_dtype]
+        loss = 2 * (1 + model.num_further_tokens) * _input_bytes(model, tokens)
+        loss += predictions * (model.padded_vocab_size // model.tensor_model_parallel_size) * (element + 8)
+    moving = max(sum(sorted(_kept_by_offloaded(config, chunk))[-2:]) for chunk in chunks)
+    return waiting + max(working, loss) + moving
+
+
+def tokens_of_rank(config: RunConfig) -> int:
+    """Return the tokens of a micro-batch that a tensor-parallel group holds."""
+    return config.data.seq_length // config.model.context_parallel_size * config.training.micro_batch_size
+
+
+def most_of_chunks(config: RunConfig, stage: int, sizes: Sequence[int]) -> int:
+    """Return the most that a stage's passes in flight keep at once, if those of its chunks keep ``sizes``."""
+    model, parallel, layout = config.model, config.parallel_sizes, config.stage_layout
+    num_microbatches = config.training.global_batch_size // (config.training.micro_batch_size * parallel.dp)
+    group_size = model.microbatch_group_size_per_virtual_pipeline_stage
+    actions = first_actions(
+        config.pipeline_schedule, parallel.pp, stage, num_microbatches, layout.num_chunks, group_size
+    )
+    return most_in_flight(actions, sizes)
+
+
+def _mtp_layers(model: GPTConfig, chunk: StageContents) -> range:
+    """Return the numbers of the layers of the MTP modules that a chunk has."""
+    return range(model.num_layers, model.num_layers + model.num_further_tokens * chunk.has_loss)
+
+
+def _kept_on_device(config: RunConfig, chunk: StageContents) -> int:
+    """Return what a chunk's layers keep on the device of one micro-batch; layers of MTP modules are not offloaded."""
+    model, tokens = config.model, tokens_of_rank(config)
+    mtp = sum(kept_layer_bytes(model, tokens, number, 0) for number in _mtp_layers(model, chunk))
+    return _kept_by(config, chunk) - sum(_kept_by_offloaded(config, chunk)) + mtp
+
+
+def _kept_by_offloaded(config: RunConfig, chunk: StageContents) -> list[int]:
+    """Return what each of a chunk's layers keeps whose activations are offloaded."""
+    model, tokens = config.model, tokens_of_rank(config)
+    numbers = chunk.layer_numbers[: model.num_offloaded_layers * model.cpu_offloading_activations]
+    return [kept_layer_bytes(model, tokens, number, place) for place, number in enumerate(numbers)]
+
+
+def _kept_by(config: RunConfig, chunk: StageContents) -> int:
+    tokens = tokens_of_rank(config)
+    return sum(
+        kept_layer_bytes(config.model, tokens, number, place) for place, number in enumerate(chunk.layer_numbers)
+    )
+
+
+def _input_bytes(model: GPTConfig, tokens: int) -> int:
+    """Return the bytes of the hidden states that a rank holds of so many tokens, as they are saved."""
+    return hidden_bytes(model, tokens, is_sharded=model.sequence_parallel or model.distribute_saved_activations)
+
+
+_MEGABYTE = 1024 * 1024
+_Kind = tuple[bool, bool]
+"""Whether a parameter is an expert's, and whether it is a matrix between the embeddings and the output layer."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Hold numbers of parameters: of the whole model, and of one tensor-parallel rank of each pipeline stage.
+
+    ``kinds`` are those of the shards that have gradients and an optimizer's state, all or low-rank adapters, by
+    whether they are replicated over the experts' data-parallel ranks, and whether they are matrices between the
+    embeddings and the output layer.
+    """
+
+    block: int
+    embedding: int
+    shards: tuple[int, ...]
+    kinds: tuple[Mapping[_Kind, int], ...]
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Return how many of each stage's shard are trained."""
+        return tuple(sum(kinds.values()) for kinds in self.kinds)
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Return how many of the trained ones are experts'."""
+        return tuple(sum(n for (is_expert, _), n in kinds.items() if is_expert) for kinds in self.kinds)
+
+
+@dataclass(frozen=True)
+class TheoreticalMemory:
+    """Hold bytes of the most loaded rank; ``activations`` is None where no closed form holds."""
+
+    weights_and_optimizer: float
+    activations: float | None
+
+
+def model_size(config: RunConfig) -> ModelSize:
+    """Return how many parameters a configuration's model has, all ranks' copies of one counted once."""
+    model, layout = config.model, config.stage_layout
+    whole = dataclasses.replace(
+        model,
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+    )
+    block = StageContents(tuple(range(model.num_layers)), has_embedding=False, has_loss=False)
+    # A tied output layer is counted with the embedding that it shares.
+    ends = StageContents((), has_embedding=True, has_loss=True)
+    num_norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+    rows = model.padded_vocab_size - whole.padded_vocab_size
+    plain = dataclasses.replace(whole, mtp_num_layers=None)
+    embedding = _count(plain, ends) - num_norm
+    further = _count(whole, ends) - _count(plain, ends)
+    embedding += rows * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
+    stages = [layout.chunks(rank) for rank in range(model.pipeline_model_parallel_size)]
+    shards = (sum(_count(model, chunk) for chunk in chunks) for chunks in stages)
+    kinds = (_count_by_kind(model, chunks) for chunks in stages)
+    rest = num_norm + further
+    return ModelSize(_count(whole, block) + rest, embedding, tuple(shards), tuple(kinds))
+
+
+def theoretical_memory(config: RunConfig) -> TheoreticalMemory:
+    """Return what weights, gradients, the optimizer's state and activations take on the most loaded rank."""
+    size = model_size(config)
+    weight, sizes = ELEMENT_BYTES[config.model.params_dtype], config.parallel_sizes
+    replicas = {False: sizes.num_replicas, True: sizes.num_expert_replicas}
+    weights = max(
+        count * weight
+        + sum(
+            number * _bytes_a_trained_parameter(config, replicas[is_expert], is_matrix=is_matrix)
+            for (is_expert, is_matrix), number in kinds.items()
+        )
+        for count, kinds in zip(size.shards, size.kinds)
+    )
+    return TheoreticalMemory(weights, _activation_bytes(config))
+
+
+def describe_theoretical_memory(config: RunConfig) -> list[str]:
+    """Return Megatron's lines on the numbers of parameters and on the memory of the most loaded rank."""
+    size, memory = model_size(config), theoretical_memory(config)
+    *others, most = sorted(size.shards)
+    lines = [
+        f"Number of parameters in transformer block in billions: {size.block / 1e9: .2f}",
+        f"Number of parameters in embedding layers in billions: {size.embedding / 1e9:.2f}",
+        f"Total number of parameters in billions: {(size.block + size.embedding) / 1e9:.2f}",
+        f"Number of parameters in most loaded shard in billions: {most / 1e9:.4f}",
+    ]
+    if others:
+        lines.append(f"Number of parameters in other shards in billions: {others[-1] / 1e9:.4f}")
+    weights = memory.weights_and_optimizer / _MEGABYTE
+    line = f"Theoretical memory footprints: weight and optimizer={weights:.2f} MB"
+    if memory.activations is not None:
+        activations = memory.activations / _MEGABYTE
+        line += f", activation={activations:.2f} MB, total={weights + activations:.2f} MB"
+    return [*lines, line]
+
+
+def _count(model: GPTConfig, chunk: StageContents) -> int:
+    return sum(parameter.size for parameter in chunk_parameters(model, chunk))
+
+
+def _count_by_kind(model: GPTConfig, chunks: Iterable[StageContents]) -> Mapping[_Kind, int]:
+    found: Counter[_Kind] = Counter()
+    for chunk in chunks:
+        for each in chunk_parameters(model, chunk):
+            found[each.is_expert, each.is_matrix] += each.size * each.is_trained
+    return found
+
+
+def _bytes_a_trained_parameter(config: RunConfig, replicas: int, *, is_matrix: bool = False) -> float:
+    """Return the bytes of a gradient, and its share of main parameter and moments, less the weight that is not held."""
+    ddp = config.ddp
+    gradient: float = ELEMENT_BYTES[ddp.grad_dtype(config.model.params_dtype)]
+    state: float = state_bytes(config.optimizer, is_matrix=is_matrix)
+    if ddp.shards_over(replicas):
+        replicas = ddp.num_shards(replicas)
+        state /= replicas
+        gradient /= replicas if ddp.shards_gradients else 1
+        if ddp.shards_weights:
+            # What a weight is short of the whole one, which is counted for every parameter.
+            gradient -= ELEMENT_BYTES[config.model.params_dtype] * (1 - 1 / replicas)
+    return gradient + state
+
+
+def _activation_bytes(config: RunConfig) -> float | None:
+    """Return the bytes that the first stage keeps for its backward passes.
+
+    None where the tensor-parallel ranks hold copies, the layers recompute all that they keep, tokens choose experts,
+    or the layers are others than those of the closed form.
+    """
+    model, sizes = config.model, config.parallel_sizes
+    has_copies = sizes.tp > 1 and not model.sequence_parallel
+    is_unplanned = model.num_experts or model.multi_latent_attention or model.num_further_tokens
+    if has_copies or model.recompute_granularity != "selective" or is_unplanned:
+        return None
+    element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size
+    tokens = tokens_of_rank(config)
+    chunks = config.stage_layout.chunks(0)
+    layers = (number for chunk in chunks for number in chunk.layer_numbers)
+    kept = sum(saved_layer_bytes(model, tokens, number, model.recomputed_modules) for number in layers)
+    per_microbatch = tokens * element * h / sizes.tp + kept
+    num_microbatches = config.training.global_batch_size // (config.training.micro_batch_size * sizes.dp)
+    in_flight: float = min(sizes.pp, num_microbatches)
+    if len(chunks) > 1:
+        # Interleaved chunks warm up further.
+        in_flight = sizes.pp * (1 + (sizes.pp - 1) / (sizes.pp * len(chunks)))
+    total = per_microbatch * in_flight
+    if sizes.pp == 1:
+        # The last norm's and the output layer's inputs, and the logits in float32.
+        inputs = 1 if model.lora_rank else 2
+        total += tokens * (inputs * element * h + 4 * model.padded_vocab_size) / sizes.tp
+    return total
