@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from trained_state import build_state, parse_arguments
 
-from megatron.training.checkpointing.saver import CheckpointSaver
+from megatron.training.checkpointing import CheckpointSaver
 
 
 def timed_step(step: Callable[[], None], after: Callable[[], None] = lambda: None) -> float:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from trained_state import TrainedState, build_state, parse_arguments
 
+from megatron.checkpoint.load import load_checkpoint
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.dist_checkpointing.state_dict import RunTensors
-from megatron.training.checkpointing.load import load_checkpoint
 
 
 def sync_files(folder: Path) -> None:

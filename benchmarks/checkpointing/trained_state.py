@@ -17,14 +17,14 @@ import torch  # noqa: E402
 from ours import WorkloadDataset, configure  # noqa: E402
 from workload import Workload, add_workload_arguments, workload_of  # noqa: E402
 
+from megatron.checkpoint.save import CommonState  # noqa: E402
 from megatron.checkpoint.train_state import TrainProgress, TrainState  # noqa: E402
 from megatron.config.run_config import RunConfig  # noqa: E402
 from megatron.config.training_config import CheckpointConfig  # noqa: E402
 from megatron.core.dist_checkpointing.state_dict import RunTensors  # noqa: E402
 from megatron.core.timers import Timers  # noqa: E402
 from megatron.training.batch_source import BatchSource  # noqa: E402
-from megatron.training.checkpointing.save import CommonState  # noqa: E402
-from megatron.training.checkpointing.saver import CheckpointSaver, open_saver  # noqa: E402
+from megatron.training.checkpointing import CheckpointSaver, open_saver  # noqa: E402
 from megatron.training.initialize import LaunchEnvironment, Runtime, initialize_runtime  # noqa: E402
 from megatron.training.model_setup import TrainingParts, build_training_parts  # noqa: E402
 from megatron.training.training_step import TrainingStep  # noqa: E402

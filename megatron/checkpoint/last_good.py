@@ -6,9 +6,8 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
+from megatron.checkpoint.checkpoint_folder import TRACKER_FILE, iteration_folder, saved_iterations
 from megatron.core.dist_checkpointing.disk import replace_text
-from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
-from megatron.training.checkpointing.folder import saved_iterations
 
 KNOWN_FILE = "known_to_train.json"
 

@@ -34,7 +34,6 @@ from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.tokenizers.build_tokenizer import unused_flags
-from megatron.training.exit_reason import refuse
 
 _PRINTED = (
     "Printed by --print-config for {} process(es), to be given as --config FILE. What is at its default is a comment."
@@ -79,17 +78,6 @@ def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> 
     if print_config:
         sys.exit(0)
     return parsed.config
-
-
-def parse_arguments_or_exit(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
-    """Do what `parse_arguments` does, and end the program with status 2 where the command line is wrong.
-
-    Every rank ends; only rank 0 prints the problems, one line each.
-    """
-    try:
-        return parse_arguments(argv, world_size, rank)
-    except ConfigurationError as error:
-        sys.exit(refuse(error.problems, rank))
 
 
 def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool = True) -> ParsedArguments:

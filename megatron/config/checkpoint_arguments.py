@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.checkpoint_folder import TRACKER_FILE, candidate_folders, detect_format
 from megatron.config.data_config import TokenizerConfig
 from megatron.config.run_config import command_line_fields
 from megatron.core.config_base import IDENTITY, Role, field_specs
@@ -16,9 +17,6 @@ from megatron.core.errors import CheckpointError, DamagedCheckpointError, Tokeni
 from megatron.core.object_store import as_path, local_copy
 from megatron.core.tokenizers.tokenizer import NullTokenizer, read_json_object
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, recorded_arguments
-from megatron.interop.checkpoint_format import detect_format
-from megatron.interop.new_iteration import TRACKER_FILE
-from megatron.training.checkpointing.folder import candidate_folders
 
 PRECISION = ("fp16", "bf16")
 """Fields of the precision: those of a checkpoint hold where no flag gives one."""
@@ -80,26 +78,26 @@ def recorded_config(folder: Path) -> Mapping[str, Any]:
     """Return what a checkpoint of any format records of its run's configuration; other fields are unknown."""
     found = detect_format(folder)
     if found == "torch_dist":
-        from megatron.interop.torch_dist.shared_values import recorded_config as recorded_shared
+        from megatron.checkpoint.formats.megatron.torch_dist_source import recorded_config as recorded_shared
 
         return recorded_shared(folder)
     if found == "torchtitan":
-        from megatron.interop.torchtitan.stored_names import recorded_config as recorded_shapes
+        from megatron.checkpoint.formats.torchtitan import recorded_config as recorded_shapes
 
         return recorded_shapes(folder)
     if found == "peft":
-        from megatron.interop.adapters.peft_settings import base_of, read_settings
+        from megatron.checkpoint.formats.peft_settings import base_of, read_settings
 
         config, adapters = recorded_config(base_of(folder)), read_settings(folder)
         scaling = {"lora_rank": adapters["r"], "lora_alpha": adapters["lora_alpha"]}
         return {**config, "model": {**config["model"], **scaling}}
     if found == "hf":
-        from megatron.interop.huggingface.families import recorded_config as recorded_model
+        from megatron.checkpoint.formats.huggingface.families import recorded_config as recorded_model
 
         return recorded_model(folder)
     if found == "torch":
         # Megatron keeps these values beside its tensors: no format but the native one can be read without torch.
-        from megatron.interop.megatron_torch.common_state import recorded_config as recorded_args
+        from megatron.checkpoint.formats.megatron.common_state import recorded_config as recorded_args
 
         return recorded_args(folder)
     recorded: Mapping[str, Any] = read_index_file(folder)["common"]["config"]

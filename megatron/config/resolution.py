@@ -6,6 +6,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+from megatron.checkpoint.checkpoint_folder import candidate_folders
 from megatron.config.data_config import RAW_DATASETS, TokenizerConfig, read_data_list, read_per_split_lists
 from megatron.config.notes import idle_flags, model_notes
 from megatron.config.run_config import RunConfig
@@ -16,7 +17,6 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.object_store import as_path
 from megatron.core.ops.fp8_config import Float8Config
 from megatron.core.tensor_parallel.comm_overlap_config import read_overlap_methods
-from megatron.training.checkpointing.folder import candidate_folders
 
 _HUGGING_FACE = "tokenizer.json"
 _SENTENCE_PIECE = "tokenizer.model"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint.checkpoint_folder import FORMAT_NAMES, detect_format
 from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, read_index
 from megatron.core.errors import CheckpointError
-from megatron.interop.checkpoint_format import FORMAT_NAMES, detect_format
 from megatron.pictures.files_read import FilesRead
 
 _MOST_NAMED = 3

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.formats.torchtitan_settings import idle_lines
 from megatron.config.checks import moe, parallelism
 from megatron.config.data_config import TokenizerConfig
 from megatron.config.run_config import RunConfig
@@ -26,10 +27,10 @@ from megatron.core.tokenizers.tokenizer_record import (
     describe_tokenizer,
     load_recorded_tokenizer,
 )
-from megatron.interop.torchtitan.told_settings import idle_lines
 from megatron.training.initialize import LaunchEnvironment, initialize_device, initialize_distributed
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.checkpoint_source import CheckpointSource
     from megatron.core.device import Device
     from megatron.core.dist_checkpointing.load import Progress
     from megatron.core.flight_recorder import FlightRecorder
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_config import GPTConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.parallel_state import ParallelState
-    from megatron.interop.checkpoint_source import CheckpointSource
 
 TIMEOUT_MINUTES = 10
 _MOST_PADDING = 1024  # Phi-2 has 905 ids more than its tokenizer, others have fewer
@@ -151,7 +151,7 @@ def open_checkpoint(request: ModelRequest, launch: LaunchEnvironment) -> Checkpo
 
 
 def _report_idle(told: Mapping[str, Any], folder: Path | None, log: Log) -> None:
-    from megatron.interop.checkpoint_format import detect_format
+    from megatron.checkpoint.checkpoint_folder import detect_format
 
     if folder is None or detect_format(folder) != "torchtitan":
         for line in idle_lines(told):
@@ -166,8 +166,7 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
     Raises:
         CheckpointError: the folder has another format than the one asked for, or one that cannot be read.
     """
-    from megatron.interop.checkpoint_format import detect_format
-    from megatron.training.checkpointing.folder import candidate_folders
+    from megatron.checkpoint.checkpoint_folder import candidate_folders, detect_format
 
     folder = as_path(request.folder)
     if request.is_hugging_face:
@@ -181,7 +180,7 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
 
 
 def _open_native(request: ModelRequest, sizes: ParallelSizes, log: Log) -> Checkpoint:
-    from megatron.training.checkpointing.load import read_common
+    from megatron.checkpoint.load import read_common
 
     common = read_common(request.folder, request.ckpt_step, log)
     config = check_layout(RunConfig.from_dict(common["config"]), sizes)
@@ -190,8 +189,8 @@ def _open_native(request: ModelRequest, sizes: ParallelSizes, log: Log) -> Check
     check_tokenizer(tokenizer, config.model.vocab_size, pads_any=is_own)
 
     def load_model(state: ParallelState, device: Device, told: Progress) -> GPTModel:
-        from megatron.interop.inference_model import build_inference_model
-        from megatron.training.checkpointing.load import load_model_weights
+        from megatron.checkpoint.inference_model import build_inference_model
+        from megatron.checkpoint.load import load_model_weights
 
         model = build_inference_model(config.model, state, device)
         load_model_weights(request.folder, [model], state, log, request.ckpt_step, told=told)
@@ -201,11 +200,11 @@ def _open_native(request: ModelRequest, sizes: ParallelSizes, log: Log) -> Check
 
 
 def _open_source(request: ModelRequest, folder: Path, sizes: ParallelSizes) -> Checkpoint:
+    from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
+    from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource
+    from megatron.checkpoint.formats.torchtitan import TorchtitanSource
+    from megatron.checkpoint.inference_model import load_model_from
     from megatron.core.collectives import raise_on_all_ranks
-    from megatron.interop.inference_model import load_model_from
-    from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
-    from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
-    from megatron.interop.torchtitan.torchtitan_source import TorchtitanSource
 
     source: CheckpointSource = _source_of(folder, request.told)
     config = RunConfig.from_dict(source.common["config"])
@@ -238,12 +237,12 @@ def _open_source(request: ModelRequest, folder: Path, sizes: ParallelSizes) -> C
 
 def _source_of(folder: Path, told: Mapping[str, Any]) -> CheckpointSource:
     """Open a folder; checksums are compared later, by all ranks together."""
-    from megatron.interop.checkpoint_format import detect_format
-    from megatron.interop.huggingface.source import HuggingFaceSource
-    from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
-    from megatron.interop.native.native_source import NativeSource
-    from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
-    from megatron.interop.torchtitan.torchtitan_source import TorchtitanSource
+    from megatron.checkpoint.checkpoint_folder import detect_format
+    from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+    from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
+    from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource
+    from megatron.checkpoint.formats.native import NativeSource
+    from megatron.checkpoint.formats.torchtitan import TorchtitanSource
 
     found = detect_format(folder)
     if found in ("torch", "torch_dist"):
@@ -259,7 +258,7 @@ def check_layout(config: RunConfig, sizes: ParallelSizes) -> RunConfig:
     Raises:
         ConfigurationError: the model cannot be split this way.
     """
-    from megatron.interop.inference_model import inference_config, inference_stage
+    from megatron.checkpoint.inference_model import inference_config, inference_stage
 
     inference_stage(config.model.num_layers, sizes.pp, 0)
     if sizes.ep > 1 and config.model.num_experts is None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.checkpoint_folder import candidate_folders
+from megatron.checkpoint.stored_checkpoint import is_release
 from megatron.config.checkpoint_arguments import recorded_config
 from megatron.config.run_config import RunConfig
 from megatron.core.collectives import all_reduce, any_rank, broadcast_object
@@ -24,8 +26,6 @@ from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearOverl
 from megatron.core.tensor_parallel.layers import tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.tensor_parallel.symmetric_memory import why_no_symmetric_memory
-from megatron.training.checkpointing.folder import candidate_folders
-from megatron.training.checkpointing.native import is_release
 from megatron.training.initialize import Runtime
 
 AUTO = "auto"

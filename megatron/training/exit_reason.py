@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from megatron.config.arguments import parse_arguments
+from megatron.config.run_config import RunConfig
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError, MegatronError
 from megatron.training.fault_tolerance.processes import die_with_launcher, find_launcher, parent_of
@@ -143,6 +145,17 @@ def refuse(reasons: Sequence[str], rank: int, status: int = 2) -> int:
     signal.signal(signal.SIGTERM, leave)
     time.sleep(_WAIT_FOR_REPORT_S)
     return status
+
+
+def parse_arguments_or_exit(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> RunConfig:
+    """Do what `parse_arguments` does, and end the program with status 2 where the command line is wrong.
+
+    Every rank ends; only rank 0 prints the problems, one line each.
+    """
+    try:
+        return parse_arguments(argv, world_size, rank)
+    except ConfigurationError as error:
+        sys.exit(refuse(error.problems, rank))
 
 
 def refuse_in_run(reasons: Sequence[str], launch: LaunchEnvironment, status: int = 2) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.formats.huggingface.families import describe_missing_family
 from megatron.config.run_config import RunConfig
 from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.cuda_graph import GraphBackend
@@ -52,7 +53,6 @@ from megatron.core.transformer.moe.load_balancing import ExpertLoads
 from megatron.core.transformer.moe.moe_layer import loads_of
 from megatron.core.transformer.norm import Norm, normalise
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.interop.huggingface.families import describe_missing_family
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import check_host_memory
 from megatron.training.theoretical_memory_usage import activation_bytes

@@ -21,7 +21,7 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.autotune import choose_library, choose_tp_overlap
 from megatron.training.batch_source import BatchSource, build_datasets, sample_order
-from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
+from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.data_plan import DatasetsProvider, sample_targets
 from megatron.training.dist_signal_handler import ExitRequest
 from megatron.training.evaluation import plan_evaluation

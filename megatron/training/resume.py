@@ -9,6 +9,13 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.checkpoint_folder import (
+    candidate_folders,
+    iteration_folder,
+    iteration_of_folder,
+    saved_iterations,
+)
+from megatron.checkpoint.local_copies import FoundCopies, LocalCopies
 from megatron.checkpoint.train_state import TrainProgress, TrainState
 from megatron.config.run_config import RunConfig
 from megatron.core.collectives import broadcast_object
@@ -16,10 +23,7 @@ from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.dist_checkpointing.state_dict import RunTensors, float8_tensors, model_tensors, optimizer_tensors
 from megatron.core.errors import InputError
 from megatron.core.object_store import ObjectPath, as_path
-from megatron.interop.new_iteration import iteration_folder
-from megatron.training.checkpointing.folder import candidate_folders, iteration_of_folder, saved_iterations
-from megatron.training.checkpointing.local_copies.local_copies import FoundCopies, LocalCopies
-from megatron.training.checkpointing.saver import RunCheckpoints
+from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.fault_tolerance.inprocess_restart import Membership
 from megatron.training.initialize import LaunchEnvironment, Runtime
 

@@ -16,7 +16,7 @@ from megatron.core.distributed.weight_checks import check_replicas_equal, compar
 from megatron.core.errors import TrainingError
 from megatron.core.timers import Timers, format_report
 from megatron.training.batch_source import BatchSource
-from megatron.training.checkpointing.saver import RunCheckpoints
+from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.dist_signal_handler import ExitRequest, ExitWarning
 from megatron.training.evaluation import EvaluationSet, EvaluationSets, evaluate_weights
 from megatron.training.fault_tolerance.anomaly_detector import FaultGuard

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpointing.folder import saved_iterations
+from megatron.checkpoint.checkpoint_folder import saved_iterations
 from tests.e2e.toy_run import assert_same_checkpoints, exact_figures, leftovers, newest, toy_args
 from tests.harness.faults import Faults
 from tests.harness.forked_training import fork_training

@@ -10,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint import conversion
+from megatron.checkpoint.checkpoint_folder import find_checkpoint
+from megatron.checkpoint.comparison import ConversionMismatchError, compare_sources, diff_checkpoints
+from megatron.checkpoint.conversion import convert
+from megatron.checkpoint.formats.native import NativeSource
+from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.commands.checkpoint.convert import parse_arguments
 from megatron.config.run_config import RunConfig
-from megatron.conversion import conversion
-from megatron.conversion.checkpoint_folder import find_checkpoint
-from megatron.conversion.conversion import convert
-from megatron.conversion.conversion_check import ConversionMismatchError
-from megatron.conversion.difference import diff_checkpoints
 from megatron.core.errors import CheckpointError
-from megatron.interop.comparison import compare_sources
-from megatron.interop.native.native_source import NativeSource
-from megatron.interop.open_checkpoint import open_checkpoint
 from tests.e2e.toy_run import exact_figures, newest, toy_args
 from tests.harness.forked_training import fork_training
 

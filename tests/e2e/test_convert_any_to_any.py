@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.difference import diff_checkpoints
+from megatron.checkpoint.comparison import diff_checkpoints
 from tests.e2e.test_convert import run_converter
 from tests.e2e.toy_run import toy_args
 from tests.harness.forked_training import fork_trainings

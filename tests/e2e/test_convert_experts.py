@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.commands.checkpoint import diff, inspect
 from megatron.core.errors import ConfigurationError
-from megatron.interop.huggingface.source import HuggingFaceSource
 from tests.e2e.test_convert import run_converter
 from tests.e2e.test_resume_layouts import assert_same_content
 from tests.e2e.toy_run import newest, toy_args

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
+from megatron.checkpoint import conversion
+from megatron.checkpoint.comparison import ConversionMismatchError
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.formats.native import NativeSource
 from megatron.config.run_config import RunConfig
-from megatron.conversion import conversion
-from megatron.conversion.conversion_check import ConversionMismatchError
-from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.native.native_source import NativeSource
 from tests.e2e.test_convert import run_converter
 from tests.e2e.toy_run import toy_args
 from tests.harness.forked_training import fork_training

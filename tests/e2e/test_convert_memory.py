@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.checkpoint_source import TensorInfo
+from megatron.checkpoint.formats.native import write_native
 from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -18,8 +20,6 @@ from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import Box, spec_of
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.interop.checkpoint_source import TensorInfo
-from megatron.interop.native.native_writer import write_native
 from tests.harness.training_run import REPOSITORY
 from tests.unit.conversion.small_checkpoint import small_common
 from tests.unit.interop.memory_source import MemorySource

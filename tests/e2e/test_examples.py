@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.native import NativeSource
 from megatron.config.arguments import resolve_arguments
-from megatron.interop.huggingface.model_export import write_hugging_face
-from megatron.interop.native.native_source import NativeSource
 from tests.e2e.toy_run import DATA, newest
 from tests.harness.forked_training import fork_training
 from tests.harness.training_run import REPOSITORY, CommandResult, read_metrics, run_command

@@ -21,7 +21,7 @@ import numpy as np
 
 import pretrain_gpt
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
-from megatron.config.arguments import parse_arguments_or_exit
+from megatron.training.exit_reason import parse_arguments_or_exit
 from megatron.training.preflight import prepare_data_or_exit
 from megatron.training.exit_reason import launch_environment_or_exit
 

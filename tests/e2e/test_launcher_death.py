@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.training.checkpointing.folder import saved_iterations
+from megatron.checkpoint.checkpoint_folder import saved_iterations
 from tests.e2e.test_torchrun import RANKS_MUST_BE_GONE_S, Launch
 from tests.e2e.toy_run import exact_figures, leftovers, toy_args
 from tests.harness.faults import Faults

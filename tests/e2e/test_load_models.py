@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.conversion.checkpoint_folder import find_checkpoint
-from megatron.interop.huggingface.model_export import write_hugging_face
-from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
-from megatron.interop.native.native_source import NativeSource
-from megatron.interop.source_view import SourceView
+from megatron.checkpoint.checkpoint_folder import find_checkpoint
+from megatron.checkpoint.checkpoint_source import SourceView
+from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.megatron.torch_format import write_megatron_torch
+from megatron.checkpoint.formats.native import NativeSource
 from tests.e2e.toy_run import newest, toy_args
 from tests.harness.forked_training import ForkedRun, fork_training
 

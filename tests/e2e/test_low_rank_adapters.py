@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.checkpoint.config_changes import refuse_other_adapters
+from megatron.checkpoint.formats.native import NativeSource
+from megatron.checkpoint.inference_model import streamed_logits
 from megatron.core.errors import InputError
-from megatron.interop.native.native_source import NativeSource
-from megatron.interop.streamed_logits import streamed_logits
-from megatron.training.checkpointing.config_changes import refuse_other_adapters
 from tests.e2e.test_convert import run_converter
 from tests.e2e.test_text_generation import call_tool
 from tests.e2e.toy_run import exact_figures, newest

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_of, wh
 from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX, model_tensors, optimizer_tensors
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
+from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
 from megatron.training.pretrain import with_vocabulary

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpointing.folder import saved_iterations
+from megatron.checkpoint.checkpoint_folder import saved_iterations
 from tests.e2e.toy_run import DATA, exact_figures, toy_args
 from tests.harness.free_port import free_port
 from tests.harness.swift_store import PASSWORD, swift_store
@@ -210,7 +210,7 @@ def test_a_second_run_in_the_folder_is_refused(store: Store, outputs: str, tmp_p
 WHOLE = """
 from megatron.commands.checkpoint import inspect
 from megatron.core.object_store import as_path
-from megatron.training.checkpointing.folder import saved_iterations
+from megatron.checkpoint.checkpoint_folder import saved_iterations
 found = saved_iterations(as_path("s3://bucket/killed"))
 assert all(inspect.main([f"s3://bucket/killed/iter_{number:07d}", "--verify"]) == 0 for number in found)
 print("whole:", *found)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.formats.native import NativeSource
 from megatron.core.sharding import Box
-from megatron.interop.native.native_source import NativeSource
 from tests.e2e.toy_run import exact_figures, newest, toy_args
 from tests.harness.forked_training import ForkedRun, fork_training
 

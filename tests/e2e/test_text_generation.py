@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 
+from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.commands.generation import text_generation_cli
 from megatron.config.arguments import parse_arguments
@@ -26,7 +27,6 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
-from megatron.training.checkpointing.save import CommonState
 from tests.harness.distributed import run_distributed
 from tests.harness.faults import Faults
 from tests.harness.forked_training import fork_training

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.commands.generation import run_text_generation_server
 from megatron.core.dist_checkpointing.state_dict import RunTensors
@@ -30,7 +31,6 @@ from megatron.core.inference.inference_request import GenerationRequest, StopRul
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.training.checkpointing.save import CommonState
 from tests.e2e.test_text_generation import LLAMA_SHAPE, NULL_TOKENIZER, call_tool, expected_text, run_config
 from tests.harness.free_port import free_port
 from tests.harness.saved_checkpoint import save_checkpoint

@@ -10,12 +10,11 @@ from typing import Literal
 import pytest
 import torch
 
+from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.megatron.torch_dist_writer import write_torch_dist
+from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource, write_megatron_torch
+from megatron.checkpoint.formats.native import NativeSource
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.interop.huggingface.model_export import write_hugging_face
-from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
-from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
-from megatron.interop.native.native_source import NativeSource
-from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
 from tests.e2e.test_text_generation import (
     GPT2_SHAPE,
     NULL_TOKENIZER,

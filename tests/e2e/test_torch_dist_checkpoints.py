@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.interop.comparison import compare_sources
-from megatron.interop.open_checkpoint import open_checkpoint
+from megatron.checkpoint.comparison import compare_sources
+from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from tests.e2e.test_torch_checkpoints import LAYOUTS, NO_DROPOUT, compare
 from tests.e2e.toy_run import exact_figures, leftovers, newest, toy_args
 from tests.harness.faults import Faults

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.comparison import diff_checkpoints
 from megatron.commands.checkpoint import convert, diff, inspect
-from megatron.conversion.difference import diff_checkpoints
 from tests.e2e.test_convert import run_converter
 from tests.e2e.test_text_generation import call_tool
 from tests.e2e.toy_run import toy_args

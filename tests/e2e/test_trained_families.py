@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.interop.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from tests.e2e.test_convert import run_converter
 from tests.e2e.toy_run import TRAINING, toy_args
 from tests.harness.forked_training import fork_training

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpointing.folder import saved_iterations
+from megatron.checkpoint.checkpoint_folder import saved_iterations
 from tests.e2e.toy_run import exact_figures, leftovers, toy_args
 from tests.harness.forked_training import ForkedRun, fork_training, fork_trainings
 

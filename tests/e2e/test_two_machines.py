@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpointing.folder import saved_iterations
+from megatron.checkpoint.checkpoint_folder import saved_iterations
 from tests.e2e.toy_run import DATA, MODEL, TRAINING, exact_figures, leftovers
 from tests.harness.forked_training import fork_training
 from tests.harness.free_port import free_port

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.interop.open_checkpoint import open_checkpoint
+from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from tests.e2e.megatron_lines import parse
 from tests.e2e.toy_run import leftovers, newest
 from tests.harness.training_run import REPOSITORY, CommandResult, read_metrics, run_command

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.conversion import convert
+from megatron.checkpoint.formats.native import NativeSource
 from megatron.commands.checkpoint.convert import parse_arguments
-from megatron.conversion.conversion import convert
 from megatron.core.errors import ConfigurationError
-from megatron.interop.native.native_source import NativeSource
 from tests.e2e.toy_run import newest, toy_args
 from tests.harness.forked_training import fork_training
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.interop.comparison import compare_sources
-from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
-from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
-from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
-from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
+from megatron.checkpoint.comparison import compare_sources
+from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
+from megatron.checkpoint.formats.megatron.torch_dist_writer import write_torch_dist
+from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource, write_megatron_torch
 from tests.golden.test_megatron_checkpoints import compare_folders
 from tests.harness.torch_loader import read_with_torch
 

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
-from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
-from megatron.interop.megatron_torch.stored_values import LazyTensor, Record, StoredArray
-from megatron.interop.megatron_torch.torch_file import TorchFile
+from megatron.checkpoint.formats.megatron.torch_file_reader import LazyTensor, Record, StoredArray, TorchFile
+from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource, write_megatron_torch
 from tests.golden.test_training_golden import FLAGS, FOLDER, TOLERANCE
 from tests.harness.forked_training import fork_training
 

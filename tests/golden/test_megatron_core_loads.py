@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
+from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
 from tests.e2e.toy_run import newest, toy_args
 from tests.harness.forked_training import fork_training
 

@@ -14,7 +14,7 @@ from megatron.commands.checkpoint.diff import main as diff
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.index import StoredTensor, read_index
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
+from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
 from megatron.verification.run_cell import resolve_cell

@@ -13,6 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.comparison import compare_sources
+from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
+from megatron.checkpoint.formats.megatron.torch_dist_writer import write_torch_dist
+from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.train_state import TrainState
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.datasets.gpt_dataset import GPTSample, make_sample
@@ -22,11 +26,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict import RunTensors, model_tensors, optimizer_tensors
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.interop.comparison import compare_sources
-from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
-from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
 from megatron.training.batch_source import BatchSource
-from megatron.training.checkpointing.load import load_checkpoint
 from megatron.training.data_plan import dataset_config
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts

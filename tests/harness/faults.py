@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import pretrain_gpt
-from megatron.config.arguments import parse_arguments_or_exit
+from megatron.checkpoint import save
 from megatron.config.run_config import RunConfig
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
@@ -36,10 +36,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
-from megatron.training import dist_signal_handler
-from megatron.training.checkpointing import save, saver
+from megatron.training import checkpointing, dist_signal_handler
 from megatron.training.data_plan import DatasetSplitsBuilder
-from megatron.training.exit_reason import launch_environment_or_exit, run_program
+from megatron.training.exit_reason import launch_environment_or_exit, parse_arguments_or_exit, run_program
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import prepare_data_or_exit
 from megatron.training.pretrain import pretrain
@@ -273,7 +272,7 @@ def _delay_saves(seconds: float | None) -> None:
         sleep_for_ever() if seconds is None else time.sleep(seconds)
         return write(*args)
 
-    saver.save_in_steps = sleep_first
+    checkpointing.save_in_steps = sleep_first
 
 
 def _hold_the_lock() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 import pretrain_gpt
-from megatron.config.arguments import parse_arguments_or_exit
 from megatron.config.run_config import RunConfig
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset
@@ -27,7 +26,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.dropout import keys_of_rank
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training.data_plan import DatasetSplitsBuilder
-from megatron.training.exit_reason import launch_environment_or_exit
+from megatron.training.exit_reason import launch_environment_or_exit, parse_arguments_or_exit
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import prepare_data_or_exit
 from megatron.training.pretrain import pretrain

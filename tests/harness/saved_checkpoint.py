@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.checkpoint.recovery import SaveFolders, one_folder
+from megatron.checkpoint.save import CommonState, SaveTarget, save_in_steps
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.dist_checkpointing.planner import SavePlanner
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.object_store import as_path
 from megatron.core.parallel_state import ParallelState
-from megatron.training.checkpointing.recovery import SaveFolders, one_folder
-from megatron.training.checkpointing.save import CommonState, SaveTarget, save_in_steps
 
 
 def save_checkpoint(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
+from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
 
 UNREAD = -7
 

@@ -24,7 +24,7 @@ import torch
 from megatron.core.ops.attention_pattern import CAUSAL
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training.checkpointing.config_changes import compare_configs
+from megatron.checkpoint.config_changes import compare_configs
 plain, halved = (parse_arguments([*flags, "--residual-multiplier", value]) for value in ("1", "0.5"))
 changes = compare_configs(plain.to_dict(), halved.to_dict())
 assert [str(change) for change in changes.other] == ["model.residual_multiplier: 1.0 -> 0.5"]
@@ -68,9 +68,9 @@ assert diff.main(["native", "again"]) == 0
 """,
     "family": """
 import torch, transformers
-from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.huggingface.model_export import write_hugging_face
-from megatron.interop.streamed_logits import streamed_logits
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.inference_model import streamed_logits
 sizes = {"hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2, "vocab_size": 101, "head_dim": 12}
 config = transformers.SeedOssConfig(**sizes, num_attention_heads=6, num_key_value_heads=2)
 model = transformers.SeedOssForCausalLM(config).eval()

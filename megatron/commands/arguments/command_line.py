@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.formats.torchtitan_settings import told_specs
 from megatron.core.broken_pipe import STATUS, has_lost_reader
 from megatron.core.config_base import field_docs
 from megatron.core.errors import InputError, MegatronError, StorageError
@@ -16,7 +17,6 @@ from megatron.core.object_store import as_path, is_url
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_flags
 from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.interop.torchtitan.told_settings import told_specs
 
 
 def stored_folder(text: str) -> Path:

@@ -7,6 +7,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
+from megatron.checkpoint.conversion_request import FORMATS, ConversionRequest, Target
 from megatron.commands.arguments.command_line import (
     add_told_settings,
     exit_status_of,
@@ -15,7 +16,6 @@ from megatron.commands.arguments.command_line import (
     told_settings,
 )
 from megatron.commands.arguments.parser import Parser
-from megatron.conversion.conversion_request import FORMATS, ConversionRequest, Target
 
 _CHECKPOINT_DECIDES = "the checkpoint's own configuration says it"
 NO_EFFECT: dict[str, tuple[bool, str]] = {
@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command, by default on the words of the command line, and return its exit status."""
     request, notes = parse_arguments(argv)
     # A wrong flag is answered before torch is imported.
-    from megatron.conversion.conversion import convert
+    from megatron.checkpoint.conversion import convert
 
     for note in notes:
         print(note, flush=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.checkpoint_folder import TRACKER_FILE
 from megatron.core.errors import ConfigurationError, StorageError
 from megatron.core.object_store import as_path
 from megatron.core.safe_io import parse_json, read_plain_text
-from megatron.interop.new_iteration import TRACKER_FILE
 from megatron.training.loggers.run_record import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE, RECORD_FOLDER
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.arguments import parse_arguments_or_exit
-from megatron.training.exit_reason import launch_environment_or_exit
+from megatron.training.exit_reason import launch_environment_or_exit, parse_arguments_or_exit
 from megatron.training.gpt import forward_step, provide_datasets, provide_model
 
 

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint.checkpoint_folder import iteration_folder, saved_iterations
+from megatron.checkpoint.comparison import MAX_BOX_BYTES
+from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.sharding import split_box
-from megatron.interop.comparison import MAX_BOX_BYTES
-from megatron.interop.new_iteration import iteration_folder
-from megatron.interop.open_checkpoint import open_checkpoint
-from megatron.training.checkpointing.folder import saved_iterations
 from megatron.verification.faults.attacked_command import AttackedCommand
 from megatron.verification.faults.fault import Fault
 from megatron.verification.faults.injection import Injection

@@ -8,9 +8,8 @@ import signal
 import threading
 from pathlib import Path
 
+from megatron.checkpoint.checkpoint_folder import complete_iterations, iteration_folder
 from megatron.core.errors import ConfigurationError
-from megatron.interop.new_iteration import iteration_folder
-from megatron.training.checkpointing.folder import complete_iterations
 from megatron.verification.faults.connections import drop_connections
 from megatron.verification.faults.fault import Fault
 from megatron.verification.faults.launch import Launch

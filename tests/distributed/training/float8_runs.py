@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.interop.native.native_source import NativeSource
+from megatron.checkpoint.formats.native import NativeSource
 from tests.e2e.toy_run import newest, toy_args
 from tests.harness.faults import run_with_faults
 from tests.harness.forked_training import ForkedRun, Program, fork_training

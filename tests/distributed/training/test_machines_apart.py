@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron.checkpoint.recovery import prepare_save_directory
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.device import Device
@@ -17,8 +18,7 @@ from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.batch_source import build_datasets
-from megatron.training.checkpointing.recovery import prepare_save_directory
-from megatron.training.checkpointing.saver import open_saver
+from megatron.training.checkpointing import open_saver
 from megatron.training.data_plan import SampleTargets
 from megatron.training.initialize import Runtime
 from tests.harness.distributed import run_distributed

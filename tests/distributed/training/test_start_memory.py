@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.formats.huggingface import weight_files
 from megatron.checkpoint.train_state import TrainState
 from megatron.config.arguments import resolve_arguments
 from megatron.core.device import select_device
 from megatron.core.dist_checkpointing.state_dict import optimizer_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.interop.huggingface import weight_files
-from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
+from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import TrainingParts, build_training_parts
 from megatron.training.pretrain import with_vocabulary

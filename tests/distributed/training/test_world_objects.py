@@ -14,7 +14,7 @@ from megatron.core.device import select_device
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import all_gather_from_world, create_parallel_state
 from megatron.core.timers import Timers
-from megatron.training.checkpointing.saver import RunCheckpoints, open_saver
+from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
 from megatron.training.pretrain import with_vocabulary

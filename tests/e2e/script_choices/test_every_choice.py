@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.native import NativeSource
 from megatron.config.arguments import resolve_arguments
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError
-from megatron.interop.huggingface.model_export import write_hugging_face
-from megatron.interop.native.native_source import NativeSource
 from tests.e2e.megatron_lines import parse
 from tests.e2e.script_choices.choices import Choices, all_choices, in_float32
 from tests.e2e.toy_run import newest

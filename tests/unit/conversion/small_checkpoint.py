@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.formats.native import write_native
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
-from megatron.interop.native.native_writer import write_native
 from tests.unit.core.inference.small_models import build
 from tests.unit.interop.memory_source import MemorySource
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion import checkpoint_folder
-from megatron.conversion.checkpoint_folder import find_checkpoint
-from megatron.conversion.progress import ByteProgress
+from megatron.checkpoint import checkpoint_folder
+from megatron.checkpoint.checkpoint_folder import find_checkpoint
+from megatron.checkpoint.progress import ByteProgress
 from megatron.core.errors import CheckpointError
 from tests.unit.conversion.small_checkpoint import small_common, write_small
 

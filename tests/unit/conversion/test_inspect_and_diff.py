@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megatron.checkpoint.formats.megatron.torch_dist_writer import write_torch_dist
+from megatron.checkpoint.formats.megatron.torch_format import write_megatron_torch
+from megatron.checkpoint.formats.native import write_native
 from megatron.commands.checkpoint import convert, diff, inspect
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE
-from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
-from megatron.interop.native.native_writer import write_native
-from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
 from tests.harness.training_run import run_command
 from tests.unit.conversion.small_checkpoint import small_common, small_source, write_small
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.publication import STAGING_FOLDER, publish_checked
+from megatron.checkpoint.conversion import STAGING_FOLDER, publish_checked
 from megatron.core.errors import CheckpointError
 from megatron.training.fault_tolerance.processes import identify
 from megatron.training.fault_tolerance.run_lock import FolderInUseError, OwnerRecord

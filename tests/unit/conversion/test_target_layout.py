@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.checkpoint.conversion import retarget
+from megatron.checkpoint.conversion_request import Target
 from megatron.config.run_config import RunConfig
-from megatron.conversion.conversion_request import Target
-from megatron.conversion.target_layout import retarget
 from megatron.core.errors import ConfigurationError
 from tests.unit.conversion.small_checkpoint import small_common
 

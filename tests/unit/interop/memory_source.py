@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.checkpoint_source import TensorInfo
 from megatron.core.sharding import Box
-from megatron.interop.checkpoint_source import TensorInfo
 
 COMMON: dict[str, Any] = {
     "progress": {"iteration": 7, "consumed_train_samples": 56},

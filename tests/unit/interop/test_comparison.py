@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from megatron.interop import comparison
-from megatron.interop.comparison import compare_sources
-from megatron.interop.source_view import SourceView
+from megatron.checkpoint import comparison
+from megatron.checkpoint.checkpoint_source import SourceView
+from megatron.checkpoint.comparison import compare_sources
 from tests.unit.interop.memory_source import COMMON, MemorySource, sample_tensors
 
 

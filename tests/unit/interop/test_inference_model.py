@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.checkpoint_source import TensorInfo
+from megatron.checkpoint.inference_model import inference_config, inference_stage, load_model_from
 from megatron.core.config_base import config_to_dict
 from megatron.core.device import Device
 from megatron.core.errors import CheckpointError, ConfigurationError
@@ -16,8 +18,6 @@ from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import Box, spec_of
-from megatron.interop.checkpoint_source import TensorInfo
-from megatron.interop.inference_model import inference_config, inference_stage, load_model_from
 from tests.unit.core.inference.small_models import build, odd_config
 
 CPU = Device("cpu")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import index as native_index
 from megatron.core.errors import InputError
-from megatron.interop.open_checkpoint import open_checkpoint
 from tests.harness.bounded import bad_cases
 from tests.harness.mutations import (
     mutated_json,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.checkpoint import inference_model
+from megatron.checkpoint.inference_model import sample_tokens
 from megatron.core.config_base import config_to_dict
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
-from megatron.interop import streamed_logits
-from megatron.interop.streamed_logits import sample_tokens
 from tests.unit.core.inference.small_models import build, odd_config
 from tests.unit.interop.memory_source import MemorySource
 
@@ -23,7 +23,7 @@ from tests.unit.interop.memory_source import MemorySource
     ],
 )
 def test_logits_are_those_of_the_whole_model(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_logits, "MAX_READ_BYTES", 1000)
+    monkeypatch.setattr(inference_model, "MAX_READ_BYTES", 1000)
     config = odd_config(params_dtype="float32", hidden_dropout=0.5, tensor_model_parallel_size=2, **changes)
     model = build(config, single_rank_group())
     tensors = {}
@@ -34,7 +34,7 @@ def test_logits_are_those_of_the_whole_model(changes: dict[str, object], monkeyp
     tokens = sample_tokens(config)
     assert tokens.shape == (2, 12)
     assert int(tokens.max()) < config.vocab_size
-    logits = streamed_logits.streamed_logits(source, tokens)
+    logits = inference_model.streamed_logits(source, tokens)
     assert logits.shape == (2, 12, config.vocab_size)
     with torch.no_grad():
         expected = model(tokens, torch.arange(12).expand(2, 12))[:, :, : config.vocab_size].transpose(0, 1)

@@ -18,7 +18,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "argparse": (
         "megatron/config/arguments.py",
         "megatron/commands/",
-        "megatron/interop/megatron_torch/pickle_writer.py",
+        "megatron/checkpoint/formats/megatron/torch_file_writer.py",
     ),
     "os.environ": (
         "megatron/commands/reliability/doctor.py",
@@ -26,7 +26,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/commands/reliability/verify_parallelism.py",
         "megatron/training/initialize.py",
         "megatron/core/device.py",
-        "megatron/interop/huggingface/parallelize.py",
+        "megatron/checkpoint/formats/huggingface/parallelize.py",
         "megatron/commands/training/rank_launcher.py",
     ),
     "os.getenv": ("megatron/training/initialize.py", "megatron/core/device.py"),
@@ -46,9 +46,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/tensor_parallel/symmetric_memory.py",
         "megatron/planner/simulation/fake_world.py",
         "megatron/planner/simulation/links.py",
-        "megatron/interop/huggingface/parallelize.py",
-        "megatron/interop/huggingface/spawned/rank.py",
-        "megatron/interop/torch_dist/metadata_writer.py",
+        "megatron/checkpoint/formats/huggingface/parallelize.py",
+        "megatron/checkpoint/formats/huggingface/tp_worker.py",
+        "megatron/checkpoint/formats/megatron/torch_dist_writer.py",
         "megatron/training/initialize.py",
         "megatron/training/fault_tolerance/rendezvous.py",
         "megatron/verification/collective_recorder.py",
@@ -70,11 +70,11 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "jinja2": ("megatron/core/datasets/chat_template.py",),
     "triton": ("megatron/core/ops/triton/", "megatron/planner/simulation/triton.py"),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
-    "transformers": ("megatron/conversion/conversion_check.py",),
+    "transformers": ("megatron/checkpoint/comparison.py",),
     # Checkpoints hold no pickles, Megatron's excepted: those are written by one file and never run.
-    "pickle": ("megatron/interop/megatron_torch/pickle_writer.py",),
+    "pickle": ("megatron/checkpoint/formats/megatron/torch_file_writer.py",),
     # The entries of torch.distributed.checkpoint's files are what it makes of tensors.
-    "torch.save": ("megatron/interop/torch_dist/chunk_file.py",),
+    "torch.save": ("megatron/checkpoint/formats/megatron/torch_dist_writer.py",),
     "torch.load": (),
 }
 # These run before torch is imported, so that a wrong command line or wrong data is answered at once.
@@ -85,8 +85,8 @@ TORCH_FREE_PATTERNS = (
     "megatron/core/datasets/blended_megatron_dataset_builder.py",
     "megatron/core/tokenizers/*.py",
     "megatron/core/dist_checkpointing/index.py",
-    "megatron/interop/huggingface/families.py",
-    "megatron/training/checkpointing/folder.py",
+    "megatron/checkpoint/formats/huggingface/families.py",
+    "megatron/checkpoint/checkpoint_folder.py",
     "megatron/training/data_plan.py",
     "megatron/training/initialize.py",
     "megatron/training/preflight.py",

@@ -14,7 +14,7 @@ import pytest
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.object_store import as_path
 from megatron.training import resume
-from megatron.training.checkpointing.saver import RunCheckpoints
+from megatron.training.checkpointing import RunCheckpoints
 from tests.harness.object_faults import empty_memory_store
 from tests.unit.training.checkpointing.toy_checkpoint import STATE, save
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.checkpoint.inference_model import inference_stage
 from megatron.commands.reliability import verify_parallelism
 from megatron.core import collectives
 from megatron.core.device import Device
@@ -22,7 +23,6 @@ from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import Communicators, create_parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks
-from megatron.interop.inference_model import inference_stage
 from megatron.verification import collective_recorder
 from megatron.verification.cells import PP_OVERLAP, TP_OVERLAP, Cell, Layout, make_cell
 from megatron.verification.collective_recorder import CollectiveRecorder, record_cell, record_run, stand_in

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.load import load_checkpoint, load_model_weights, read_common
+from megatron.checkpoint.recovery import prepare_save_directory
+from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.dist_checkpointing import disk
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.training.checkpointing.load import load_checkpoint, load_model_weights, read_common
-from megatron.training.checkpointing.recovery import prepare_save_directory
-from megatron.training.checkpointing.save import CommonState
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import ToyModel, assert_equal_runs, empty_run, filled_run

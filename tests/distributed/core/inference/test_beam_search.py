@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.formats.huggingface.parallelize import load_hugging_face_model
 from megatron.core.device import Device
 from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.engine import InferenceEngine
@@ -17,7 +18,6 @@ from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
-from megatron.interop.huggingface.parallelize import load_hugging_face_model
 from tests.harness.distributed import run_distributed
 from tests.unit.interop.huggingface.tiny_models import save_model, tokens_of
 

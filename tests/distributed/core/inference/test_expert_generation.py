@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron.checkpoint.inference_model import build_inference_model, inference_config
 from megatron.core.device import Device
 from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine
@@ -15,7 +16,6 @@ from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
-from megatron.interop.inference_model import build_inference_model, inference_config
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import load_global_weights
 from tests.unit.core.inference.small_models import odd_config

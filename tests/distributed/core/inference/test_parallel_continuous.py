@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from megatron.checkpoint.inference_model import inference_stage
 from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.inference_request import Continuation, GatheredAnswer, GenerationRequest
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
-from megatron.interop.inference_model import inference_stage
 from tests.harness.distributed import run_distributed
 from tests.unit.core.inference.small_models import build, odd_config
 from tests.unit.core.inference.test_continuous_engine import REQUESTS, check_equal

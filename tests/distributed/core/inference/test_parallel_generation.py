@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.inference_model import inference_stage
 from megatron.core.errors import InputError
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.inference_request import Continuation, GenerationCancelled, GenerationRequest, StopRule
@@ -13,7 +14,6 @@ from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
-from megatron.interop.inference_model import inference_stage
 from tests.harness.distributed import run_distributed
 from tests.unit.core.inference.small_models import build, golden_config, golden_model, odd_config, whole_logits
 

@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.huggingface.parallelize import load_hugging_face_model, parallelize
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.formats.native import NativeSource
+from megatron.checkpoint.inference_model import load_model_from
 from megatron.core.collectives import all_gather_last_dim
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.state_dict import model_tensors
@@ -23,11 +28,6 @@ from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
 from megatron.core.sharding import spec_of
-from megatron.interop.huggingface.model_export import write_hugging_face
-from megatron.interop.huggingface.parallelize import load_hugging_face_model, parallelize
-from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.inference_model import load_model_from
-from megatron.interop.native.native_source import NativeSource
 from tests.harness.distributed import run_distributed
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY, launch_prefix
 from tests.unit.core.dist_checkpointing.toy import save_tensors
@@ -227,7 +227,7 @@ def test_what_cannot_be_parallelized_is_refused_in_one_line(expected: Any) -> No
 
 TWO_LINES = """
 import sys
-from megatron.interop.huggingface.parallelize import parallelize
+from megatron.checkpoint.formats.huggingface.parallelize import parallelize
 model = parallelize(sys.argv[1])
 import torch, torch.distributed as dist
 rows = model.embedding.word_embeddings.weight.shape[0]

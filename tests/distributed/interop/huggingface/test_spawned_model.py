@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.formats.huggingface.parallelize import SpawnedModel, parallelize
 from megatron.core.errors import CheckpointError, ConfigurationError, MegatronError
-from megatron.interop.huggingface.parallelize import parallelize
-from megatron.interop.huggingface.spawned.spawned_model import SpawnedModel
 from tests.unit.interop.huggingface.tiny_models import make_model, tokens_of
 
 BEAMS = {"num_beams": 5, "no_repeat_ngram_size": 4}

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.local_copies import CopyFile, LocalCopies
 from megatron.core import collectives
 from megatron.core.errors import CheckpointError
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.training.checkpointing.local_copies.copy_file import CopyFile
-from megatron.training.checkpointing.local_copies.local_copies import LocalCopies
 from tests.harness.distributed import run_distributed
 
 CPU = torch.device("cpu")

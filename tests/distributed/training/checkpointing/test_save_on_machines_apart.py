@@ -10,6 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint import storage
+from megatron.checkpoint.checkpoint_folder import saved_iterations
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.recovery import prepare_save_directory
+from megatron.checkpoint.save import CommonState
+from megatron.checkpoint.storage import publish
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.dist_checkpointing import shard_reader
@@ -18,12 +24,6 @@ from megatron.core.errors import CheckpointError, StorageError
 from megatron.core.object_store import ObjectStoreError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
-from megatron.training.checkpointing.folder import saved_iterations
-from megatron.training.checkpointing.load import load_checkpoint
-from megatron.training.checkpointing.places import save_place
-from megatron.training.checkpointing.publication import publish
-from megatron.training.checkpointing.recovery import prepare_save_directory
-from megatron.training.checkpointing.save import CommonState
 from tests.harness.distributed import run_distributed
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import assert_equal_runs, empty_run, filled_run
@@ -203,7 +203,7 @@ def die_while_publishing(machines: list[str], tp: int, publisher: int | None) ->
         publish(directory, iteration, token)
         os._exit(0)
 
-    save_place.publish = publish_or_stop  # type: ignore[attr-defined]
+    storage.publish = publish_or_stop  # type: ignore[attr-defined]
     save(machines, tp, (20,))
     return "saved"
 

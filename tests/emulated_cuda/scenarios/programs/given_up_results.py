@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.local_copies import CopyFile, LocalCopies
 from megatron.core.collectives import any_rank, exchange_bytes
 from megatron.core.device import Device, select_device
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
@@ -23,8 +24,6 @@ from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.router import Routing
 from megatron.core.transformer.moe.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher
-from megatron.training.checkpointing.local_copies.copy_file import CopyFile
-from megatron.training.checkpointing.local_copies.local_copies import LocalCopies
 from megatron.training.initialize import Runtime
 from megatron.training.step_reduction import agree_to_exit
 

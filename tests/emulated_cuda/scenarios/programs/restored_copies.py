@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.local_copies import LocalCopies
 from megatron.core.collectives import any_rank
 from megatron.core.device import select_device
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
-from megatron.training.checkpointing.local_copies.local_copies import LocalCopies
 
 REPLACED = 0
 """The rank whose own copies are lost."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.checkpoint.conversion_request import idle_flags
 from megatron.commands.checkpoint.convert import NO_EFFECT, parse_arguments
-from megatron.conversion.conversion_request import idle_flags
 
 FOLDERS = ["--load-dir", "a", "--save-dir", "b"]
 TYPED = """

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.files.pickle_bounds import PickleBudget, check_key, check_value, dict_of, hashable
+from megatron.checkpoint.formats.megatron.torch_file_reader import (
+    PickleBudget,
+    check_key,
+    check_value,
+    dict_of,
+    hashable,
+)
 
 
 class Record:
@@ -98,13 +104,13 @@ def test_what_a_record_holds_is_walked_through() -> None:
 def test_parts_are_counted_each_time_that_they_occur(extra: int, is_rejected: bool, monkeypatch) -> None:
     """A value may have so many parts, and 64 times the containers and the parts of its own."""
     free = 1000
-    monkeypatch.setattr("megatron.core.files.pickle_bounds._FREE_PARTS", free)
+    monkeypatch.setattr("megatron.checkpoint.formats.megatron.torch_file_reader._FREE_PARTS", free)
     # The outer list of n times the inner one: 1 + n + n * (1 + len(inner)), of at most free + 64 * (1 + n).
     num_times = 10
     inner = [0] * ((free + 64 * (1 + num_times) - 1 - num_times) // num_times - 1)
     spare = free + 64 * (1 + num_times) - (1 + num_times + num_times * (1 + len(inner)))
     value = [inner] * num_times
-    monkeypatch.setattr("megatron.core.files.pickle_bounds._FREE_PARTS", free - spare - extra)
+    monkeypatch.setattr("megatron.checkpoint.formats.megatron.torch_file_reader._FREE_PARTS", free - spare - extra)
     if is_rejected:
         with pytest.raises(ValueError, match="values repeat each other without end"):
             check_value(value, Record)

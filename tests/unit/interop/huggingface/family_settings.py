@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.formats.huggingface.families import hugging_face_config
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.families import hugging_face_config
 
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 48, "n_head": 6, "n_layer": 3}
 LLAMA = {

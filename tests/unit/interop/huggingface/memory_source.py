@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo
 from megatron.core.sharding import Box
-from megatron.interop.checkpoint_source import CheckpointSource, TensorInfo
 
 
 class MemorySource:

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.checkpoint.formats.huggingface.families import FAMILIES, family_for, read_model
+from megatron.checkpoint.formats.huggingface.family import model_features, shapes_of
+from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.errors import ConfigurationError
-from megatron.interop.huggingface.families import FAMILIES, family_for, read_model
-from megatron.interop.huggingface.family import model_features
-from megatron.interop.huggingface.settings import Settings
-from megatron.interop.huggingface.tensor_link import shapes_of
 from tests.unit.interop.huggingface.family_settings import (
     DEEPSEEK,
     GEMMA2,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.formats.huggingface.families import family_for, hugging_face_config
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError
-from megatron.interop.huggingface.families import family_for, hugging_face_config
 from tests.unit.interop.huggingface.family_settings import (
     DEEPSEEK,
     GEMMA2,

@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource, LoadedModelSource
+from megatron.checkpoint.inference_model import streamed_logits
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.sharding import Box
-from megatron.interop.huggingface.loaded_model import LoadedModelSource
-from megatron.interop.huggingface.model_export import write_hugging_face
-from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.streamed_logits import streamed_logits
 from tests.unit.interop.huggingface.family_settings import GPT_OSS, YARN, config_of
 from tests.unit.interop.huggingface.memory_source import MemorySource, copy_of
 from tests.unit.interop.huggingface.tiny_models import (

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.inference_model import streamed_logits
 from megatron.core.errors import ConfigurationError
-from megatron.interop.huggingface.model_export import write_hugging_face
-from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.streamed_logits import streamed_logits
 from tests.unit.interop.huggingface.family_settings import OLMO3, YARN, config_of
 from tests.unit.interop.huggingface.memory_source import MemorySource, copy_of
 from tests.unit.interop.huggingface.tiny_models import import_transformers, save_model, their_logits, tokens_of

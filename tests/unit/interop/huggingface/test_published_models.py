@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from megatron.checkpoint.formats.huggingface.families import family_for, read_model
+from megatron.checkpoint.formats.huggingface.family import model_features
+from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.config.arguments import resolve_arguments
-from megatron.interop.huggingface.families import family_for, read_model
-from megatron.interop.huggingface.family import model_features
-from megatron.interop.huggingface.settings import Settings
 from tests.unit.interop.huggingface.family_settings import (
     GPT_OSS,
     MIXTRAL,

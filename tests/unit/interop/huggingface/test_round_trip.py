@@ -11,14 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint.formats.huggingface import linked_tensors
+from megatron.checkpoint.formats.huggingface import model_export as export_module
+from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.formats.native import NativeSource, write_native
 from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
-from megatron.interop.huggingface import linked_tensors
-from megatron.interop.huggingface import model_export as export_module
-from megatron.interop.huggingface.model_export import write_hugging_face
-from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.native.native_source import NativeSource
-from megatron.interop.native.native_writer import write_native
 from tests.unit.interop.huggingface.memory_source import MemorySource, copy_of
 from tests.unit.interop.huggingface.tiny_models import KINDS, folder_bytes, save_model
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.inference_model import streamed_logits
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.streamed_logits import streamed_logits
 from tests.unit.interop.huggingface.tiny_models import (
     KINDS,
     import_transformers,

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
-from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer, record_tokenizer
-from megatron.interop.huggingface.model_export import write_hugging_face
-from megatron.interop.huggingface.model_record import MODEL_RECORD
-from megatron.interop.huggingface.source import HuggingFaceSource
-from megatron.interop.huggingface.tokenizer_files import (
+from megatron.checkpoint.checkpoint_source import SourceView
+from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.huggingface.model_record import MODEL_RECORD
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.formats.huggingface.tokenizer_files import (
     complete_model_folder,
     copy_into_checkpoint,
     copy_into_model_folder,
     end_of_text,
     tokenizer_settings,
 )
-from megatron.interop.source_view import SourceView
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
+from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer, record_tokenizer
 from tests.unit.interop.huggingface.tiny_models import import_transformers, save_model
 
 WORDS = {"a": 0, "b": 1, "ab": 2, "<end>": 3}

@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.checkpoint.formats.huggingface.weight_files import WeightFiles, WeightInfo, plan_files, write_weights
 from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
-from megatron.interop.huggingface.weight_files import WeightFiles
-from megatron.interop.huggingface.weight_writer import WeightInfo, plan_files, write_weights
 
 VALUES = {
     "a": torch.arange(35, dtype=torch.float32).reshape(5, 7),

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.checkpoint_source import TensorInfo
+from megatron.checkpoint.formats.megatron.stage_parameters import StageDescriber
 from megatron.core.config_base import config_to_dict
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig
 from megatron.core.sharding import Box
-from megatron.interop.checkpoint_source import TensorInfo
-from megatron.interop.megatron_torch.stage_parameters import StageDescriber
 
 SMALL = GPTConfig(
     num_layers=4,

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource, write_megatron_torch
 from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
-from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
-from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from tests.unit.interop.megatron_torch.memory_source import SMALL, MemorySource
 from tests.unit.interop.megatron_torch.test_megatron_torch_writer import same
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.formats.megatron.torch_file_reader import TorchFile
 from megatron.core.errors import DamagedCheckpointError
-from megatron.interop.megatron_torch.torch_file import TorchFile
 from tests.harness.bounded import bad_cases
 
 NESTED_KEY = b"}q\x00h\x00)" + b"\x85" * 200_000 + b"K\x01s."

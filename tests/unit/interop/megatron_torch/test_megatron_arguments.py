@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.formats.megatron.arguments import arguments_of_config, stored_fields
+from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource, write_megatron_torch
 from megatron.config.arguments import resolve_arguments
 from megatron.core.config_base import FieldSpec
 from megatron.core.errors import CheckpointError
-from megatron.interop.megatron_torch.megatron_arguments import arguments_of_config, stored_fields
-from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
-from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from tests.unit.interop.megatron_torch.memory_source import SMALL, MemorySource
 from tests.unit.training.config.command_lines import MINIMAL
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.checkpoint_source import CheckpointSource
+from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource, write_megatron_torch
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.checkpoint_source import CheckpointSource
-from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
-from megatron.interop.megatron_torch.megatron_torch_writer import write_megatron_torch
 from tests.unit.interop.megatron_torch.memory_source import SMALL, MemorySource
 
 LAYOUTS: dict[str, dict[str, Any]] = {

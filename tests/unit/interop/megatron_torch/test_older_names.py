@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.formats.megatron.parameter_keys import fused_key, local_key, named_tensors
+from megatron.checkpoint.formats.megatron.stored_optimizer import plan_flat_buffer
+from megatron.checkpoint.formats.megatron.torch_file_reader import LazyTensor, StorageKey
+from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource
 from megatron.core.errors import CheckpointError
-from megatron.interop.megatron_torch.key_names import fused_key, local_key, named_tensors
-from megatron.interop.megatron_torch.megatron_torch_source import MegatronTorchSource
-from megatron.interop.megatron_torch.stored_optimizer import plan_flat_buffer
-from megatron.interop.megatron_torch.stored_values import LazyTensor, StorageKey
 
 HIDDEN, HEADS, HEAD_DIM, LAYERS, WORDS, POSITIONS = 128, 2, 64, 2, 131, 10
 

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.formats.megatron.torch_file_reader import GlobalName, StorageKey, StoredArray, read_pickle
 from megatron.core.errors import CheckpointError
-from megatron.interop.megatron_torch.pickle_reader import read_pickle
-from megatron.interop.megatron_torch.stored_values import GlobalName, StorageKey, StoredArray
 
 PATH = Path("some") / "model_optim_rng.pt"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.checkpoint.formats.megatron.stored_optimizer import is_weight_of, may_be_in_float8
 from megatron.core.ops.fp8_tensor import E4M3, WHOLE, quantise
-from megatron.interop.megatron_torch.stored_optimizer import is_weight_of, may_be_in_float8
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.formats.megatron.torch_file_reader import TorchFile
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
-from megatron.interop.megatron_torch.torch_file import TorchFile
 
 VALUES = {
     "half": torch.arange(24.0).view(2, 3, 4).half(),

@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.formats.megatron import torch_file_writer
+from megatron.checkpoint.formats.megatron.torch_file_reader import TorchFile
+from megatron.checkpoint.formats.megatron.torch_file_writer import (
+    PlannedTensor,
+    TorchFileWriter,
+    contiguous_runs,
+    given_tensor,
+    namespace,
+    plan_torch_file,
+)
 from megatron.core.sharding import Box
-from megatron.interop.megatron_torch import torch_file_writer
-from megatron.interop.megatron_torch.pickle_writer import PlannedTensor, given_tensor, namespace
-from megatron.interop.megatron_torch.torch_file import TorchFile
-from megatron.interop.megatron_torch.torch_file_writer import TorchFileWriter, contiguous_runs, plan_torch_file
 
 
 def write(path: Path) -> dict[str, torch.Tensor]:

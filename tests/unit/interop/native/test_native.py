@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.checkpoint_folder import detect_format
+from megatron.checkpoint.checkpoint_source import TensorInfo
+from megatron.checkpoint.formats.native import NativeSource, plan_files, write_native
+from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.dist_checkpointing.mapping import whole_tensor
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import Box
-from megatron.interop.checkpoint_format import detect_format
-from megatron.interop.checkpoint_source import TensorInfo
-from megatron.interop.native.native_source import NativeSource
-from megatron.interop.native.native_writer import write_native
-from megatron.interop.native.streamed_shard import plan_files
-from megatron.interop.open_checkpoint import open_checkpoint
 from tests.unit.core.dist_checkpointing.toy import save_tensors
 from tests.unit.interop.memory_source import COMMON, MemorySource, sample_tensors
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
-from megatron.interop.torch_dist.torch_dist_writer import write_torch_dist
+from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
+from megatron.checkpoint.formats.megatron.torch_dist_writer import write_torch_dist
 from tests.harness.torch_loader import read_with_torch
 from tests.unit.interop.megatron_torch.memory_source import MemorySource
 from tests.unit.interop.megatron_torch.test_experts import EXPERTS, LATENT, PLAIN

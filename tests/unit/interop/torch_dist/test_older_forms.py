@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.comparison import compare_sources
+from megatron.checkpoint.formats.megatron.torch_dist_metadata import read_metadata
+from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource, read_object
+from megatron.checkpoint.formats.megatron.torch_dist_writer import ChunkFile, ChunkPlace, build_metadata
+from megatron.checkpoint.formats.megatron.torch_file_writer import pickle_values
 from megatron.core.errors import CheckpointError
 from megatron.core.sharding import Box
-from megatron.interop.comparison import compare_sources
-from megatron.interop.megatron_torch.pickle_writer import pickle_values
-from megatron.interop.torch_dist.chunk_file import ChunkFile, ChunkPlace
-from megatron.interop.torch_dist.metadata_writer import build_metadata
-from megatron.interop.torch_dist.shared_values import read_object
-from megatron.interop.torch_dist.stored_metadata import read_metadata
-from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 from tests.harness.torch_loader import read_with_torch
 
 SMALL = Path(__file__).parents[3] / "golden" / "torch_dist"

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron.checkpoint.formats.megatron.torch_dist_metadata import read_metadata
+from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
-from megatron.interop.torch_dist.stored_metadata import read_metadata
-from megatron.interop.torch_dist.torch_dist_source import TorchDistSource
 
 SMALL = Path(__file__).parents[3] / "golden" / "torch_dist" / "fully_reshardable" / "iter_0000002"
 WEIGHT = "embedding.word_embeddings.weight"

@@ -10,12 +10,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from megatron.checkpoint.checkpoint_folder import detect_format
+from megatron.checkpoint.formats.torchtitan import TorchtitanSource
+from megatron.checkpoint.inference_model import streamed_logits
+from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.sharding import Box
-from megatron.interop.checkpoint_format import detect_format
-from megatron.interop.open_checkpoint import open_checkpoint
-from megatron.interop.streamed_logits import streamed_logits
-from megatron.interop.torchtitan.torchtitan_source import TorchtitanSource
 from tests.harness.distributed import run_distributed
 from tests.harness.titan_llama import TOLD, make_weights, reference_logits, save_run, save_weights
 

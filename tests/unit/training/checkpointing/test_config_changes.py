@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megatron.checkpoint.config_changes import compare_configs
 from megatron.core.config_base import field_specs
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.training.checkpointing.config_changes import compare_configs
 
 SHAPE = """
     hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size vocab_size

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.load import load_checkpoint, load_model_weights, read_common
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError
-from megatron.training.checkpointing.load import load_checkpoint, load_model_weights, read_common
 from tests.unit.core.dist_checkpointing.toy import ToyModel, ToyOptimizer, assert_equal_runs, empty_run
 from tests.unit.training.checkpointing.toy_checkpoint import CONFIG, SCHEDULER, STATE, TRACKER, common, load, save
 

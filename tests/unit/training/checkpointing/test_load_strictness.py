@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.load import load_checkpoint
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
-from megatron.training.checkpointing.load import load_checkpoint
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import ToyModel, ToyOptimizer, empty_run, filled_run
 from tests.unit.training.checkpointing.toy_checkpoint import CONFIG, STATE, common, flip_byte, load, save

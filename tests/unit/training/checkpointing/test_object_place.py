@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint import save as saving
+from megatron.checkpoint import storage
+from megatron.checkpoint.checkpoint_folder import candidate_folders, complete_iterations, saved_iterations
 from megatron.checkpoint.last_good import is_known, mark_known, point_tracker
+from megatron.checkpoint.recovery import prepare_save_directory
+from megatron.checkpoint.storage import ObjectPlace, recover_objects
 from megatron.core import object_store
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.errors import CheckpointError, InputError
 from megatron.core.object_store import ObjectPath, as_path
-from megatron.training.checkpointing import save as saving
-from megatron.training.checkpointing.folder import candidate_folders, complete_iterations, saved_iterations
-from megatron.training.checkpointing.places import save_place
-from megatron.training.checkpointing.places.object_place import ObjectPlace, recover_objects
-from megatron.training.checkpointing.recovery import prepare_save_directory
 from megatron.training.fault_tolerance.processes import identify
 from megatron.training.fault_tolerance.run_lock import FolderInUseError, OwnerRecord
 from tests.harness.object_faults import MEMORY, ChangingOperations, Killed, Unreachable, empty_memory_store
@@ -49,7 +49,7 @@ def names(path: Path) -> list[str]:
 
 def numbered(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let the next saves be those of a run with this number."""
-    place_of = save_place.place_of
+    place_of = storage.place_of
     monkeypatch.setattr(saving, "place_of", lambda directory, token, _: place_of(directory, token, number))
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.stored_checkpoint import open_stored
 from megatron.core.errors import DamagedCheckpointError
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.training.checkpointing.native import open_stored
 
 
 @pytest.mark.parametrize(

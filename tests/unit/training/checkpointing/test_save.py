@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.load import read_common
+from megatron.checkpoint.recovery import prepare_save_directory
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.errors import CheckpointError, TokenizerError
-from megatron.training.checkpointing.load import read_common
-from megatron.training.checkpointing.recovery import prepare_save_directory
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import (
     assert_equal_runs,

@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint import storage
+from megatron.checkpoint.checkpoint_folder import saved_iterations
 from megatron.checkpoint.last_good import newest_known
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.device import Device
@@ -23,11 +27,7 @@ from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.training.checkpointing.folder import saved_iterations
-from megatron.training.checkpointing.load import load_checkpoint
-from megatron.training.checkpointing.places import save_place
-from megatron.training.checkpointing.save import CommonState
-from megatron.training.checkpointing.saver import CheckpointSaver, open_saver
+from megatron.training.checkpointing import CheckpointSaver, open_saver
 from megatron.training.fault_tolerance.run_lock import FolderInUseError
 from megatron.training.initialize import Runtime
 from tests.unit.core.dist_checkpointing.toy import assert_equal_runs, empty_run, filled_run
@@ -130,7 +130,7 @@ def test_a_rank_whose_files_are_not_written_takes_part_in_the_agreement(
         asked.append(value)
         return value
 
-    monkeypatch.setattr("megatron.training.checkpointing.saver.any_rank", agree)
+    monkeypatch.setattr("megatron.training.checkpointing.any_rank", agree)
     saver = make_saver(tmp_path, [], async_save=True)
     save(saver, 10)
     for _ in range(2):
@@ -218,7 +218,7 @@ def test_a_refusal_to_publish_is_said_too(tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(directory: Path, iteration: int, token: str) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(save_place, "publish", refuse)
+    monkeypatch.setattr(storage, "publish", refuse)
     save(saver, 20)
     assert f"cannot write {tmp_path / 'iter_0000020'}: {os.strerror(errno.EDQUOT)}" in lines[-1]
     assert names(tmp_path) == ["iter_0000010", TRACKER]
@@ -282,7 +282,7 @@ def test_a_checkpoint_known_to_train_lets_older_ones_go(tmp_path: Path, monkeypa
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     with monkeypatch.context() as patch:
-        patch.setattr(save_place, "remove_expired", refuse)
+        patch.setattr(storage, "remove_expired", refuse)
         assert saver.note_known(30, 2)
     assert lines[-1] == f"WARNING: could not remove an old checkpoint in {tmp_path}: Permission denied"
     assert newest_known(tmp_path) == 30

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.training.checkpointing.load import LoadedCheckpoint, load_checkpoint
-from megatron.training.checkpointing.save import CommonState
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import (
     empty_run,

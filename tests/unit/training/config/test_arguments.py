@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.arguments import all_flags, parse_arguments, parse_arguments_or_exit, resolve_arguments
+from megatron.config.arguments import all_flags, parse_arguments, resolve_arguments
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.printed_config import format_arguments
 from megatron.config.run_config import RunConfig, command_line_fields, config_parts
 from megatron.core.config_base import field_docs, field_specs
 from megatron.core.errors import ConfigurationError
+from megatron.training.exit_reason import parse_arguments_or_exit
 from tests.unit.training.config.command_lines import MINIMAL, write_data_set
 
 ROOT = Path(__file__).parents[4]

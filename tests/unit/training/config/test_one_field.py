@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.config_changes import compare_configs
+from megatron.checkpoint.formats.huggingface.family import model_features
+from megatron.checkpoint.formats.megatron.arguments import arguments_of_config, config_of_arguments
 from megatron.config.arguments import build_parser, resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.config_base import NOT_NEGATIVE, flag
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.interop.huggingface.family import model_features
-from megatron.interop.megatron_torch.megatron_arguments import arguments_of_config, config_of_arguments
-from megatron.training.checkpointing.config_changes import compare_configs
 from tests.unit.training.checkpointing.toy_checkpoint import CONFIG, load, save
 from tests.unit.training.config.command_lines import MINIMAL
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.checkpoint.checkpoint_folder import TRACKER_FILE, iteration_folder, saved_iterations
 from megatron.checkpoint.last_good import TrialPeriod, is_known, mark_known, newest_known, point_tracker
-from megatron.interop.new_iteration import TRACKER_FILE, iteration_folder
-from megatron.training.checkpointing.folder import saved_iterations
-from megatron.training.checkpointing.publication import Retention, expired_iterations, remove_expired
+from megatron.checkpoint.storage import Retention, expired_iterations, remove_expired
 
 
 def observe(trial: TrialPeriod, outcomes: dict[int, bool]) -> dict[int, list[int]]:

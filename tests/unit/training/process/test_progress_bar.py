@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.checkpoint.progress import ByteProgress
 from megatron.commands.data import clean_dataset, inspect_dataset, merge_datasets
-from megatron.conversion.progress import ByteProgress
 from megatron.core.console import CLEAR_LINE, ProgressBar, format_bar, waiting
 from megatron.corpus.preprocessing.progress import Progress
 from tests.unit.commands.test_merge_datasets import write_parts

@@ -1,0 +1,241 @@
+"""The reader interface of all checkpoint formats: global tensors under native names, and views of a source."""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from megatron.core.config_base import config_to_dict
+from megatron.core.dist_checkpointing.state_dict import AVERAGE_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX
+from megatron.core.errors import ConfigurationError, DamagedCheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.parallel_sizes import ONE_RANK
+from megatron.core.sharding import Box
+
+_MISFITS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class HasFolder(Protocol):
+    """Read files of a folder."""
+
+    folder: Path
+
+
+Source = TypeVar("Source", bound=HasFolder)
+
+
+def refuse_misfits(
+    reader: Callable[Concatenate[Source, Arguments], Result],
+) -> Callable[Concatenate[Source, Arguments], Result]:
+    """Let a method that makes sense of a folder's values raise DamagedCheckpointError where they make none.
+
+    The values are a stranger's: each may be of any kind, and what reads them takes them for what they should be.
+    """
+
+    def read(self: Source, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return reader(self, *args, **kwargs)
+        except _MISFITS as error:
+            reason = f"{type(error).__name__}: {reprlib.repr(str(error)[:200])}"
+            raise DamagedCheckpointError(f"{self.folder}: its values are not those of its format ({reason})") from error
+
+    functools.update_wrapper(read, reader)
+    return read
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Hold a tensor's unpadded shape in the whole model, and the dtype that it is stored in."""
+
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Return how many elements the whole tensor has."""
+        return self.whole.num_elements
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the whole tensor."""
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def whole(self) -> Box:
+        """Return the box of the whole tensor."""
+        return Box((0,) * len(self.global_shape), self.global_shape)
+
+
+class CheckpointSource(Protocol):
+    """A checkpoint on disk, of any format, as the native format sees it.
+
+    Nothing is read before it is asked for: a source holds no tensor of the checkpoint longer than the call that returns
+    it, so that a checkpoint of any size can be passed on in the memory of its largest stored tensor.
+    """
+
+    @property
+    def folder(self) -> Path:
+        """Return what was opened: the folder of one iteration, or of a Hugging Face model."""
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        """Return the ``common`` of a native index: progress, config, layout, optimizer, scheduler and tokenizer.
+
+        ``config`` is complete: what `RunConfig.to_dict` would return for the run. ``optimizer`` and ``scheduler`` are
+        None where the checkpoint has no optimizer state.
+        """
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Return every tensor by its native name.
+
+        The names are ``model.<parameter>`` and ``optimizer.{exp_avg,exp_avg_sq,main_param}.<parameter>``. Layers are
+        numbered over the whole model, the vocabulary has no padding, the rows of fused weights lie in the native order,
+        and a tied weight appears once. Streams of random numbers are left out: they belong to a layout.
+        """
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it, contiguous on the CPU; only the bytes that it needs are read.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+            CheckpointError: the file that holds it is missing or damaged.
+        """
+
+    def close(self) -> None:
+        """Close the files; the source cannot be read afterwards."""
+
+
+def untrained_common(config: GPTConfig, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``common`` of a model at iteration 0; ``tokenizer`` holds the flags that build its tokenizer."""
+    length = config.max_position_embeddings
+    return {
+        "progress": {
+            "iteration": 0,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+            "skipped_iterations": 0,
+            "floating_point_operations_so_far": 0,
+        },
+        "config": {
+            "model": config_to_dict(config),
+            "training": {"micro_batch_size": 1},
+            "optimizer": {},
+            "scheduler": {},
+            "ddp": {},
+            "data": {"seq_length": length},
+            "tokenizer": dict(tokenizer),
+            "validation": {},
+            "checkpoint": {},
+            "logging": {},
+            "initialization": {},
+            "world_size": 1,
+        },
+        "layout": ONE_RANK.record(),
+        "optimizer": None,
+        "scheduler": None,
+        "tokenizer": None,
+    }
+
+
+class SourceView:
+    """Pass a source on with another ``common``; a `CheckpointSource` itself.
+
+    Without ``keeps_optimizer`` the optimizer's tensors are left out. Weights are converted to ``weights_dtype`` where
+    it is given. ``on_read`` is called with the bytes of every tensor, or part of one, that was read.
+    """
+
+    def __init__(
+        self,
+        source: CheckpointSource,
+        common: Mapping[str, Any],
+        *,
+        keeps_optimizer: bool = True,
+        weights_dtype: torch.dtype | None = None,
+        on_read: Callable[[int], None] | None = None,
+    ) -> None:
+        self.common = common
+        self._source = source
+        self._on_read = on_read
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: _converted(info, weights_dtype) if name.startswith(MODEL_PREFIX) else info
+            for name, info in source.tensors.items()
+            if keeps_optimizer or not name.startswith(OPTIMIZER_PREFIX)
+        }
+
+    @property
+    def folder(self) -> Path:
+        """Return what the source opened."""
+        return self._source.folder
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it.
+
+        Raises:
+            KeyError: there is no tensor of this name in the view.
+            CheckpointError: the file that holds it is missing or damaged.
+        """
+        dtype = self.tensors[name].dtype
+        values = self._source.read(name, box).to(dtype)
+        if self._on_read is not None:
+            self._on_read(values.nbytes)
+        return values
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()
+
+
+def _converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
+    return info if dtype is None else TensorInfo(info.global_shape, dtype)
+
+
+class AveragedSource:
+    """View a source with averages in place of the weights that have some, rounded to the weights' type.
+
+    The optimizer's state, which is of the weights, is left out; a `CheckpointSource` itself.
+
+    Raises:
+        ConfigurationError: the source holds no averages.
+    """
+
+    def __init__(self, source: CheckpointSource) -> None:
+        if not any(name.startswith(AVERAGE_PREFIX) for name in source.tensors):
+            raise ConfigurationError(
+                f"{source.folder} holds no averages of weights; leave --ema out, or give a native checkpoint of a run "
+                "with --ema-decay"
+            )
+        self._source = source
+        self.common: Mapping[str, Any] = {**source.common, "optimizer": None, "scheduler": None}
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: info for name, info in source.tensors.items() if not name.startswith(OPTIMIZER_PREFIX)
+        }
+
+    @property
+    def folder(self) -> Path:
+        """Return what the source opened."""
+        return self._source.folder
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it.
+
+        Raises:
+            KeyError: there is no tensor of this name in the view.
+            CheckpointError: the file that holds it is missing or damaged.
+        """
+        dtype = self.tensors[name].dtype
+        average = AVERAGE_PREFIX + name.removeprefix(MODEL_PREFIX)
+        is_averaged = name.startswith(MODEL_PREFIX) and average in self._source.tensors
+        return self._source.read(average if is_averaged else name, box).to(dtype)
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()

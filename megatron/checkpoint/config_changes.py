@@ -1,0 +1,151 @@
+"""Compare a checkpoint's recorded configuration and low-rank adapters with those of the run that loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.run_config import config_parts
+from megatron.core.config_base import field_specs
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.errors import CheckpointError
+from megatron.core.transformer.lora_targets import ADAPTERS, adapted_parts, plain_names
+from megatron.core.transformer.transformer_config import MoEConfig, moe_layers
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """Hold one field (its path with dots) that differs."""
+
+    field: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        """Return the change as the log shows it."""
+        return f"{self.field}: {self.old} -> {self.new}"
+
+
+@dataclass(frozen=True)
+class ConfigChanges:
+    """Split the differences by what a load does with them.
+
+    It refuses those of ``shape``. It also refuses those of ``weights``, unless weights may be missing. All ``other``
+    differences are logged.
+    """
+
+    shape: tuple[ConfigChange, ...]
+    weights: tuple[ConfigChange, ...]
+    other: tuple[ConfigChange, ...]
+
+
+def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> ConfigChanges:
+    """Compare a checkpoint's configuration with the run's, both as nested dicts of plain values.
+
+    The role of a field decides: one of the output is no change, nor is one that only one release of the program knows.
+    A field shapes the model only where it counts, such as the number of positions where they are learned.
+    """
+    old_values, new_values = _flatten(old), _flatten(new)
+    fields = {f"{part}.{spec.name}": spec.options for part, cls in config_parts().items() for spec in field_specs(cls)}
+    unused = set(_unused_widths(new_values))
+    changes: dict[str, list[ConfigChange]] = {"shape": [], "weights": [], "other": []}
+    for field in sorted(old_values.keys() & new_values.keys()):
+        section, _, _ = field.partition(".")
+        before, after = old_values[field], new_values[field]
+        role, where = (fields[field].role, fields[field].where) if field in fields else (None, None)
+        if before == after or role == "output" or (field == _LAYERS and _are_same_layers(before, after, new_values)):
+            continue
+        counts = where is None or new_values.get(f"{section}.{where[0]}") == where[1]
+        counts = counts and field not in unused
+        kind = role if role in ("shape", "weights") and counts else "other"
+        changes[kind].append(ConfigChange(field, before, after))
+    return ConfigChanges(**{kind: tuple(found) for kind, found in changes.items()})
+
+
+_LAYERS = "model.moe_layer_freq"
+
+
+def _unused_widths(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields of widths that no layer of a model has."""
+    if values.get("model.multi_latent_attention"):
+        yield "model.kv_channels"
+    if values.get("model.num_experts") is not None:
+        layers = _layers_with_experts(values.get(_LAYERS, "1"), values)
+        if layers is not None and all(layers):
+            yield "model.ffn_hidden_size"
+
+
+def _layers_with_experts(pattern: Any, values: Mapping[str, Any]) -> tuple[bool, ...] | None:
+    """Return the layers to which a pattern gives experts, or None where it is none of the model."""
+    try:
+        return moe_layers(MoEConfig(num_experts=1, moe_layer_freq=str(pattern)), values["model.num_layers"])
+    except ValueError:
+        return None
+
+
+def _are_same_layers(before: Any, after: Any, values: Mapping[str, Any]) -> bool:
+    """Return whether two patterns, which may be written in other ways, give the same layers experts."""
+    old, new = (_layers_with_experts(pattern, values) for pattern in (before, after))
+    return old is not None and old == new
+
+
+def without_new_adapters(
+    tensors: Iterable[ShardedTensor], folder: Path, stored: Iterable[str], config: Mapping[str, Any], is_base: bool
+) -> list[ShardedTensor]:
+    """Return the tensors of a run that a checkpoint fills: adapters that begin with this run keep their first values.
+
+    ``is_base`` says that weights alone are taken from the checkpoint.
+
+    Raises:
+        CheckpointError: the run trains adapters and would go on from a checkpoint that has none.
+    """
+    tensors = list(tensors)
+    if not config.get("model", {}).get("lora_rank") or any(ADAPTERS in name for name in stored):
+        return tensors
+    if not is_base:
+        raise CheckpointError(
+            f"checkpoint {folder} holds no low-rank adapters, which --lora-rank trains; add --finetune to begin them "
+            "on its weights"
+        )
+    return [tensor for tensor in tensors if ADAPTERS not in tensor.name]
+
+
+def refuse_other_adapters(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose adapters the run would not have, or would give another meaning.
+
+    ``old`` and ``new`` are the configurations of the checkpoint and of the run.
+
+    Raises:
+        CheckpointError: the rank, alpha or the adapted layers differ.
+    """
+    before, after = _settings(old), _settings(new)
+    if before is not None and before != after:
+        found = "none" if after is None else after
+        raise CheckpointError(
+            f"checkpoint {folder} holds low-rank adapters ({before}), and this run has {found}; give these flags, or "
+            "merge the adapters into their model with tools/checkpoint/convert.py --merge-lora"
+        )
+
+
+def _settings(config: Mapping[str, Any]) -> str | None:
+    """Return the flags of a configuration's adapters; None without any."""
+    model = config.get("model", {})
+    if not model.get("lora_rank"):
+        return None
+    is_gated = any(model.get(name) for name in ("swiglu", "geglu", "quick_geglu"))
+    names = plain_names(adapted_parts(model["lora_target_modules"], is_gated))
+    return (
+        f"--lora-rank {model['lora_rank']} --lora-alpha {model['lora_alpha']} --lora-target-modules {' '.join(names)}"
+    )
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return flat

@@ -1,0 +1,468 @@
+"""Convert a checkpoint: open it, change its layout and precision, write it, check the result, and publish it.
+
+The new checkpoint is written under a temporary name and published only after the check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron.checkpoint.checkpoint_folder import (
+    FORMAT_NAMES,
+    TRACKER_FILE,
+    CheckpointFormat,
+    find_checkpoint,
+    iteration_folder,
+)
+from megatron.checkpoint.checkpoint_source import AveragedSource, CheckpointSource, SourceView
+from megatron.checkpoint.comparison import check_result, compare_logits, parameters_of, transformers_logits
+from megatron.checkpoint.conversion_request import FORMATS, ConversionRequest, Target, idle_flags
+from megatron.checkpoint.formats.adapters import MergedSource, PeftSource, write_peft
+from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.formats.megatron.torch_dist_writer import carried_values, write_torch_dist
+from megatron.checkpoint.formats.megatron.torch_format import write_megatron_torch
+from megatron.checkpoint.formats.native import NativeSource, TokenizerWriter, write_native
+from megatron.checkpoint.inference_model import EVEN_PIPELINE, sample_tokens, source_config, streamed_logits
+from megatron.checkpoint.progress import ByteProgress
+from megatron.checkpoint.stored_checkpoint import open_checkpoint
+from megatron.config.checks import parallelism
+from megatron.config.run_config import RunConfig
+from megatron.core.dist_checkpointing.disk import sync_folder
+from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX, RNG_PREFIX
+from megatron.core.errors import CheckpointError, ConfigurationError, TokenizerError
+from megatron.core.pipeline_parallel.stage_layout import layout_problems
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
+from megatron.core.tokenizers.tokenizer_record import record_tokenizer
+from megatron.core.transformer.lora_targets import ADAPTERS
+from megatron.training.fault_tolerance.run_lock import FOLDER_RECORD, own_folder
+
+_TARGET_FLAGS = {
+    "--tensor-model-parallel-size": "--target-tensor-parallel-size",
+    "--pipeline-model-parallel-size": "--target-pipeline-parallel-size",
+    "--expert-model-parallel-size": "--target-expert-parallel-size",
+    "--num-layers-per-virtual-pipeline-stage": "--target-num-layers-per-virtual-pipeline-stage",
+}
+
+
+def retarget(common: Mapping[str, Any], target: Target, has_random_streams: bool = False) -> dict[str, Any]:
+    """Return a checkpoint's shared state with the target's layout, as a single copy of the model would record it.
+
+    Progress, optimizer and schedule stay what they are, so that a run goes on from the result. With random streams the
+    layout that wrote them stays, too: a run at any layout continues those that it can.
+
+    Raises:
+        ConfigurationError: the model cannot be cut so; every problem with the values that would work.
+    """
+    old = RunConfig.from_dict(common["config"])
+    config = _with_precision(_with_layout(old, target), target.params_dtype)
+    model = config.model
+    problems = [problem for check in parallelism.LAYOUT_CHECKS for problem in check.find(config)]
+    problems += layout_problems(model, model.num_layers, model.pipeline_model_parallel_layout)
+    if model.pipeline_model_parallel_size == 1 and model.num_layers_per_virtual_pipeline_stage is not None:
+        problems.append(
+            f"--num-layers-per-virtual-pipeline-stage {model.num_layers_per_virtual_pipeline_stage} cuts a pipeline "
+            "and --pipeline-model-parallel-size is 1; leave it out"
+        )
+    if problems:
+        raise ConfigurationError([_with_target_flags(problem) for problem in problems])
+    changed = dict(common) | {"config": config.to_dict()}
+    if not has_random_streams:
+        changed["layout"] = config.parallel_sizes.record()
+    if not target.keeps_optimizer:
+        changed |= {"optimizer": None, "scheduler": None}
+    return changed
+
+
+def _with_layout(config: RunConfig, target: Target) -> RunConfig:
+    old = config.model
+    tp = _or(target.tensor_parallel_size, old.tensor_model_parallel_size)
+    pp = _or(target.pipeline_parallel_size, old.pipeline_model_parallel_size)
+    virtual = target.num_layers_per_virtual_pipeline_stage
+    sizes = {
+        "--target-tensor-parallel-size": tp,
+        "--target-pipeline-parallel-size": pp,
+        "--target-expert-parallel-size": target.expert_parallel_size,
+        "--target-num-layers-per-virtual-pipeline-stage": virtual,
+        "--make-vocab-size-divisible-by": target.make_vocab_size_divisible_by,
+    }
+    wrong = [
+        f"{name} {size} is not positive; give 1 or more"
+        for name, size in sizes.items()
+        if size is not None and size < 1
+    ]
+    wrong += _expert_problems(old.num_experts, target.expert_parallel_size)
+    if wrong:
+        raise ConfigurationError(wrong)
+    changes: dict[str, Any] = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": _or(target.expert_parallel_size, old.expert_model_parallel_size),
+        "sequence_parallel": old.sequence_parallel and tp > 1,
+        "make_vocab_size_divisible_by": _or(target.make_vocab_size_divisible_by, old.make_vocab_size_divisible_by),
+    }
+    if virtual is not None or pp != old.pipeline_model_parallel_size:
+        # A split that was made for another number of stages says nothing about this one.
+        changes |= {**EVEN_PIPELINE, "num_layers_per_virtual_pipeline_stage": virtual}
+    if target.expert_parallel_size is not None:
+        changes["expert_tensor_parallel_size"] = None
+    model = dataclasses.replace(old, **changes)
+    sizes_of_copy = model.parallel_sizes
+    # As many copies of the model as its experts are spread over.
+    stage, experts = sizes_of_copy.size_of(("cp", "tp")), sizes_of_copy.ep * sizes_of_copy.expert_tp
+    copies = experts // math.gcd(stage, experts)
+    return dataclasses.replace(config, model=model, world_size=sizes_of_copy.world_size * copies)
+
+
+def _expert_problems(num_experts: int | None, size: int | None) -> list[str]:
+    if size is None or size < 1 or (num_experts is None and size == 1):
+        return []
+    if num_experts is None:
+        return [f"--target-expert-parallel-size {size}: the model has no experts; leave it out"]
+    if num_experts % size:
+        works = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
+        return [f"--target-expert-parallel-size {size} does not divide {num_experts} experts; {works} work"]
+    return []
+
+
+def _with_precision(config: RunConfig, dtype: str | None) -> RunConfig:
+    if dtype is None:
+        return config
+    precision: dict[str, Any] = {"bf16": dtype == "bfloat16", "fp16": dtype == "float16", "params_dtype": dtype}
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **precision),
+        optimizer=dataclasses.replace(config.optimizer, params_dtype=dtype),
+    )
+
+
+def _or(given: int | None, otherwise: int) -> int:
+    return otherwise if given is None else given
+
+
+def _with_target_flags(problem: str) -> str:
+    for name, target_name in _TARGET_FLAGS.items():
+        problem = problem.replace(name, target_name)
+    return problem
+
+
+STAGING_FOLDER = ".converting"
+
+
+def refuse_existing(save_dir: Path, iteration: int | Literal["release"]) -> Path:
+    """Return the folder that a converted checkpoint will have.
+
+    Raises:
+        CheckpointError: there is one already.
+    """
+    if save_dir.exists() and not save_dir.is_dir():
+        raise CheckpointError(f"--save-dir {save_dir} is a file; name a folder")
+    folder = save_dir / iteration if isinstance(iteration, str) else iteration_folder(save_dir, iteration)
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already; remove it, or give another --save-dir")
+    return folder
+
+
+def publish_checked(
+    save_dir: Path,
+    iteration: int | Literal["release"],
+    write: Callable[[Path], Path],
+    check: Callable[[Path], None],
+    log: Callable[[str], None],
+) -> Path:
+    """Write and check a checkpoint, then publish it in ``save_dir`` and let the tracker file name it.
+
+    ``write`` is given a folder to write a run's folder into and returns that of the iteration; ``check`` is given the
+    latter and raises where it must not appear. Nothing is left of one that does not.
+
+    Raises:
+        CheckpointError: there is one already, or another conversion into the folder is under way.
+        FolderInUseError: a run saves into the folder.
+    """
+    final = refuse_existing(save_dir, iteration)
+    with _staging(save_dir, log) as staging:
+        folder = write(staging)
+        check(folder)
+        os.rename(folder, final)
+        sync_folder(save_dir)
+        os.rename(staging / TRACKER_FILE, save_dir / TRACKER_FILE)
+        sync_folder(save_dir)
+    return final
+
+
+@contextmanager
+def _staging(save_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
+    """Give an empty hidden folder that is this process's own, and remove it, and what it made to have it."""
+    made = [folder for folder in (save_dir, *save_dir.parents) if not folder.exists()]
+    staging = save_dir / STAGING_FOLDER
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(staging, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write into --save-dir {save_dir}: {error.strerror}; give another folder"
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CheckpointError(f"another conversion is writing into {save_dir}; wait for it to end") from error
+        left = list(staging.iterdir())
+        if left:
+            log(f"removing what an interrupted conversion left in {staging}")
+        for path in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        try:
+            owner = own_folder(
+                save_dir, secrets.token_hex(4), "a conversion", log, FOLDER_RECORD, f"--save-dir {save_dir}"
+            )
+            with ExitStack() as stack:
+                stack.callback(owner.release)
+                yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            for folder in made:
+                if folder.exists() and not any(folder.iterdir()):
+                    folder.rmdir()
+    finally:
+        os.close(descriptor)
+
+
+Log = Callable[[str], None]
+TRANSFORMERS_TOLERANCE = 1e-4
+_LOADED: dict[str, tuple[CheckpointFormat, ...]] = {
+    "megatron": ("native", "torch", "torch_dist"),
+    "native": ("native",),
+    "torch": ("torch",),
+    "torch_dist": ("torch_dist",),
+    "hf": ("hf",),
+    "peft": ("peft",),
+    "torchtitan": ("torchtitan",),
+}
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+def convert(request: ConversionRequest, log: Log = say) -> None:
+    """Convert one checkpoint.
+
+    Raises:
+        InputError: the checkpoint cannot be read, or not converted to the target.
+        ConversionMismatchError: the result is not what was converted; it was not published.
+    """
+    found = find_checkpoint(request.load_dir, request.ckpt_step, _LOADED[FORMATS[request.loader]])
+    saver = target_format(request.loader, request.saver, found.format)
+    if request.test_logits and "hf" not in (found.format, saver):
+        raise ConfigurationError("--test-logits compares with a Hugging Face model; use it where one side is one")
+    log(f"converting {found.folder} ({found.format}) to {request.save_dir} ({saver})")
+    for line in idle_flags(request, found.format, saver):
+        log(line)
+    formats = (found.format, saver)
+    base = None if request.base_model is None else find_checkpoint(request.base_model).folder
+    source = open_for(formats, found.folder, request.true_vocab_size, request.told, base)
+    try:
+        source = AveragedSource(source) if request.takes_averages else source
+        source = with_adapters(source, request.merges_adapters, saver)
+        target = read_target(request, source, saver)
+        common = retarget(source.common, target, has_random_streams=any(map(is_random_stream, source.tensors)))
+        dtype = None if target.params_dtype is None else getattr(torch, target.params_dtype)
+        view = SourceView(source, common, keeps_optimizer=target.keeps_optimizer, weights_dtype=dtype)
+        describe(view, log)
+        final = run(source, view, formats, request, log)
+    finally:
+        source.close()
+    log(f"converted to {final}")
+
+
+def open_for(
+    formats: tuple[CheckpointFormat, CheckpointFormat],
+    folder: Path,
+    vocab_size: int | None = None,
+    told: Mapping[str, Any] | None = None,
+    base: Path | None = None,
+) -> CheckpointSource:
+    """Open either side of a conversion; random number streams have a place in the native format only.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if formats == ("native", "native"):
+        return NativeSource(folder, with_random_streams=True)
+    return open_checkpoint(folder, vocab_size=vocab_size, told=told, base=base)
+
+
+def with_adapters(source: CheckpointSource, merges: bool, saver: CheckpointFormat) -> CheckpointSource:
+    """Return a checkpoint with its low-rank adapters merged, or as it is where the format has a place for them.
+
+    Raises:
+        ConfigurationError: there are none to merge, or no place for them.
+    """
+    if merges:
+        return MergedSource(source)
+    if saver not in ("native", "peft") and any(ADAPTERS in name for name in source.tensors):
+        raise ConfigurationError(
+            f"{source.folder} holds low-rank adapters, for which {FORMAT_NAMES[saver]} has no place; add --merge-lora, "
+            "or write the adapters alone with --saver peft"
+        )
+    return source
+
+
+def target_format(loader: str, saver: str, found: CheckpointFormat) -> CheckpointFormat:
+    """Return the format to write: ``megatron`` stays what ``--loader megatron`` found, and is native otherwise."""
+    if FORMATS[saver] == "megatron":
+        return found if FORMATS[loader] == "megatron" else "native"
+    (wanted,) = _LOADED[FORMATS[saver]]
+    return wanted
+
+
+def read_target(request: ConversionRequest, source: CheckpointSource, saver: CheckpointFormat) -> Target:
+    """Return the target that the source and the format to write allow.
+
+    Raises:
+        ConfigurationError: the weights alone of a checkpoint with optimizer state would change their type.
+    """
+    dtype = request.target.params_dtype
+    has_optimizer = any(name.startswith(OPTIMIZER_PREFIX) for name in source.tensors)
+    keeps_optimizer = has_optimizer and request.target.keeps_optimizer and saver not in ("hf", "peft")
+    if dtype == source.common["config"]["model"]["params_dtype"]:
+        dtype = None
+    if dtype is not None and keeps_optimizer:
+        raise ConfigurationError(
+            f"--{'bf16' if dtype == 'bfloat16' else 'fp16'} converts weights only, and {source.folder} holds optimizer "
+            "state; add --no-save-optim, or leave it out"
+        )
+    return dataclasses.replace(request.target, params_dtype=dtype, keeps_optimizer=keeps_optimizer)
+
+
+def is_random_stream(name: str) -> bool:
+    """Return whether a tensor is the state of a stream of random numbers."""
+    return name.startswith(RNG_PREFIX)
+
+
+def describe(view: CheckpointSource, log: Log) -> None:
+    """Print what is converted."""
+    sizes = view.common["config"]["model"]
+    state = "with" if any(name.startswith(OPTIMIZER_PREFIX) for name in view.tensors) else "without"
+    log(
+        f"  {parameters_of(view)} parameters in {len(view.tensors)} tensors, {state} optimizer state; "
+        f"iteration {view.common['progress']['iteration']}; tensor parallel "
+        f"{sizes['tensor_model_parallel_size']}, pipeline parallel {sizes['pipeline_model_parallel_size']}"
+    )
+
+
+def run(
+    source: CheckpointSource,
+    view: CheckpointSource,
+    formats: tuple[CheckpointFormat, CheckpointFormat],
+    request: ConversionRequest,
+    log: Log,
+) -> Path:
+    """Write, check and publish; return what appeared. ``formats`` are the source's and the result's."""
+    saver, is_foreign = formats[1], "hf" in formats
+    progress = ByteProgress("writing", sum(info.num_bytes for info in view.tensors.values()), log)
+    counted = SourceView(view, view.common, on_read=progress.add)
+
+    def check(folder: Path) -> None:
+        progress.finish()
+        if request.verify:
+            result = open_for(formats, folder, int(view.common["config"]["model"]["vocab_size"]))
+            try:
+                check_result(view, result, keeps_state=saver != "hf", compares_logits=is_foreign, log=log)
+            finally:
+                result.close()
+        if request.test_logits:
+            compare_with_transformers(view, source.folder if formats[0] == "hf" else folder, log)
+
+    if saver == "peft":
+        base_model = None if request.base_model is None else str(request.base_model)
+        write_peft(counted, request.save_dir, base_model=base_model)
+        return Path(request.save_dir)
+    if saver == "hf":
+        write_hugging_face(counted, request.save_dir, check=check)
+        return Path(request.save_dir)
+    # A model that has not been trained yet has no iteration: Megatron's name for that is this.
+    iteration: int | Literal["release"] = int(view.common["progress"]["iteration"]) or "release"
+    write_tokenizer = tokenizer_writer(source, request)
+
+    def write(directory: Path) -> Path:
+        if saver == "torch":
+            _, states = carried_values(source.folder)
+            write_torch = partial(write_megatron_torch, random_states=states)
+            return _write_megatron(write_torch, counted, directory, iteration, write_tokenizer)
+        if saver == "torch_dist":
+            return _write_megatron(write_torch_dist, counted, directory, iteration, write_tokenizer)
+        return write_native(counted, directory, iteration, write_tokenizer=write_tokenizer)
+
+    return publish_checked(request.save_dir, iteration, write, check, log)
+
+
+def _write_megatron(
+    write: Callable[[CheckpointSource, Path, int | Literal["release"]], Path],
+    view: SourceView,
+    directory: Path,
+    iteration: int | Literal["release"],
+    write_tokenizer: TokenizerWriter | None,
+) -> Path:
+    if write_tokenizer is None:
+        return write(view, directory, iteration)
+    folder = write(SourceView(view, {**view.common, "tokenizer": None}), directory, iteration)
+    write_tokenizer(folder)
+    return folder
+
+
+def tokenizer_writer(source: CheckpointSource, request: ConversionRequest) -> TokenizerWriter | None:
+    """Return a function that records the tokenizer in a checkpoint; None keeps the source's record, if any.
+
+    Raises:
+        TokenizerError: the tokenizer of the command line cannot be built.
+    """
+    given = dict(request.tokenizer)
+    while isinstance(source, (MergedSource, PeftSource)):
+        source = source.base
+    if not given:
+        return source.write_tokenizer if isinstance(source, HuggingFaceSource) else None
+    if "tokenizer_type" not in given and Path(given.get("tokenizer_model", "")).is_dir():
+        given["tokenizer_type"] = HuggingFaceTokenizer.name
+    vocab_size = int(source.common["config"]["model"]["vocab_size"])
+    if given.get("tokenizer_type") == NullTokenizer.name:
+        given["vocab_size"] = vocab_size - 1  # counted without the end of a document
+    tokenizer = build_tokenizer(**given)
+    if tokenizer.vocab_size > vocab_size:
+        raise TokenizerError(
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids, the model {vocab_size}; give the tokenizer of the model"
+        )
+
+    def write(folder: Path) -> bool:
+        record_tokenizer(tokenizer, folder)
+        return True
+
+    return write
+
+
+def compare_with_transformers(view: CheckpointSource, folder: Path, log: Log) -> None:
+    """Compare the model's logits with those that the transformers package computes from the Hugging Face folder.
+
+    Raises:
+        ConversionMismatchError: the logits are not the same.
+        InputError: the package is not installed.
+    """
+    tokens = sample_tokens(source_config(view))
+    ours, theirs = streamed_logits(view, tokens), transformers_logits(folder, tokens)
+    compare_logits(ours, theirs, "the transformers package", TRANSFORMERS_TOLERANCE, log)

@@ -1,0 +1,103 @@
+"""The options of a conversion, and which of them have no effect between its two formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.formats.torchtitan_settings import idle_lines
+
+FORMATS = {
+    "megatron": "megatron",
+    "native": "native",
+    "torch_dist": "torch_dist",
+    "torch": "torch",
+    "core": "torch",
+    "mcore": "torch",
+    "legacy": "torch",
+    "hf": "hf",
+    "torchtitan": "torchtitan",
+    "llama_mistral": "hf",
+    "peft": "peft",
+}
+"""Names of loaders and savers, Megatron's own among them, and what each stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Hold what a conversion changes; None keeps the checkpoint's value."""
+
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    expert_parallel_size: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    make_vocab_size_divisible_by: int | None = None
+    params_dtype: str | None = None
+    keeps_optimizer: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionRequest:
+    """Hold what is converted, into what, and how the result is checked.
+
+    Attributes:
+        loader: format to read, a key of `FORMATS`.
+        saver: format to write, a key of `FORMATS`.
+        ckpt_step: iteration to convert; None is the newest.
+        target: what is changed; the optimizer's state is kept only where both formats can hold it.
+        true_vocab_size: rows of the vocabulary that are no padding, in Megatron's files.
+        tokenizer: keywords of `build_tokenizer` for the tokenizer to record; empty for the checkpoint's own.
+        told: what a torchtitan folder does not say of its model.
+        verify: read the result again and compare it.
+        test_logits: compare the logits with the transformers package's.
+        merges_adapters: make the low-rank adapters part of the weights.
+        takes_averages: write the averages of the weights in their place.
+        base_model: folder of the model that adapters of peft are of.
+    """
+
+    load_dir: Path
+    save_dir: Path
+    loader: str
+    saver: str
+    ckpt_step: int | None
+    target: Target
+    true_vocab_size: int | None
+    tokenizer: Mapping[str, Any]
+    told: Mapping[str, Any]
+    verify: bool
+    test_logits: bool
+    merges_adapters: bool = False
+    takes_averages: bool = False
+    base_model: Path | None = None
+
+
+def idle_flags(request: ConversionRequest, found: str, saver: str) -> list[str]:
+    """Return a line for each given flag that changes nothing, or less than it says, between these two formats."""
+    target = request.target
+    layout = {
+        "--target-tensor-parallel-size": target.tensor_parallel_size,
+        "--target-pipeline-parallel-size": target.pipeline_parallel_size,
+        "--target-expert-parallel-size": target.expert_parallel_size,
+        "--target-num-layers-per-virtual-pipeline-stage": target.num_layers_per_virtual_pipeline_stage,
+        "--make-vocab-size-divisible-by": target.make_vocab_size_divisible_by,
+    }
+    given = [f"{flag} {value}" for flag, value in layout.items() if value is not None]
+    lines: list[str] = []
+    if request.base_model is not None and "peft" not in (found, saver):
+        lines.append(f"--base-model {request.base_model} has no effect: only adapters of peft have one")
+    if saver in ("hf", "peft"):
+        lines += [f"{flag} has no effect: a Hugging Face folder has no layout and no padding" for flag in given]
+        lines += [
+            f"--{name.replace('_', '-')} {value} has no effect: a Hugging Face folder gets the tokenizer files that "
+            "the checkpoint holds"
+            for name, value in request.tokenizer.items()
+        ]
+        if not target.keeps_optimizer:
+            lines.append("--no-save-optim has no effect: a Hugging Face folder never holds optimizer state")
+    elif saver == "native":
+        lines += [f"{flag} changes the recorded configuration only: native files load at any layout" for flag in given]
+    if found not in ("torch", "torch_dist") and request.true_vocab_size is not None:
+        lines.append(f"--true-vocab-size {request.true_vocab_size} has no effect: only Megatron's files hold padding")
+    return lines + (idle_lines(request.told) if found != "torchtitan" else [])

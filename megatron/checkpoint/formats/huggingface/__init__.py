@@ -1,0 +1,1 @@
+"""Models of Hugging Face: families, their settings, weights and tokenizers."""

@@ -1,0 +1,327 @@
+"""The layers of Llama and related families: RMSNorm, rotary positions, GQA, gated MLP, experts and windows."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.checkpoint.formats.huggingface.family import (
+    TensorLink,
+    dtype_fields,
+    one_of,
+    query_key_value_rows,
+    rows,
+    whole,
+)
+from megatron.checkpoint.formats.huggingface.rope import read_rope, write_rope
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.transformer.layer_pattern import format_layer_pattern
+
+if TYPE_CHECKING:
+    import torch
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_layer_types(settings: Settings, default: Sequence[bool]) -> list[bool]:
+    """Return for each layer whether ``layer_types`` gives it a window; ``default`` where there is none."""
+    types = settings.values.get("layer_types")
+    if types is None:
+        return list(default)
+    kinds = list(types) if isinstance(types, list) else [types]
+    unknown = sorted({str(kind) for kind in kinds if kind not in (FULL, SLIDING)})
+    if unknown:
+        settings.refuse(f"layer_types has {', '.join(unknown)}; supported are {FULL} and {SLIDING}")
+    elif len(kinds) != len(default):
+        settings.refuse(f"layer_types has {len(kinds)} layers, but there are {len(default)}")
+    else:
+        return [kind == SLIDING for kind in kinds]
+    return list(default)
+
+
+def window_fields(settings: Settings, has_window: Sequence[bool], default: int | None) -> dict[str, Any]:
+    """Return the fields of a GPTConfig in which these layers have the setting ``sliding_window``, with its default."""
+    if not any(has_window):
+        return {}
+    window = settings.values.get("sliding_window", default)
+    if type(window) is not int or window < 1:
+        settings.refuse(f"sliding_window is {window!r}; its layers need a positive whole number")
+        return {}
+    pattern = None if all(has_window) else format_layer_pattern(has_window)
+    return {"window_size": f"{window - 1},0", "window_attn_skip_freq": pattern}
+
+
+def written_layer_types(config: GPTConfig) -> dict[str, Any]:
+    """Return the settings ``sliding_window`` and ``layer_types`` of a model."""
+    windows = config.layer_windows
+    return {
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+    }
+
+
+def window_of_all_layers(config: GPTConfig) -> int | None:
+    """Return the window that every layer has, or None where one has none."""
+    windows = set(config.layer_windows)
+    return windows.pop() if len(windows) == 1 else None
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Hold what a layer's router is called, its experts, and the three maps of each."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+_IN_MEMORY = ExpertNames()
+"""The names of router and experts in transformers' own modules, whatever their files call them."""
+
+
+def expert_fields(settings: Settings, num_experts: int, width: int, default_choices: int) -> dict[str, Any]:
+    """Return the fields of a GPTConfig that any kind of experts has; note more choices a token than experts."""
+    chosen = settings.integer("num_experts_per_tok", default_choices)
+    if chosen > num_experts and not settings.problems:
+        settings.refuse(f"num_experts_per_tok is {chosen}, but there are {num_experts} experts")
+        chosen = num_experts
+    return {"num_experts": num_experts, "moe_ffn_hidden_size": width, "moe_router_topk": chosen}
+
+
+def is_unnormalized(settings: Settings) -> bool:
+    """Return whether scores of all experts weigh the chosen ones as they are.
+
+    Divided by their sum, as by ``norm_topk_prob``, they are the softmax over the chosen ones.
+    """
+    return not settings.switch("norm_topk_prob", False)
+
+
+def layer_frequency(has_experts: Sequence[bool]) -> str:
+    """Return the value of ``--moe-layer-freq`` that stands for these layers."""
+    return "1" if all(has_experts) else str([int(has) for has in has_experts])
+
+
+def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) -> Iterator[TensorLink]:
+    """Return the links of a layer's router and experts, each of which is a tensor of its own in files."""
+    assert config.num_experts is not None
+    count, width, ffn = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
+    yield whole(f"{ours}mlp.router.weight", f"{theirs}{names.router}.weight", (count, width))
+    for expert in range(count):
+        of_expert = f"{theirs}{names.experts}.{expert}."
+        gated = f"{ours}mlp.experts.linear_fc1.weight"
+        yield one_of(gated, expert, 0, f"{of_expert}{names.gate}.weight", (ffn, width))
+        yield one_of(gated, expert, ffn, f"{of_expert}{names.up}.weight", (ffn, width))
+        yield one_of(f"{ours}mlp.experts.linear_fc2.weight", expert, 0, f"{of_expert}{names.down}.weight", (width, ffn))
+
+
+def shared_expert_links(config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+    """Return the links of a layer's shared expert."""
+    width, ffn = config.hidden_size, config.moe_shared_expert_intermediate_size
+    assert ffn is not None
+    gated, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}mlp.shared_experts."
+    yield rows(gated, 0, f"{of_shared}gate_proj.weight", 0, ffn, (width,))
+    yield rows(gated, ffn, f"{of_shared}up_proj.weight", 0, ffn, (width,))
+    yield whole(f"{ours}mlp.shared_experts.linear_fc2.weight", f"{of_shared}down_proj.weight", (width, ffn))
+
+
+def weights_as_in_files(weights: Mapping[str, torch.Tensor], names: ExpertNames) -> dict[str, torch.Tensor]:
+    """Return a loaded model's weights as its files have them: the experts, which it stacks in memory, each on its own.
+
+    All are views of the same memory.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        layer, of_router, kind = name.partition(f".{_IN_MEMORY.router}.")
+        if of_router:
+            found[f"{layer}.{names.router}.{kind}"] = weight
+            continue
+        layer, of_experts, kind = name.partition(f".{_IN_MEMORY.experts}.")
+        parts = {"gate_up_proj": (names.gate, names.up), "down_proj": (names.down,)}.get(kind)
+        if not of_experts or parts is None:
+            found[name] = weight
+            continue
+        for expert, of_expert in enumerate(weight):
+            for part, values in zip(parts, of_expert.chunk(len(parts)), strict=True):
+                found[f"{layer}.{names.experts}.{expert}.{part}.weight"] = values
+    return found
+
+
+_BUFFER = re.compile(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+class RotaryDecoderFamily:
+    """Translate what the families have in common; each says itself what else its settings may hold.
+
+    ``has_qkv_bias`` tells whether the projections to queries, keys and values have biases. The defaults are those of
+    the family's configuration class, which its files may leave out; without a default for the groups there is one for
+    each head, and without one for a head's width the heads share the model's. ``norm_names`` are our norms of a layer
+    and theirs. ``expert_names`` is None where files stack the experts as a model in memory does.
+    """
+
+    model_type: str
+    architecture: str
+    base_prefix = "model."
+    has_qkv_bias = False
+    default_positions: int
+    default_groups: int | None = None
+    default_head_dim: int | None = None
+    default_epsilon = 1e-6
+    default_rotary_base = 10000.0
+    is_tied_by_default = False
+    activation = ("hidden_act", "silu", "swiglu")
+    """The setting of the gate's activation, its only value, and the switch that this is here."""
+    expert_names: ExpertNames | None = ExpertNames()
+    norm_names: tuple[tuple[str, str], ...] = (
+        ("input_layernorm", "input_layernorm"),
+        ("pre_mlp_layernorm", "post_attention_layernorm"),
+    )
+
+    def read_config(self, settings: Settings) -> GPTConfig:
+        """Return the model that the settings describe."""
+        width = settings.integer("hidden_size")
+        heads = settings.integer("num_attention_heads")
+        # A null, unlike absence, stands for what follows from the other sizes.
+        usual_groups = heads if "num_key_value_heads" in settings.values else self.default_groups or heads
+        usual_width = None if "head_dim" in settings.values else self.default_head_dim
+        groups = settings.integer("num_key_value_heads", usual_groups)
+        head_dim = settings.integer("head_dim", usual_width or max(width // heads, 1))
+        if not settings.problems:
+            self.check_heads(settings, width, heads, groups, head_dim)
+        setting, activation, switch = self.activation
+        settings.require(setting, activation, activation, "the feed-forward layer is gated by it")
+        positions = settings.integer("max_position_embeddings", self.default_positions)
+        config = GPTConfig(
+            num_layers=settings.integer("num_hidden_layers"),
+            hidden_size=width,
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            group_query_attention=groups != heads,
+            ffn_hidden_size=settings.integer("intermediate_size"),
+            kv_channels=head_dim,
+            normalization="RMSNorm",
+            norm_epsilon=settings.number("rms_norm_eps", self.default_epsilon),
+            swiglu=switch == "swiglu",
+            geglu=switch == "geglu",
+            add_bias_linear=False,
+            add_qkv_bias=self.has_qkv_bias,
+            hidden_dropout=0.0,
+            attention_dropout=settings.number("attention_dropout", 0.0),
+            init_method_std=settings.number("initializer_range", 0.02),
+            vocab_size=settings.integer("vocab_size"),
+            max_position_embeddings=positions,
+            position_embedding_type="rope",
+            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", self.is_tied_by_default),
+            **self.read_rope(settings, positions),
+            **dtype_fields(settings),
+        )
+        return dataclasses.replace(config, **self.own_fields(settings))
+
+    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
+        """Return the fields of the rotary positions."""
+        return read_rope(settings, positions, self.default_rotary_base)
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return what only this family's settings decide of a model, and note what is not supported of it."""
+        return {}
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        settings: dict[str, Any] = {
+            "model_type": self.model_type,
+            "architectures": [self.architecture],
+            "attention_dropout": config.attention_dropout,
+            self.activation[0]: self.activation[1],
+            "hidden_size": config.hidden_size,
+            "initializer_range": config.init_method_std,
+            "intermediate_size": config.ffn_hidden_size,
+            "max_position_embeddings": config.max_position_embeddings,
+            "num_attention_heads": config.num_attention_heads,
+            "num_hidden_layers": config.num_layers,
+            "num_key_value_heads": config.num_query_groups,
+            "rms_norm_eps": config.norm_epsilon,
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+            "vocab_size": config.vocab_size,
+        }
+        if self.default_head_dim or config.kv_channels * config.num_attention_heads != config.hidden_size:
+            settings["head_dim"] = config.kv_channels
+        return settings | write_rope(config)
+
+    def links(self, config: GPTConfig) -> Iterable[TensorLink]:
+        """Return every link, in the order of the tensors in their model."""
+        width, prefix = config.hidden_size, self.base_prefix
+        yield whole(
+            "model.embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", (config.vocab_size, width)
+        )
+        for layer in range(config.num_layers):
+            ours, theirs = f"model.decoder.layers.{layer}.", f"{prefix}layers.{layer}."
+            yield from self.layer_links(config, ours, theirs, has_experts=config.moe_layers[layer])
+        yield whole("model.decoder.final_layernorm.weight", f"{prefix}norm.weight", (width,))
+        if config.untie_embeddings_and_output_weights:
+            yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
+
+    def is_buffer(self, name: str) -> bool:
+        """Return whether these are rotary frequencies, which older files hold."""
+        return _BUFFER.fullmatch(name) is not None
+
+    def projection_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of a dense layer's projections to queries, keys and values, and to gate and up."""
+        width, ffn = config.hidden_size, config.ffn_hidden_size
+        yield from self.attention_links(config, ours, theirs)
+        gated = f"{ours}mlp.linear_fc1.weight"
+        yield rows(gated, 0, f"{theirs}mlp.gate_proj.weight", 0, ffn, (width,))
+        yield rows(gated, ffn, f"{theirs}mlp.up_proj.weight", 0, ffn, (width,))
+
+    def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of a layer's projections to queries, keys and values."""
+        width = config.hidden_size
+        fused = list(query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels))
+        for name in ("q", "k", "v"):
+            for kind, trailing in (("weight", (width,)), ("bias", ()))[: 2 if self.has_qkv_bias else 1]:
+                for part, native_start, foreign_start, count in fused:
+                    if part == name:
+                        native = f"{ours}self_attention.linear_qkv.{kind}"
+                        foreign = f"{theirs}self_attn.{name}_proj.{kind}"
+                        yield rows(native, native_start, foreign, foreign_start, count, trailing)
+
+    def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of the norms within a layer's attention."""
+        across = config.qk_layernorm_across_heads
+        for name, rows_of_all in (("q", config.query_projection_size), ("k", config.kv_projection_size)):
+            native, foreign = f"{ours}self_attention.{name}_layernorm.weight", f"{theirs}self_attn.{name}_norm.weight"
+            yield whole(native, foreign, (rows_of_all if across else config.kv_channels,))
+
+    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of a layer's router and experts."""
+        assert self.expert_names is not None, "a family that stacks experts has links of its own"
+        yield from expert_links(config, self.expert_names, ours, theirs)
+
+    def layer_links(self, config: GPTConfig, ours: str, theirs: str, *, has_experts: bool) -> Iterator[TensorLink]:
+        """Return the links of a layer, by what its tensors' names begin with."""
+        width, ffn = config.hidden_size, config.ffn_hidden_size
+        yield from (self.attention_links if has_experts else self.projection_links)(config, ours, theirs)
+        projection = (width, config.context_size)
+        yield whole(f"{ours}self_attention.linear_proj.weight", f"{theirs}self_attn.o_proj.weight", projection)
+        if config.qk_layernorm:
+            yield from self.attention_norm_links(config, ours, theirs)
+        if has_experts:
+            yield from self.expert_layer_links(config, ours, theirs)
+        else:
+            yield whole(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (width, ffn))
+        for name, their_name in self.norm_names:
+            yield whole(f"{ours}{name}.weight", f"{theirs}{their_name}.weight", (width,))
+
+    def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
+        """Note what is wrong with the numbers and the width of heads."""
+        if heads % groups:
+            settings.refuse(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
+        if settings.values.get("head_dim", self.default_head_dim) is None and width % heads:
+            settings.refuse(f"hidden_size {width} is not divisible by num_attention_heads {heads}; give head_dim")
+        elif head_dim % 2:
+            settings.refuse(f"heads are {head_dim} channels wide; rotary positions need an even number")

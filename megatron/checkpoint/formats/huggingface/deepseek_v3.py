@@ -1,0 +1,190 @@
+"""DeepSeek-V3: MLA, experts in all layers but the first, a shared expert, and multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    RotaryDecoderFamily,
+    expert_fields,
+    layer_frequency,
+    shared_expert_links,
+)
+from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
+from megatron.checkpoint.formats.huggingface.rope import read_yarn
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.models.gpt.gpt_config import GPTConfig
+
+_NORM_EPSILON = 1e-6
+_RANKED_IN_GROUP = 2
+"""By how many of its experts transformers ranks a group."""
+
+
+class DeepseekV3Family(RotaryDecoderFamily):
+    """Translate DeepSeek-V3 (``DeepseekV3ForCausalLM``)."""
+
+    model_type = "deepseek_v3"
+    architecture = "DeepseekV3ForCausalLM"
+    default_positions = 4096
+
+    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
+        """Return the fields of the rotary positions."""
+        return read_yarn(settings, positions, self.default_rotary_base)
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the widths of attention, the experts and the further predictions; note what is not supported."""
+        settings.require("attention_bias", False, False, "attention has no biases")
+        settings.require("rope_interleave", True, True, "neighbouring channels are rotated together")
+        settings.require("scoring_func", "sigmoid", "sigmoid", "scores are sigmoids")
+        settings.require("topk_method", "noaux_tc", "noaux_tc", "groups are ranked by their best experts")
+        settings.require("moe_layer_freq", 1, 1, "first_k_dense_replace says which layers have experts")
+        settings.require("rms_norm_eps", _NORM_EPSILON, _NORM_EPSILON, "the norms within attention have it")
+        width, experts = settings.integer("moe_intermediate_size", 2048), settings.integer("n_routed_experts", 256)
+        fields = expert_fields(settings, experts, width, 8)
+        is_divided = fields["moe_router_topk"] > 1
+        reason = "scores are divided by their sum" if is_divided else "the score of a single expert is its weight"
+        settings.require("norm_topk_prob", is_divided, True, reason)
+        layers, dense = settings.integer("num_hidden_layers"), _count(settings, "first_k_dense_replace", 3)
+        if dense >= layers:
+            settings.refuse(
+                f"first_k_dense_replace is {dense}: none of {layers} layers has experts; up to {layers - 1} works"
+            )
+        query_rank = settings.values.get("q_lora_rank", 1536)
+        return {
+            **fields,
+            **_group_fields(settings, experts, fields["moe_router_topk"]),
+            "kv_channels": 0,
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "q_lora_rank": None if query_rank is None else settings.integer("q_lora_rank", 1536),
+            "kv_lora_rank": settings.integer("kv_lora_rank", 512),
+            "qk_head_dim": settings.integer("qk_nope_head_dim", 128),
+            "qk_pos_emb_head_dim": settings.integer("qk_rope_head_dim", 64),
+            "v_head_dim": settings.integer("v_head_dim", 128),
+            "moe_layer_freq": layer_frequency([layer >= dense for layer in range(min(layers, 100_000))]),
+            "moe_shared_expert_intermediate_size": settings.integer("n_shared_experts", 1) * width,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk_scaling_factor": settings.number("routed_scaling_factor", 2.5),
+            "moe_router_enable_expert_bias": True,
+            "moe_router_dtype": "fp32",
+            "mtp_num_layers": _further_layers(settings, layers) or None,
+        }
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        shared = config.moe_shared_expert_intermediate_size or 0
+        settings = super().write_settings(config) | {
+            "attention_bias": False,
+            "first_k_dense_replace": sum(not has_experts for has_experts in config.moe_layers),
+            "kv_lora_rank": config.kv_lora_rank,
+            "moe_intermediate_size": config.moe_ffn_hidden_size,
+            "n_group": config.moe_router_num_groups or 1,
+            "n_routed_experts": config.num_experts,
+            "n_shared_experts": shared // max(config.moe_ffn_hidden_size, 1),
+            "norm_topk_prob": config.moe_router_topk > 1,
+            "num_experts_per_tok": config.moe_router_topk,
+            "num_nextn_predict_layers": config.num_further_tokens,
+            "q_lora_rank": config.q_lora_rank,
+            "qk_nope_head_dim": config.qk_head_dim,
+            "qk_rope_head_dim": config.qk_pos_emb_head_dim,
+            "rope_interleave": True,
+            "routed_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
+            "scoring_func": "sigmoid",
+            "topk_group": config.moe_router_group_topk or 1,
+            "topk_method": "noaux_tc",
+            "v_head_dim": config.v_head_dim,
+        }
+        # What transformers calls the width of a head is that of its rotary part here, which is said already.
+        settings.pop("head_dim", None)
+        return settings
+
+    def links(self, config: GPTConfig) -> Iterable[TensorLink]:
+        """Return every link: layers behind the last one predict further tokens, with copies of both embeddings."""
+        yield from super().links(config)
+        vocabulary, width = (config.vocab_size, config.hidden_size), config.hidden_size
+        has_own = config.untie_embeddings_and_output_weights
+        output_layer = "model.output_layer.weight" if has_own else "model.embedding.word_embeddings.weight"
+        for depth in range(config.num_further_tokens):
+            ours, theirs = f"model.mtp.layers.{depth}.", f"{self.base_prefix}layers.{config.num_layers + depth}."
+            embedding = whole("model.embedding.word_embeddings.weight", f"{theirs}embed_tokens.weight", vocabulary)
+            yield replace(embedding, is_copy=True)
+            yield whole(f"{ours}enorm.weight", f"{theirs}enorm.weight", (width,))
+            yield whole(f"{ours}hnorm.weight", f"{theirs}hnorm.weight", (width,))
+            yield whole(f"{ours}eh_proj.weight", f"{theirs}eh_proj.weight", (width, 2 * width))
+            within = f"{ours}transformer_layer."
+            yield from self.layer_links(config, within, theirs, has_experts=config.moe_layers[-1])
+            yield whole(f"{ours}final_layernorm.weight", f"{theirs}shared_head.norm.weight", (width,))
+            yield replace(whole(output_layer, f"{theirs}shared_head.head.weight", vocabulary), is_copy=True)
+
+    def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of the maps to queries, and down and up to keys and values."""
+        width, heads = config.hidden_size, config.num_attention_heads
+        ours, theirs = f"{ours}self_attention.linear_", f"{theirs}self_attn."
+        queries, rank = heads * config.latent_query_width, config.q_lora_rank
+        if rank is None:
+            yield whole(f"{ours}q_proj.weight", f"{theirs}q_proj.weight", (queries, width))
+        else:
+            yield whole(f"{ours}q_down_proj.weight", f"{theirs}q_a_proj.weight", (rank, width))
+            yield whole(f"{ours}q_up_proj.weight", f"{theirs}q_b_proj.weight", (queries, rank))
+        latent = (config.kv_lora_rank + config.qk_pos_emb_head_dim, width)
+        yield whole(f"{ours}kv_down_proj.weight", f"{theirs}kv_a_proj_with_mqa.weight", latent)
+        up = (heads * (config.qk_head_dim + config.v_head_dim), config.kv_lora_rank)
+        yield whole(f"{ours}kv_up_proj.weight", f"{theirs}kv_b_proj.weight", up)
+
+    def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of the norms of the latent vectors."""
+        ours, theirs = f"{ours}self_attention.", f"{theirs}self_attn."
+        if config.q_lora_rank is not None:
+            yield whole(f"{ours}q_layernorm.weight", f"{theirs}q_a_layernorm.weight", (config.q_lora_rank,))
+        yield whole(f"{ours}kv_layernorm.weight", f"{theirs}kv_a_layernorm.weight", (config.kv_lora_rank,))
+
+    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of router, experts, shared expert and the bias by which experts are chosen."""
+        yield from super().expert_layer_links(config, ours, theirs)
+        if config.moe_router_enable_expert_bias:
+            bias = f"{theirs}mlp.gate.e_score_correction_bias"
+            yield whole(f"{ours}mlp.router.expert_bias", bias, (config.num_experts or 0,))
+        if config.moe_shared_expert_intermediate_size is not None:
+            yield from shared_expert_links(config, ours, theirs)
+
+    def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:
+        """Note grouped queries, and rotary parts that are no pairs of channels."""
+        if groups != heads:
+            settings.refuse(f"num_key_value_heads is {groups}; latent attention has one for each of {heads} heads")
+        rotary = settings.integer("qk_rope_head_dim", 64)
+        if rotary % 2:
+            settings.refuse(f"qk_rope_head_dim is {rotary}; rotary positions need an even number")
+
+
+def _group_fields(settings: Settings, experts: int, chosen: int) -> dict[str, Any]:
+    """Return the groups that limit the choice of experts; note those that are ranked otherwise here."""
+    groups, of_token = settings.integer("n_group", 8), settings.integer("topk_group", 4)
+    if groups == 1 or settings.problems:
+        return {}
+    if experts % groups or of_token > groups or experts // groups < _RANKED_IN_GROUP:
+        settings.refuse(f"n_group {groups} and topk_group {of_token} do not divide {experts} experts")
+    elif chosen // of_token != _RANKED_IN_GROUP:
+        settings.refuse(
+            f"num_experts_per_tok {chosen} / topk_group {of_token} is not {_RANKED_IN_GROUP}, the number of experts by "
+            "which a group is ranked"
+        )
+    elif of_token * (experts // groups) < chosen:
+        settings.refuse(f"{of_token} groups of {experts // groups} experts do not have num_experts_per_tok {chosen}")
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": of_token}
+
+
+def _further_layers(settings: Settings, layers: int) -> int:
+    """Return how many layers behind the last one there are; transformers writes their number and leaves them out."""
+    names = settings.tensor_names
+    stated = _count(settings, "num_nextn_predict_layers", 0 if names is None else 1)
+    if names is not None and not any(f"layers.{layers}." in name for name in names()):
+        return 0
+    return stated
+
+
+def _count(settings: Settings, name: str, default: int) -> int:
+    """Return a whole number that may be 0."""
+    value = settings.values.get(name, default)
+    return 0 if type(value) is int and value == 0 else settings.integer(name, default)

@@ -1,0 +1,133 @@
+"""List the supported model families and find the one that a model belongs to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.deepseek_v3 import DeepseekV3Family
+from megatron.checkpoint.formats.huggingface.family import Family, model_features
+from megatron.checkpoint.formats.huggingface.gemma import Gemma2Family, Gemma3Family
+from megatron.checkpoint.formats.huggingface.gpt import GPT2Family, GPTNeoFamily, GPTNeoXFamily
+from megatron.checkpoint.formats.huggingface.gpt_oss import GptOssFamily
+from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
+from megatron.checkpoint.formats.huggingface.mistral import MistralFamily, MixtralFamily
+from megatron.checkpoint.formats.huggingface.olmo import Olmo2Family, Olmo3Family, OlmoeFamily
+from megatron.checkpoint.formats.huggingface.phi3 import Phi3Family
+from megatron.checkpoint.formats.huggingface.qwen import Qwen2Family, Qwen3Family, Qwen3MoEFamily
+from megatron.checkpoint.formats.huggingface.settings import Settings, read_quantization, read_settings
+from megatron.checkpoint.formats.huggingface.smollm3 import SmolLM3Family
+from megatron.checkpoint.formats.huggingface.tokenizer_files import tokenizer_settings
+from megatron.core.config_base import config_to_dict, excesses
+from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+
+FAMILIES: tuple[Family, ...] = (
+    GPT2Family(),
+    LlamaFamily(),
+    Qwen2Family(),
+    Qwen3Family(),
+    Qwen3MoEFamily(),
+    MistralFamily(),
+    MixtralFamily(),
+    GPTNeoFamily(),
+    GPTNeoXFamily(),
+    DeepseekV3Family(),
+    GptOssFamily(),
+    Olmo2Family(),
+    Olmo3Family(),
+    SmolLM3Family(),
+    OlmoeFamily(),
+    Phi3Family(),
+    Gemma2Family(),
+    Gemma3Family(),
+)
+
+_PUBLISHED_WITH_CODE = ("deepseek_v3",)
+"""Families whose folders name code of their own, which transformers has had since and passes over."""
+
+
+def hugging_face_config(folder: str | Path) -> GPTConfig:
+    """Return the model that a folder's config.json describes, without importing torch.
+
+    Raises:
+        CheckpointError: the folder has no readable config.json.
+        ConfigurationError: it describes a model that is not supported; every reason.
+    """
+    return read_model(read_settings(Path(folder)))[1]
+
+
+def read_model(settings: Settings) -> tuple[Family, GPTConfig]:
+    """Return the family of a model and its configuration.
+
+    Raises:
+        CheckpointError: the family is not supported.
+        ConfigurationError: a setting is not.
+    """
+    family = _family_of(settings)
+    read_quantization(settings)
+    if settings.values.get("auto_map") is not None and family.model_type not in _PUBLISHED_WITH_CODE:
+        settings.refuse("auto_map is set; only weights of the built-in architectures are supported")
+    config = family.read_config(settings)
+    for problem in excesses(config):
+        settings.refuse(problem)
+    settings.raise_problems()
+    return family, config
+
+
+def family_for(config: GPTConfig) -> Family:
+    """Return the family that can express a model completely.
+
+    Raises:
+        ConfigurationError: none can; for each one the fields that it would change.
+    """
+    wanted = model_features(config)
+    problems = []
+    for family in FAMILIES:
+        settings = Settings(family.write_settings(config), family.model_type)
+        found = model_features(family.read_config(settings))
+        changed = [f"{name} {wanted[name]!r}" for name in wanted if found.get(name, wanted[name]) != wanted[name]]
+        changed += settings.problems
+        if not changed:
+            return family
+        if config.num_experts is not None and found["num_experts"] is None:
+            problems.append(f"{family.model_type} has no experts")
+            continue
+        problems.append(f"{family.model_type} has no {', '.join(changed)}")
+    raise ConfigurationError(f"no supported Hugging Face architecture can express this model: {'; '.join(problems)}")
+
+
+def describe_missing_family(config: GPTConfig) -> str | None:
+    """Return one line that says why a model cannot become a Hugging Face folder, or None where it can."""
+    try:
+        family_for(config)
+    except ConfigurationError as error:
+        return f"checkpoints of this run cannot become Hugging Face models: {error}"
+    return None
+
+
+def _family_of(settings: Settings) -> Family:
+    architectures = settings.values.get("architectures")
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    if isinstance(architectures, list) and architectures:
+        names, wanted = ", ".join(map(str, architectures)), [str(name) for name in architectures]
+        found = [family for family in FAMILIES if wanted == [family.architecture]]
+    else:
+        names = f"model_type {settings.values.get('model_type')!r}"
+        found = [family for family in FAMILIES if family.model_type == settings.values.get("model_type")]
+    if not found:
+        raise CheckpointError(f"{settings.place}: {names} is not supported; supported are {supported}")
+    return found[0]
+
+
+def recorded_config(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what a folder says of a run's configuration: the model, and the tokenizer where it has one.
+
+    Raises:
+        CheckpointError: config.json cannot be read.
+        ConfigurationError: it describes a model that is not supported.
+    """
+    config = hugging_face_config(folder)
+    tokenizer = tokenizer_settings(folder, config.vocab_size)
+    has_tokenizer = tokenizer["tokenizer_type"] != "NullTokenizer"
+    return {"model": config_to_dict(config), "data": {}, "tokenizer": tokenizer if has_tokenizer else {}}

@@ -1,0 +1,131 @@
+"""GPT-OSS: attention sinks, a window in every second layer, biases everywhere, and experts with a limited gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    RotaryDecoderFamily,
+    expert_fields,
+    read_layer_types,
+    window_fields,
+    written_layer_types,
+)
+from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
+from megatron.checkpoint.formats.huggingface.rope import read_rope, rope_object
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.sharding import Box
+
+_GATE_STEEPNESS, _WINDOW = 1.702, 128
+_UNSAID_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""The rotary positions of a config.json that says nothing of them."""
+
+
+class GptOssFamily(RotaryDecoderFamily):
+    """Translate GPT-OSS (``GptOssForCausalLM``), whose experts are one tensor, gate and up channels in turn."""
+
+    model_type = "gpt_oss"
+    architecture = "GptOssForCausalLM"
+    has_qkv_bias = True
+    default_positions = 131072
+    default_groups = 8
+    default_head_dim = 64
+    default_epsilon = 1e-5
+    default_rotary_base = 150000.0
+    expert_names = None
+
+    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
+        """Return the fields of the rotary positions."""
+        if rope_object(settings) is None:
+            # Noted in the same place, since what is read of it is this family's own.
+            settings = Settings(
+                {**settings.values, "rope_scaling": _UNSAID_ROPE, "rope_parameters": None},
+                settings.place,
+                settings.problems,
+            )
+        return read_rope(settings, positions, self.default_rotary_base)
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the sinks, the windows and the experts; note what is not supported."""
+        settings.require("attention_bias", True, True, "every linear layer has a bias")
+        settings.require("swiglu_alpha", _GATE_STEEPNESS, _GATE_STEEPNESS, "the gate is x * sigmoid(1.702 x)")
+        for name in ("rope_scaling", "rope_parameters"):
+            if name in settings.values and rope_object(settings) is None:
+                settings.refuse(f"{name} is null, which releases of transformers read differently; say the rope_type")
+                break
+        limit = settings.positive_or_none("swiglu_limit", 7.0)
+        if limit is None:
+            settings.refuse("swiglu_limit is null; a number greater than 0 is expected")
+        layers = min(settings.integer("num_hidden_layers"), 100_000)
+        has_window = read_layer_types(settings, [layer % 2 == 0 for layer in range(layers)])
+        experts = settings.integer("num_local_experts", settings.integer("num_experts", 128))
+        # The published folders say no dtype: what is not of 4 bits is bfloat16.
+        is_half = settings.dtype() is None and settings.values.get("quantization_config") is not None
+        return {
+            **({"bf16": True, "params_dtype": "bfloat16"} if is_half else {}),
+            "softmax_type": "learnable",
+            "add_bias_linear": True,
+            "add_qkv_bias": False,
+            "swiglu": False,
+            "quick_geglu": True,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": limit,
+            **window_fields(settings, has_window, _WINDOW),
+            **expert_fields(settings, experts, settings.integer("intermediate_size"), 4),
+        }
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        settings = super().write_settings(config) | written_layer_types(config)
+        # transformers wants a window where no layer has one too, and takes nothing for what it calls the default.
+        settings["sliding_window"] = settings["sliding_window"] or _WINDOW
+        settings["rope_scaling"] = settings["rope_scaling"] or {"rope_type": "default"}
+        return settings | {
+            "attention_bias": True,
+            "intermediate_size": config.moe_ffn_hidden_size,
+            "num_experts_per_tok": config.moe_router_topk,
+            "num_local_experts": config.num_experts,
+            "pad_token_id": None,
+            "swiglu_limit": config.activation_func_clamp_value,
+        }
+
+    def layer_links(self, config: GPTConfig, ours: str, theirs: str, *, has_experts: bool) -> Iterator[TensorLink]:
+        """Return the links of a layer, by what its tensors' names begin with."""
+        width, heads = config.hidden_size, config.num_attention_heads
+        ours_of_attention, theirs_of_attention = f"{ours}self_attention.", f"{theirs}self_attn."
+        yield whole(f"{ours_of_attention}core_attention.softmax_offset", f"{theirs_of_attention}sinks", (heads,))
+        yield from self.attention_links(config, ours, theirs)
+        for kind, shape in (("weight", (width, config.context_size)), ("bias", (width,))):
+            yield whole(f"{ours_of_attention}linear_proj.{kind}", f"{theirs_of_attention}o_proj.{kind}", shape)
+        yield from self.expert_layer_links(config, ours, theirs)
+        for name, their_name in self.norm_names:
+            yield whole(f"{ours}{name}.weight", f"{theirs}{their_name}.weight", (width,))
+
+    def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of a layer's router and experts."""
+        count, width, ffn = config.num_experts or 0, config.hidden_size, config.moe_ffn_hidden_size
+        ours, theirs = f"{ours}mlp.", f"{theirs}mlp."
+        yield whole(f"{ours}router.weight", f"{theirs}router.weight", (count, width))
+        yield whole(f"{ours}router.bias", f"{theirs}router.bias", (count,))
+        fc1, gated = f"{ours}experts.linear_fc1.", f"{theirs}experts.gate_up_proj"
+        # Theirs has gate and up of a channel side by side, ours all of one behind all of the other.
+        for part in (0, 1):
+            native = Box((0, part * ffn, 0), (count, ffn, width))
+            foreign = Box((0, 0, part), (count, width, 2 * ffn - 1))
+            yield TensorLink(f"{fc1}weight", native, gated, foreign, is_transposed=True, foreign_step=2)
+        for part in (0, 1):
+            native, foreign = Box((0, part * ffn), (count, ffn)), Box((0, part), (count, 2 * ffn - 1))
+            yield TensorLink(f"{fc1}bias", native, f"{gated}_bias", foreign, foreign_step=2)
+        fc2, down = f"{ours}experts.linear_fc2.", f"{theirs}experts.down_proj"
+        native, foreign = Box((0, 0, 0), (count, width, ffn)), Box((0, 0, 0), (count, ffn, width))
+        yield TensorLink(f"{fc2}weight", native, down, foreign, is_transposed=True)
+        yield whole(f"{fc2}bias", f"{down}_bias", (count, width))

@@ -1,0 +1,200 @@
+"""Read weights that are stored under another library's names as the native format's tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron.checkpoint.checkpoint_source import TensorInfo
+from megatron.checkpoint.formats.huggingface.family import Family, TensorLink, shapes_of
+from megatron.checkpoint.formats.huggingface.settings import CONFIG_FILE
+from megatron.checkpoint.formats.huggingface.weight_files import OUTPUT_LAYER, WeightEntry
+from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES
+from megatron.core.errors import CheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.sharding import Box, split_box
+
+Fill = Callable[[TensorLink, Box, torch.Tensor], None]
+"""Copies what a link has of a box of ours into a tensor of the box's shape."""
+
+
+class LinkTable:
+    """Hold the links that make up each native tensor, with its shape and dtype.
+
+    ``dtypes`` has the dtype of each stored tensor by its name in the links; ``folder`` is named in errors.
+
+    Raises:
+        CheckpointError: stored tensors of several dtypes make up one of ours.
+    """
+
+    def __init__(self, links: Iterable[TensorLink], dtypes: Mapping[str, torch.dtype], folder: Path) -> None:
+        self._links: dict[str, list[TensorLink]] = {}
+        for link in links:
+            self._links.setdefault(link.native, []).append(link)
+        boxes = ((link.native, link.native_box) for linked in self._links.values() for link in linked)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(shape, _common_dtype(self._links[name], dtypes, folder))
+            for name, shape in shapes_of(boxes).items()
+        }
+
+    def links_of(self, name: str) -> list[TensorLink]:
+        """Return the links that make up a native tensor."""
+        return self._links[name]
+
+    def read(self, name: str, box: Box | None, fill: Fill) -> torch.Tensor:
+        """Return a box of a tensor, or all of it, contiguous on the CPU.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+        """
+        info = self.tensors[name]
+        wanted = info.whole if box is None else box
+        result = torch.empty(wanted.shape, dtype=info.dtype)
+        for link in self._links[name]:
+            common = link.native_box.intersect(wanted)
+            if common is not None:
+                fill(link, common, result[common.relative_to(wanted.offset).slices])
+        return result
+
+
+def _common_dtype(links: list[TensorLink], dtypes: Mapping[str, torch.dtype], folder: Path) -> torch.dtype:
+    found = {link.foreign: dtypes[link.foreign] for link in links}
+    first, *others = set(found.values())
+    if others:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
+        raise CheckpointError(f"{folder}: these tensors make up one of ours and must share a dtype: {listed}")
+    return first
+
+
+_MOST_NAMED = 8
+_USUAL_EXPERTS = 1024
+
+
+class StoredWeights(Protocol):
+    """Weights by their stored names: of a folder's files, or of a model in memory."""
+
+    folder: Path
+    entries: dict[str, WeightEntry]
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a copy of a box of a tensor."""
+
+
+class LinkedTensors:
+    """Hold which stored weights make up each native tensor of a model.
+
+    Raises:
+        CheckpointError: the weights are not those of the model that the configuration describes.
+    """
+
+    def __init__(self, family: Family, config: GPTConfig, weights: StoredWeights) -> None:
+        self.config = config
+        self.weights = weights
+        if config.num_layers > len(weights.entries):
+            raise CheckpointError(
+                f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {config.num_layers} layers, and "
+                f"{len(weights.entries)} tensors in its files"
+            )
+        if (config.num_experts or 0) > max(_USUAL_EXPERTS, len(weights.entries)):
+            raise CheckpointError(
+                f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {config.num_experts} experts, "
+                f"and {len(weights.entries)} tensors in its files"
+            )
+        links = list(family.links(config))
+        stored = _find_names(family, config, links, weights)
+        links = [dataclasses.replace(link, foreign=stored[link.foreign]) for link in links]
+        self._table = LinkTable(
+            [link for link in links if not link.is_copy],
+            {name: entry.dtype for name, entry in weights.entries.items()},
+            weights.folder,
+        )
+        self.tensors: Mapping[str, TensorInfo] = self._table.tensors
+        self._check_tied_copy()
+        self._check_copies([link for link in links if link.is_copy and link.foreign in weights.entries])
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it, contiguous on the CPU.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+            CheckpointError: the file that holds it is missing or damaged.
+        """
+        return self._table.read(name, box, self._fill)
+
+    def _fill(self, link: TensorLink, part: Box, target: torch.Tensor) -> None:
+        """Copy a part of a link's box by pieces, which bound the memory of a transposition."""
+        for piece in split_box(part, target.element_size(), MAX_PIECE_BYTES):
+            values = self.weights.read(link.foreign, link.foreign_part(piece))
+            target[piece.relative_to(part.offset).slices].copy_(link.to_native(values))
+
+    def _check_tied_copy(self) -> None:
+        """Refuse a file that holds an output layer of its own although config.json says that it is tied."""
+        if self.config.untie_embeddings_and_output_weights or OUTPUT_LAYER not in self.weights.entries:
+            return
+        (link,) = self._table.links_of("model.embedding.word_embeddings.weight")
+        if not self._are_equal(link, OUTPUT_LAYER):
+            raise CheckpointError(
+                f"{self.weights.folder}: {CONFIG_FILE} ties the output layer to the embedding, but {OUTPUT_LAYER} "
+                f"differs from {link.foreign}; set tie_word_embeddings to false"
+            )
+
+    def _check_copies(self, copies: list[TensorLink]) -> None:
+        """Refuse a second copy of values that differs from the first."""
+        for copy in copies:
+            (link,) = self._table.links_of(copy.native)
+            if not self._are_equal(link, copy.foreign):
+                raise CheckpointError(
+                    f"{self.weights.folder}: {copy.foreign} differs from {link.foreign}, of which it is to be a copy"
+                )
+
+    def _are_equal(self, link: TensorLink, other: str) -> bool:
+        """Tell whether another stored tensor has the bits of a link's whole one."""
+        size = self.weights.entries[link.foreign].dtype.itemsize
+        for box in split_box(link.foreign_box, size, MAX_PIECE_BYTES):
+            ours, theirs = (self.weights.read(name, box).view(torch.uint8) for name in (link.foreign, other))
+            if not torch.equal(ours, theirs):
+                return False
+        return True
+
+
+def _find_names(family: Family, config: GPTConfig, links: list[TensorLink], weights: StoredWeights) -> dict[str, str]:
+    """Return the name in the files of every tensor of the model.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or of another shape; all by name.
+    """
+    shapes = shapes_of((link.foreign, link.foreign_box) for link in links)
+    stored: dict[str, str] = {}
+    for name in shapes:
+        bare = name.removeprefix(family.base_prefix)
+        stored[name] = bare if name not in weights.entries and bare in weights.entries else name
+    known = set(stored.values())
+    if not config.untie_embeddings_and_output_weights and OUTPUT_LAYER in weights.entries:
+        known.add(OUTPUT_LAYER)
+        embedding = links[0].foreign
+        shapes[OUTPUT_LAYER], stored[OUTPUT_LAYER] = shapes[embedding], OUTPUT_LAYER
+    copies = {stored[link.foreign] for link in links if link.is_copy}
+    missing = [name for name in stored.values() if name not in weights.entries and name not in copies]
+    unexpected = [name for name in weights.entries if name not in known and not family.is_buffer(name)]
+    problems = [f"missing: {_listed(missing)}"] if missing else []
+    problems += [f"unexpected: {_listed(unexpected)}"] if unexpected else []
+    problems += [
+        f"{stored[name]} has the shape {list(weights.entries[stored[name]].shape)}, {CONFIG_FILE} makes it "
+        f"{list(shape)}"
+        for name, shape in shapes.items()
+        if stored[name] in weights.entries and weights.entries[stored[name]].shape != shape
+    ][:_MOST_NAMED]
+    if problems:
+        raise CheckpointError(
+            f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {'; '.join(problems)}"
+        )
+    return stored
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

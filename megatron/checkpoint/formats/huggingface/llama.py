@@ -1,0 +1,27 @@
+"""Llama, with the scaled rotary positions of Llama 3.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.models.gpt.gpt_config import GPTConfig
+
+
+class LlamaFamily(RotaryDecoderFamily):
+    """Translate Llama (``LlamaForCausalLM``): no biases."""
+
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    default_positions = 2048
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Note biases."""
+        settings.require("attention_bias", False, False, "attention has no biases")
+        settings.require("mlp_bias", False, False, "the feed-forward layer has no biases")
+        return {}
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return super().write_settings(config) | {"attention_bias": False, "mlp_bias": False}

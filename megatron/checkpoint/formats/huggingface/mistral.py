@@ -1,0 +1,72 @@
+"""Mistral and Mixtral.
+
+Mistral has Llama's layers, all of them with a sliding window or none. Mixtral has experts instead of the MLP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    ExpertNames,
+    RotaryDecoderFamily,
+    expert_fields,
+    read_layer_types,
+    window_fields,
+    window_of_all_layers,
+)
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.models.gpt.gpt_config import GPTConfig
+
+
+class MistralFamily(RotaryDecoderFamily):
+    """Translate Mistral (``MistralForCausalLM``)."""
+
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
+    default_positions = 131072
+    default_groups = 8
+    default_window: int | None = 4096
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the window."""
+        has_window = settings.values.get("sliding_window", self.default_window) is not None
+        alike = [has_window] * settings.integer("num_hidden_layers")
+        if read_layer_types(settings, alike) != alike:
+            settings.refuse(
+                "layer_types is not the same for all layers, by which transformers takes a Mistral for a Ministral; "
+                "leave it out if each layer has the window"
+            )
+        return window_fields(settings, alike, 4096)
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return super().write_settings(config) | {"sliding_window": window_of_all_layers(config)}
+
+
+class MixtralFamily(MistralFamily):
+    """Translate Mixtral (``MixtralForCausalLM``): a softmax over the chosen experts weighs them."""
+
+    model_type = "mixtral"
+    architecture = "MixtralForCausalLM"
+    default_epsilon = 1e-5
+    default_rotary_base = 1e6
+    default_window = None
+    expert_names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the window and the experts."""
+        if settings.number("router_jitter_noise", 0.0):
+            settings.refuse("router_jitter_noise is not 0: what goes into the router has no noise")
+        experts = settings.integer("num_local_experts", 8)
+        return super().own_fields(settings) | expert_fields(settings, experts, settings.integer("intermediate_size"), 2)
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        # transformers takes no width of a head for one that follows from the others, where YaRN stretches positions.
+        return super().write_settings(config) | {
+            "head_dim": config.kv_channels,
+            "intermediate_size": config.moe_ffn_hidden_size,
+            "num_experts_per_tok": config.moe_router_topk,
+            "num_local_experts": config.num_experts,
+        }

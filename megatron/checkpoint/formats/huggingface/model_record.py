@@ -1,0 +1,101 @@
+"""Record the Hugging Face folder that a checkpoint came from, so that the same folder can be written again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.settings import CONFIG_FILE, GENERATION_FILE, read_model_text
+from megatron.core.errors import CheckpointError
+
+MODEL_RECORD = "hugging_face"
+"""The key of the record in a checkpoint's common state."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Hold the tensors of one safetensors file in the order of their bytes, and the texts in its header."""
+
+    tensors: tuple[str, ...]
+    metadata: Mapping[str, str] | None
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """Hold the small files of a model folder as texts, and what lay in which safetensors file.
+
+    ``index`` and ``generation`` are None where the folder had no such file.
+    """
+
+    config: str
+    generation: str | None
+    index: str | None
+    files: Mapping[str, FileRecord]
+
+    def encode(self) -> dict[str, Any]:
+        """Return the record as JSON values."""
+        return {
+            "config": self.config,
+            "generation_config": self.generation,
+            "index": self.index,
+            "files": {
+                name: {
+                    "metadata": None if file.metadata is None else dict(file.metadata),
+                    "tensors": list(file.tensors),
+                }
+                for name, file in self.files.items()
+            },
+        }
+
+
+def decode_record(common: Mapping[str, Any]) -> ModelRecord | None:
+    """Return the record of a checkpoint's common state, or None where the model did not come from such a folder.
+
+    Raises:
+        CheckpointError: it is not what `ModelRecord.encode` returns.
+    """
+    content = common.get(MODEL_RECORD)
+    if content is None:
+        return None
+    try:
+        files = {
+            str(name): FileRecord(tuple(file["tensors"]), file["metadata"]) for name, file in content["files"].items()
+        }
+        return ModelRecord(str(content["config"]), content["generation_config"], content["index"], files)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint's record of its Hugging Face folder is damaged: {error!r}") from error
+
+
+def record_model(
+    folder: Path, index: str | None, files: Mapping[str, FileRecord], is_dropped: Callable[[str], bool]
+) -> ModelRecord:
+    """Describe a model folder; tensors that are no weights are left out, as they will not be written again.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    has_generation = (folder / GENERATION_FILE).is_file()
+    kept = {
+        name: FileRecord(tuple(tensor for tensor in file.tensors if not is_dropped(tensor)), file.metadata)
+        for name, file in files.items()
+    }
+    return ModelRecord(
+        config=read_model_text(folder, CONFIG_FILE),
+        generation=read_model_text(folder, GENERATION_FILE) if has_generation else None,
+        index=index,
+        files=kept,
+    )
+
+
+def index_text(weight_map: Mapping[str, str], total_bytes: int, recorded: str | None) -> str:
+    """Return the text of the index: the recorded one where it says the same, else one made anew."""
+    if recorded is not None:
+        content = json.loads(recorded)
+        size = (content.get("metadata") or {}).get("total_size", total_bytes)
+        if content["weight_map"] == dict(weight_map) and size == total_bytes:
+            return recorded
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

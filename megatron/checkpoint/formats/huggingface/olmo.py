@@ -1,0 +1,149 @@
+"""OLMo 2, OLMo 3 and OLMoE.
+
+OLMo 2 has Llama's layers with norms after attention and MLP, and normalizes all query and key heads together. OLMo 3
+has windows in three of four layers, whose rotary positions are never scaled. OLMoE has experts in every layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    FULL,
+    SLIDING,
+    RotaryDecoderFamily,
+    expert_fields,
+    is_unnormalized,
+    read_layer_types,
+    window_fields,
+    written_layer_types,
+)
+from megatron.checkpoint.formats.huggingface.rope import read_frequencies, whole_base, write_rope
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.models.gpt.gpt_config import GPTConfig
+
+
+class Olmo2Family(RotaryDecoderFamily):
+    """Translate OLMo 2 (``Olmo2ForCausalLM``)."""
+
+    model_type = "olmo2"
+    architecture = "Olmo2ForCausalLM"
+    default_positions = 2048
+    default_epsilon = 1e-5
+    norm_names = (
+        ("post_self_attn_layernorm", "post_attention_layernorm"),
+        ("post_mlp_layernorm", "post_feedforward_layernorm"),
+    )
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return where the norms are; note biases."""
+        settings.require("attention_bias", False, False, "attention has no biases")
+        return {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True}
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return super().write_settings(config) | {"attention_bias": False}
+
+
+class Olmo3Family(Olmo2Family):
+    """Translate OLMo 3 (``Olmo3ForCausalLM``)."""
+
+    model_type = "olmo3"
+    architecture = "Olmo3ForCausalLM"
+    default_rotary_base = 500000.0
+
+    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
+        """Return the fields of the rotary positions of layers without a window; note those of the others.
+
+        The newer form is an object for each kind of layer. The older one has one base, and its ``rope_scaling`` is of
+        the layers without a window.
+        """
+        both = settings.inner("rope_parameters")
+        if both is not None and not {FULL, SLIDING} & set(both.values):
+            both.refuse(f"it has neither {FULL} nor {SLIDING}; give an object for each kind of layer")
+        of_full = _merged(settings, both)
+        if of_full is not None:
+            of_full.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
+        return read_frequencies(settings, of_full, positions, settings.number("rope_theta", self.default_rotary_base))
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return what OLMo 2 has, the windows, and the base of the layers that have one."""
+        layers = min(settings.integer("num_hidden_layers"), 100_000)
+        has_window = read_layer_types(settings, [(layer + 1) % 4 != 0 for layer in range(layers)])
+        fields = super().own_fields(settings) | window_fields(settings, has_window, 4096)
+        if "window_size" not in fields:
+            return fields
+        both, usual = settings.inner("rope_parameters"), self.default_rotary_base
+        of_windows = None if both is None else both.inner(SLIDING)
+        base = settings.number("rope_theta", usual)
+        if of_windows is not None:
+            of_windows.require("rope_type", "default", "default", "layers with a window have plain frequencies")
+            of_windows.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
+        if of_windows is not None and of_windows.values.get("rope_theta") is not None:
+            base = of_windows.number("rope_theta")
+        elif base != usual:
+            settings.refuse(
+                f"rope_theta is {base}, which releases of transformers read differently for layers with a window; "
+                f"give rope_parameters with a rope_theta for {SLIDING}"
+            )
+        full = Olmo3Family.read_rope(self, Settings(settings.values, settings.place), layers)
+        whole = whole_base(settings, base, "the rope_theta of layers with a window")
+        is_common = full == {"rotary_base": whole}
+        return fields | {"rotary_base_local": None if is_common else whole}
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model, with its rotary positions in both forms."""
+        rope = write_rope(config)
+        base = rope["rope_theta"]
+        own = config.rotary_base if config.rotary_base_local is None else config.rotary_base_local
+        return (
+            super().write_settings(config)
+            | written_layer_types(config)
+            | {
+                "rope_parameters": {
+                    FULL: {"rope_theta": base, **(rope["rope_scaling"] or {"rope_type": "default"})},
+                    SLIDING: {"rope_theta": float(own), "rope_type": "default"},
+                }
+            }
+        )
+
+
+def _merged(settings: Settings, both: Settings | None) -> Settings | None:
+    """Return the rotary positions of layers without a window, to which an older object adds its values."""
+    newer, older = None if both is None else both.inner(FULL), settings.inner("rope_scaling")
+    if newer is None or older is None:
+        return newer or older
+    return Settings({**newer.values, **older.values}, newer.place, settings.problems)
+
+
+class OlmoeFamily(RotaryDecoderFamily):
+    """Translate OLMoE (``OlmoeForCausalLM``)."""
+
+    model_type = "olmoe"
+    architecture = "OlmoeForCausalLM"
+    default_positions = 4096
+    default_epsilon = 1e-5
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the norms of queries and keys and the experts; note biases and clipped projections."""
+        settings.require("attention_bias", False, False, "attention has no biases")
+        settings.require("clip_qkv", None, None, "queries, keys and values are not clipped")
+        experts = settings.integer("num_experts", settings.integer("num_local_experts", 64))
+        return {
+            "qk_layernorm": True,
+            "qk_layernorm_across_heads": True,
+            "moe_router_pre_softmax": is_unnormalized(settings),
+            **expert_fields(settings, experts, settings.integer("intermediate_size"), 8),
+        }
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return super().write_settings(config) | {
+            "attention_bias": False,
+            "clip_qkv": None,
+            "intermediate_size": config.moe_ffn_hidden_size,
+            "norm_topk_prob": not config.moe_router_pre_softmax,
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.moe_router_topk,
+            "pad_token_id": None,
+        }

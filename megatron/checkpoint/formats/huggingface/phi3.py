@@ -1,0 +1,64 @@
+"""Phi-3: Llama's layers with fused projections, part of each head rotated, and one sliding window or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    RotaryDecoderFamily,
+    window_fields,
+    window_of_all_layers,
+)
+from megatron.checkpoint.formats.huggingface.family import TensorLink, query_key_value_rows, rows, whole
+from megatron.checkpoint.formats.huggingface.rope import read_partial_rope, rope_object
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.models.gpt.gpt_config import GPTConfig
+
+
+class Phi3Family(RotaryDecoderFamily):
+    """Translate Phi-3 (``Phi3ForCausalLM``)."""
+
+    model_type = "phi3"
+    architecture = "Phi3ForCausalLM"
+    default_positions = 4096
+    default_epsilon = 1e-5
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the window and the dropout of hidden states."""
+        has_window = settings.values.get("sliding_window") is not None
+        dropout = settings.number("resid_pdrop", 0.0)
+        settings.require("embd_pdrop", dropout, 0.0, "the embedding's dropout is that of the layers, resid_pdrop")
+        windows = window_fields(settings, [has_window] * settings.integer("num_hidden_layers"), None)
+        return windows | {"hidden_dropout": dropout}
+
+    def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
+        """Return the fields of the rotary positions; longrope and other scaling is noted."""
+        scaling = rope_object(settings)
+        kind = None if scaling is None else scaling.values.get("rope_type", scaling.values.get("type", "default"))
+        if kind not in (None, "default"):
+            settings.refuse(f"rope_type {kind!r} is not supported in {self.model_type}; supported is default")
+            return {}
+        return read_partial_rope(settings, positions, "rope_theta", "partial_rotary_factor", 1.0)
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return super().write_settings(config) | {
+            "embd_pdrop": config.hidden_dropout,
+            "original_max_position_embeddings": config.max_position_embeddings,
+            "pad_token_id": None,
+            "partial_rotary_factor": config.rotary_percent,
+            "resid_pdrop": config.hidden_dropout,
+            "sliding_window": window_of_all_layers(config),
+        }
+
+    def projection_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
+        """Return the links of the two fused projections: all queries, keys and values; gate and up."""
+        width, queries, keys = config.hidden_size, config.query_projection_size, config.kv_projection_size
+        starts = {"q": 0, "k": queries, "v": queries + keys}
+        native, foreign = f"{ours}self_attention.linear_qkv.weight", f"{theirs}self_attn.qkv_proj.weight"
+        fused = query_key_value_rows(config.num_attention_heads, config.num_query_groups, config.kv_channels)
+        for part, native_start, start, count in fused:
+            yield rows(native, native_start, foreign, starts[part] + start, count, (width,))
+        gated = (2 * config.ffn_hidden_size, width)
+        yield whole(f"{ours}mlp.linear_fc1.weight", f"{theirs}mlp.gate_up_proj.weight", gated)

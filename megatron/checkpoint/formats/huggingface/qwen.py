@@ -1,0 +1,121 @@
+"""Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE.
+
+Qwen2 has Llama's layers with biases on queries, keys and values. Qwen3 has no biases and normalizes each head's query
+and key. Qwen3-MoE has experts in some layers or all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    RotaryDecoderFamily,
+    expert_fields,
+    is_unnormalized,
+    layer_frequency,
+    read_layer_types,
+    window_fields,
+    window_of_all_layers,
+    written_layer_types,
+)
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.models.gpt.gpt_config import GPTConfig
+
+
+class Qwen2Family(RotaryDecoderFamily):
+    """Translate Qwen2 (``Qwen2ForCausalLM``)."""
+
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+    has_qkv_bias = True
+    default_positions = 32768
+    default_groups = 32
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the windows that the later layers may have."""
+        layers, num_full = settings.integer("num_hidden_layers"), settings.values.get("max_window_layers", 28)
+        is_used = settings.switch("use_sliding_window", False) and settings.values.get("sliding_window", 1) is not None
+        has_window = read_layer_types(settings, [is_used and layer >= num_full for layer in range(layers)])
+        if any(has_window):
+            settings.require("use_sliding_window", True, False, "layer_types has sliding_attention")
+        return window_fields(settings, has_window, 4096)
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        settings = super().write_settings(config) | {"use_sliding_window": False}
+        if any(config.layer_windows):
+            num_full = config.layer_windows.index(next(filter(None, config.layer_windows)))
+            settings |= written_layer_types(config) | {"use_sliding_window": True, "max_window_layers": num_full}
+        return settings
+
+
+class Qwen3Family(Qwen2Family):
+    """Translate Qwen3 (``Qwen3ForCausalLM``)."""
+
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    has_qkv_bias = False
+    default_head_dim = 128
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the norms of queries and keys and the windows; note biases."""
+        settings.require("attention_bias", False, False, "attention has no biases")
+        return super().own_fields(settings) | {"qk_layernorm": True}
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return super().write_settings(config) | {"attention_bias": False}
+
+
+class Qwen3MoEFamily(RotaryDecoderFamily):
+    """Translate Qwen3-MoE (``Qwen3MoeForCausalLM``)."""
+
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+    default_positions = 32768
+    default_groups = 4
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the norms of queries and keys, the window and the experts; note biases."""
+        settings.require("attention_bias", False, False, "attention has no biases")
+        layers = settings.integer("num_hidden_layers")
+        # transformers writes the one name and publishers the other.
+        experts = settings.integer("num_experts", settings.integer("num_local_experts", 128))
+        has_window = (
+            settings.switch("use_sliding_window", False) and settings.values.get("sliding_window", 1) is not None
+        )
+        return {
+            "qk_layernorm": True,
+            "moe_layer_freq": layer_frequency(_have_experts(settings, layers)),
+            "moe_router_pre_softmax": is_unnormalized(settings),
+            **window_fields(settings, [has_window] * layers, 4096),
+            **expert_fields(settings, experts, settings.integer("moe_intermediate_size", 768), 8),
+        }
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        window = window_of_all_layers(config)
+        return super().write_settings(config) | {
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "head_dim": config.kv_channels,
+            "mlp_only_layers": [layer for layer, has_experts in enumerate(config.moe_layers) if not has_experts],
+            "moe_intermediate_size": config.moe_ffn_hidden_size,
+            "norm_topk_prob": not config.moe_router_pre_softmax,
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.moe_router_topk,
+            "sliding_window": window,
+            "use_sliding_window": window is not None,
+        }
+
+
+def _have_experts(settings: Settings, layers: int) -> list[bool]:
+    """Return for each layer whether its feed-forward is one of experts; note that none is."""
+    step, dense = settings.integer("decoder_sparse_step", 1), settings.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        settings.refuse(f"mlp_only_layers is {dense!r:.40}; a list of layer numbers is expected")
+        dense = []
+    found = [(layer + 1) % step == 0 and layer not in dense for layer in range(min(layers, 100_000))]
+    if not any(found):
+        settings.refuse(f"decoder_sparse_step {step} and mlp_only_layers leave no layer with experts; this is a qwen3")
+    return found

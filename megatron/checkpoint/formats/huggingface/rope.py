@@ -1,0 +1,202 @@
+"""Rotary positions in a config.json: their base, and the scaling of their frequencies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.models.gpt.gpt_config import GPTConfig
+
+_DEFAULT_BASE = 10000.0
+_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def read_rope(settings: Settings, max_position_embeddings: int, default_base: float = _DEFAULT_BASE) -> dict[str, Any]:
+    """Return the fields of a GPTConfig that describe the rotary positions, of which every channel is rotated.
+
+    The newer form is one object, ``rope_parameters``; the older one has ``rope_theta`` apart and puts what scales the
+    frequencies into ``rope_scaling``.
+    """
+    scaling = rope_object(settings)
+    for place in (settings, scaling):
+        if place is not None:
+            place.require("partial_rotary_factor", 1.0, 1.0, "every channel of a head is rotated")
+    return read_frequencies(settings, scaling, max_position_embeddings, settings.number("rope_theta", default_base))
+
+
+def read_partial_rope(
+    settings: Settings, max_position_embeddings: int, base_name: str, share_name: str, default_share: float
+) -> dict[str, Any]:
+    """Return the fields as `read_rope` does, with the share of a head's channels that is rotated.
+
+    The older form has the base under ``base_name`` and that share under ``share_name``.
+    """
+    share = settings.number(share_name, default_share)
+    newer = rope_object(settings)
+    if newer is not None:
+        share = newer.number("partial_rotary_factor", share)
+    if not 0 < share <= 1:
+        settings.refuse(f"{share_name} is {share}; a number above 0 and up to 1 is expected")
+        share = 1.0
+    base = settings.number(base_name, _DEFAULT_BASE)
+    return read_frequencies(settings, newer, max_position_embeddings, base) | {"rotary_percent": share}
+
+
+def rope_object(settings: Settings) -> Settings | None:
+    """Return the object that describes the rotary positions, if there is one.
+
+    If a folder has both ``rope_scaling`` and ``rope_parameters``, transformers uses ``rope_scaling``.
+    """
+    return settings.inner("rope_scaling" if settings.values.get("rope_scaling") else "rope_parameters")
+
+
+def read_frequencies(
+    settings: Settings, scaling: Settings | None, max_position_embeddings: int, base: float
+) -> dict[str, Any]:
+    """Return the base of the frequencies, which may be in ``scaling`` too, and what scales them."""
+    if scaling is None:
+        return _base(settings, base)
+    fields = _base(settings, scaling.number("rope_theta", base))
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind == "linear":
+        fields["rotary_seq_len_interpolation_factor"] = _at_least_one(scaling)
+    elif kind == "llama3":
+        fields |= _read_llama3(scaling, max_position_embeddings)
+    elif kind == "yarn":
+        fields |= _read_stretching(scaling, max_position_embeddings) | _read_attention_factor(scaling)
+    elif kind != "default":
+        scaling.refuse(f"rope_type {kind!r} is not supported; supported are {', '.join(_TYPES)}")
+    return fields
+
+
+def write_rope(config: GPTConfig) -> dict[str, Any]:
+    """Return the settings of a config.json, in the older form, which every release reads."""
+    scaling: dict[str, Any] | None = None
+    if config.use_rope_scaling:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling_factor,
+            "low_freq_factor": config.rope_scaling_low_freq_factor,
+            "high_freq_factor": config.rope_scaling_high_freq_factor,
+            "original_max_position_embeddings": config.rope_scaling_original_max_position_embeddings,
+        }
+    elif config.stretches_positions:
+        scaling = _written_stretching(config)
+    elif config.rotary_seq_len_interpolation_factor is not None:
+        scaling = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
+    return {"rope_theta": float(config.rotary_base), "rope_scaling": scaling}
+
+
+def _base(settings: Settings, base: float) -> dict[str, Any]:
+    return {"rotary_base": whole_base(settings, base, "rope_theta")}
+
+
+def whole_base(settings: Settings, base: float, name: str) -> int:
+    """Return a base of rotary frequencies as a whole number; ``name`` is what it is called where it is none."""
+    if base < 1 or base != int(base):
+        settings.refuse(f"{name} is {base}; a whole number is expected")
+        base = _DEFAULT_BASE
+    return int(base)
+
+
+def _read_llama3(scaling: Settings, max_position_embeddings: int) -> dict[str, Any]:
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if low >= high and not scaling.problems:
+        scaling.refuse(f"low_freq_factor {low} is not below high_freq_factor {high}")
+    return {
+        "use_rope_scaling": True,
+        "rope_scaling_factor": _at_least_one(scaling),
+        "rope_scaling_low_freq_factor": low,
+        "rope_scaling_high_freq_factor": high,
+        "rope_scaling_original_max_position_embeddings": scaling.integer(
+            "original_max_position_embeddings", max_position_embeddings
+        ),
+    }
+
+
+def _at_least_one(scaling: Settings) -> float:
+    factor = scaling.number("factor")
+    if factor < 1:
+        scaling.refuse(f"factor is {factor}; at least 1 is expected")
+    return factor
+
+
+def read_yarn(settings: Settings, positions: int, default_base: float) -> dict[str, Any]:
+    """Return the fields of a GPTConfig with latent attention: positions as they are, or stretched by YaRN."""
+    scaling = rope_object(settings)
+    base = settings.number("rope_theta", default_base)
+    if scaling is not None:
+        base = scaling.number("rope_theta", base)
+    fields: dict[str, Any] = {"rotary_base": whole_base(settings, base, "rope_theta"), "rope_type": "rope"}
+    kind = "default" if scaling is None else scaling.text("rope_type", scaling.text("type", "default"))
+    if scaling is None or kind == "default":
+        return fields
+    if kind != "yarn":
+        scaling.refuse(f"rope_type {kind!r} is not supported in this family; supported are default, yarn")
+        return fields
+    scaling.require("attention_factor", None, None, "it follows from the factor")
+    return fields | _read_stretching(scaling, positions)
+
+
+def _read_stretching(scaling: Settings, positions: int) -> dict[str, Any]:
+    """Return the fields of YaRN."""
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": _above_one(scaling),
+        "original_max_position_embeddings": scaling.integer("original_max_position_embeddings", positions),
+        "beta_fast": scaling.number("beta_fast", 32.0),
+        "beta_slow": scaling.number("beta_slow", 1.0),
+        "yarn_correction_range_round_to_int": scaling.switch("truncate", True),
+        **_amplitudes(scaling),
+    }
+
+
+def _read_attention_factor(scaling: Settings) -> dict[str, Any]:
+    """Return the fields that make cosine and sine grow by ``attention_factor``, where it is another than the usual."""
+    wanted = scaling.positive_or_none("attention_factor", None)
+    growth = math.log(max(scaling.number("factor", 1.0), 1.0)) / 10
+    if wanted is None or not growth:
+        return {}
+    if math.isclose(wanted, 1 + growth, rel_tol=1e-9):
+        return {"mscale": 1.0, "mscale_all_dim": 0.0}
+    # Rounded, so that what is written of it is read as the same.
+    if wanted >= 1:
+        return {"mscale": round((wanted - 1) / growth, 12), "mscale_all_dim": 0.0}
+    return {"mscale": 0.0, "mscale_all_dim": round((1 / wanted - 1) / growth, 12)}
+
+
+def _written_stretching(config: GPTConfig) -> dict[str, Any]:
+    """Return the object that YaRN is in a config.json."""
+    scaling: dict[str, Any] = {
+        "beta_fast": config.beta_fast,
+        "beta_slow": config.beta_slow,
+        "factor": config.rotary_scaling_factor,
+        "original_max_position_embeddings": config.original_max_position_embeddings,
+        "rope_type": "yarn",
+    }
+    if not config.yarn_correction_range_round_to_int:
+        scaling["truncate"] = False
+    is_factor = not config.multi_latent_attention and 0.0 in (config.mscale, config.mscale_all_dim)
+    if is_factor and (config.mscale, config.mscale_all_dim) != (1.0, 0.0):
+        scaling["attention_factor"] = config.rotary_amplitude
+    elif config.mscale_all_dim:
+        scaling |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
+    return scaling
+
+
+def _amplitudes(scaling: Settings) -> dict[str, Any]:
+    """Return what multiplies rotary channels, and scores; ``mscale`` counts beside ``mscale_all_dim`` only."""
+    of_all = scaling.number("mscale_all_dim", 0.0)
+    if not of_all:
+        return {"mscale": 1.0, "mscale_all_dim": 0.0}
+    if not scaling.number("mscale", 0.0):
+        scaling.refuse("mscale_all_dim is given without mscale; give both or none")
+    return {"mscale": scaling.number("mscale", 1.0), "mscale_all_dim": of_all}
+
+
+def _above_one(scaling: Settings) -> float:
+    factor = scaling.number("factor")
+    if factor <= 1:
+        scaling.refuse(f"factor is {factor}; more than 1 is expected")
+    return factor

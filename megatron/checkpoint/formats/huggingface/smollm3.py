@@ -1,0 +1,75 @@
+"""SmolLM3: Llama's layers, every fourth of them without rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.decoder_layers import (
+    RotaryDecoderFamily,
+    read_layer_types,
+    window_fields,
+    written_layer_types,
+)
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.transformer.layer_pattern import format_layer_pattern
+
+
+class SmolLM3Family(RotaryDecoderFamily):
+    """Translate SmolLM3 (``SmolLM3ForCausalLM``)."""
+
+    model_type = "smollm3"
+    architecture = "SmolLM3ForCausalLM"
+    default_positions = 32768
+    default_groups = 4
+    default_rotary_base = 2e6
+    is_tied_by_default = True
+
+    def own_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return which layers have rotary positions, and which a window; note biases."""
+        settings.require("attention_bias", False, False, "attention has no biases")
+        settings.require("mlp_bias", False, False, "the feed-forward layer has no biases")
+        layers = min(settings.integer("num_hidden_layers"), 100_000)
+        has_rotary = _have_rotary(settings, layers)
+        is_used = settings.switch("use_sliding_window", False) and settings.values.get("sliding_window") is not None
+        has_window = read_layer_types(settings, [is_used and not has for has in has_rotary])
+        if any(has_window):
+            settings.require("use_sliding_window", True, False, "layer_types has sliding_attention")
+        return {"no_rope_freq": _pattern(has_rotary), **window_fields(settings, has_window, None)}
+
+    def write_settings(self, config: GPTConfig) -> dict[str, Any]:
+        """Return the settings of a model."""
+        return (
+            super().write_settings(config)
+            | written_layer_types(config)
+            | {
+                "attention_bias": False,
+                "mlp_bias": False,
+                "no_rope_layers": [int(not is_without) for is_without in config.layers_without_rotary],
+                "pad_token_id": None,
+                "use_sliding_window": any(config.layer_windows),
+            }
+        )
+
+
+def _have_rotary(settings: Settings, layers: int) -> list[bool]:
+    """Return for each layer whether it has rotary positions; the setting has a 1 for those, and may be longer."""
+    interval = settings.integer("no_rope_layer_interval", 4)
+    default = [(layer + 1) % interval != 0 for layer in range(layers)]
+    given = settings.values.get("no_rope_layers")
+    if given is None:
+        return default
+    if not (
+        isinstance(given, list) and len(given) >= layers and all(type(has) is int and has in (0, 1) for has in given)
+    ):
+        settings.refuse(f"no_rope_layers is {given!r:.40}; a 1 or 0 for each of {layers} layers is expected")
+        return default
+    return [bool(has) for has in given[:layers]]
+
+
+def _pattern(has_rotary: list[bool]) -> str | None:
+    """Return the value of ``--no-rope-freq``, whose list has a 1 for layers without rotary positions."""
+    if all(has_rotary):
+        return None
+    text = format_layer_pattern(has_rotary)
+    return text if text.isdecimal() else str([int(not has) for has in has_rotary])

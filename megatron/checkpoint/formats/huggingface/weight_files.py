@@ -1,0 +1,408 @@
+"""The safetensors files of a model folder: read by box, also from block-quantized weights, and written.
+
+MXFP4 has 4-bit values with an exponent for each 32 of them. A byte holds two numbers of a sign, two bits of exponent
+and one of mantissa, the lower half first (OCP Microscaling Formats 1.0,
+https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron.checkpoint.formats.huggingface.model_record import FileRecord
+from megatron.checkpoint.formats.huggingface.settings import BlockFloat4, BlockFloat8
+from megatron.core.errors import CheckpointError
+from megatron.core.precision import dtype_from_name
+from megatron.core.safe_io import parse_json
+from megatron.core.sharding import Box
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+OUTPUT_LAYER = "lm_head.weight"
+
+_LENGTH_BYTES = 8
+_LFS_POINTER = b"version https://git-lfs"
+_OTHER_FILES = (
+    ("model*.safetensors", "", f"copy {INDEX_FILE} too, or rename a file that holds all weights to {SINGLE_FILE}"),
+    ("*.bin", ": pickles can run code and are not read", ""),
+)
+"""What else a folder may hold: a pattern, a remark and what to do where that is not to save the model anew."""
+_MAPPED_BYTES = 256 * 1024 * 1024
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """Describe one tensor of a file."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+
+class WeightFiles:
+    """Read boxes of the tensors of a model folder.
+
+    The safetensors library maps files into memory, so that a box costs the pages that it touches; a mapping is given up
+    after 256 MiB were read through it, since touched pages count as this process's memory.
+
+    Raises:
+        CheckpointError: there are no safetensors files (pickled ones are never read), one is missing, damaged or holds
+            another set of tensors than the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metadata: dict[str, dict[str, str] | None] = {}
+        self.entries: dict[str, WeightEntry] = {}
+        self.bytes_read = 0
+        self._open: dict[str, Any] = {}
+        self._mapped_bytes = 0
+        names, self.index_text = _find_files(folder)
+        for file in names:
+            self._read_header(file)
+        if self.index_text is not None:
+            self._compare_index(_weight_map(self.index_text, folder / INDEX_FILE))
+
+    def names_in(self, file: str) -> tuple[str, ...]:
+        """Return the tensors of a file in the order of their bytes."""
+        own = [name for name, entry in self.entries.items() if entry.file == file]
+        return tuple(sorted(own, key=lambda name: self.entries[name].start))
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a copy of a box of a tensor.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        entry = self.entries[name]
+        try:
+            part = self._file(entry.file).get_slice(name)
+            values: torch.Tensor = part[box.slices] if box.shape else part[...]
+            values = values.clone(memory_format=torch.contiguous_format)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.folder / entry.file}: cannot read {name}: {error}") from error
+        num_bytes = values.numel() * values.element_size()
+        self.bytes_read += num_bytes
+        self._mapped_bytes += num_bytes
+        if self._mapped_bytes > _MAPPED_BYTES:
+            self.close()
+        return values
+
+    def close(self) -> None:
+        """Give the mappings up; the next read makes new ones."""
+        for opened in self._open.values():
+            opened.__exit__(None, None, None)
+        self._open.clear()
+        self._mapped_bytes = 0
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self.folder / name, framework="pt", device="cpu")
+        return self._open[name]
+
+    def _read_header(self, file: str) -> None:
+        """Let the library judge the file, then take the order and the places of the tensors from its header."""
+        path = self.folder / file
+        _refuse_pointer(path)
+        try:
+            self._file(file)
+            with open(path, "rb") as stream:
+                length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+                header = parse_json(stream.read(length))
+        except (OSError, SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+        metadata = header.pop("__metadata__", None)
+        self.metadata[file] = metadata
+        for name, entry in header.items():
+            if entry["dtype"] not in DTYPES:
+                raise CheckpointError(f"{path}: {name} has the dtype {entry['dtype']}, which is not supported")
+            if name in self.entries:
+                raise CheckpointError(f"{name} is in {self.entries[name].file} and in {file} of {self.folder}")
+            start = int(entry["data_offsets"][0])
+            self.entries[name] = WeightEntry(file, tuple(entry["shape"]), DTYPES[entry["dtype"]], start)
+
+    def _compare_index(self, weight_map: Mapping[str, str]) -> None:
+        for name, file in weight_map.items():
+            if name not in self.entries or self.entries[name].file != file:
+                raise CheckpointError(f"{self.folder / file} lacks {name}, which {INDEX_FILE} says it holds")
+        extra = [name for name in self.entries if name not in weight_map]
+        if extra:
+            raise CheckpointError(f"{self.folder}: {INDEX_FILE} does not list {', '.join(extra[:5])}")
+
+
+def _refuse_pointer(path: Path) -> None:
+    """Refuse what git leaves in the place of a large file that it has not fetched, and a file that is not there."""
+    try:
+        with open(path, "rb") as stream:
+            beginning = stream.read(len(_LFS_POINTER))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; copy or download all files of the model") from error
+    except OSError:
+        return  # what opens it next says more
+    if beginning == _LFS_POINTER:
+        raise CheckpointError(f"{path} holds no weights but a pointer of Git LFS; fetch them: git lfs pull")
+
+
+def _find_files(folder: Path) -> tuple[list[str], str | None]:
+    """Return the names of the safetensors files, and the text of the index where there is one."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; name the folder of a Hugging Face model")
+    if (folder / SINGLE_FILE).is_file():
+        return [SINGLE_FILE], None
+    path = folder / INDEX_FILE
+    if path.is_file():
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        return sorted(set(_weight_map(text, path).values())), text
+    found, advice = "nothing else", "save the model in safetensors files"
+    for pattern, why, what in _OTHER_FILES:
+        names = sorted(path.name for path in folder.glob(pattern))
+        if names:
+            found, advice = f"only {', '.join(names[:3])}{why}", what or advice
+            break
+    raise CheckpointError(f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}, {found}; {advice}")
+
+
+def _weight_map(text: str, path: Path) -> dict[str, str]:
+    """Return which file holds each tensor; a file beside the index is meant, never one elsewhere."""
+    try:
+        weight_map = parse_json(text)["weight_map"]
+        pairs = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not an index of safetensors files: {error!r}") from error
+    for file in pairs.values():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{path} names {file!r}; a safetensors file in the same folder is expected")
+    return pairs
+
+
+_FACTORS = "_scale_inv"
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class BlockFloat8Weights:
+    """Multiply each 8-bit weight by the factor of its block; other tensors are read as they are.
+
+    Raises:
+        CheckpointError: a weight of 8 bits has no factors, or others than its blocks need.
+    """
+
+    def __init__(self, files: WeightFiles, quantization: BlockFloat8) -> None:
+        self.folder = files.folder
+        self._files, self._block = files, quantization.block
+        self._dtype = dtype_from_name(quantization.dtype)
+        self._quantised = {name for name, entry in files.entries.items() if entry.dtype in _FLOAT8}
+        for name in self._quantised:
+            self._check_factors(name)
+        factors = {name + _FACTORS for name in self._quantised}
+        self.entries: dict[str, WeightEntry] = {
+            name: dataclasses.replace(entry, dtype=self._dtype) if name in self._quantised else entry
+            for name, entry in files.entries.items()
+            if name not in factors
+        }
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a tensor.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        values = self._files.read(name, box)
+        if name not in self._quantised:
+            return values
+        places = [
+            torch.arange(start, start + length) // size
+            for start, length, size in zip(box.offset, box.shape, self._block, strict=True)
+        ]
+        first = tuple(int(place[0]) if len(place) else 0 for place in places)
+        counts = tuple(int(place[-1]) - start + 1 if len(place) else 0 for place, start in zip(places, first))
+        factors = self._files.read(name + _FACTORS, Box(first, counts)).float()
+        rows, columns = (place - start for place, start in zip(places, first))
+        return (values.float() * factors[rows][:, columns]).to(self._dtype)
+
+    def _check_factors(self, name: str) -> None:
+        shape, factors = self._files.entries[name].shape, self._files.entries.get(name + _FACTORS)
+        if len(shape) != 2:
+            raise CheckpointError(f"{self.folder}: {name} is of 8 bits and {list(shape)}; two dims are expected")
+        wanted = tuple(-(-length // size) for length, size in zip(shape, self._block))
+        if factors is None:
+            raise CheckpointError(f"{self.folder}: {name} is of 8 bits, and {name + _FACTORS} is missing")
+        if factors.shape != wanted:
+            raise CheckpointError(
+                f"{self.folder}: {name + _FACTORS} has the shape {list(factors.shape)}; blocks of "
+                f"{self._block[0]} x {self._block[1]} of {list(shape)} make it {list(wanted)}"
+            )
+
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_IN_BLOCK, _BYTES = 32, 16
+_EXPONENT_OF_ONE = 127
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class BlockFloat4Weights:
+    """Multiply each 4-bit weight by the power of two of its block; other tensors are read as they are.
+
+    The files have ``NAME_blocks``, bytes ``[experts, out, in / 32, 16]``, and ``NAME_scales``, exponents plus 127
+    ``[experts, out, in / 32]``; what is read is ``NAME``, ``[experts, in, out]``.
+
+    Raises:
+        CheckpointError: blocks are of another kind or shape, or have no scales that fit.
+    """
+
+    def __init__(self, files: WeightFiles, quantization: BlockFloat4) -> None:
+        self.folder = files.folder
+        self._files, self._dtype = files, dtype_from_name(quantization.dtype)
+        self._quantised = {name.removesuffix(_BLOCKS) for name in files.entries if name.endswith(_BLOCKS)}
+        stored = {name + ending for name in self._quantised for ending in (_BLOCKS, _SCALES)}
+        self.entries: dict[str, WeightEntry] = {
+            name: entry for name, entry in files.entries.items() if name not in stored
+        }
+        for name in self._quantised:
+            self.entries[name] = self._entry(name)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a tensor.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        if name not in self._quantised:
+            return self._files.read(name, box)
+        (expert, first, row), (experts, columns, rows) = box.offset, box.shape
+        start, end = first // _IN_BLOCK, -(-(first + columns) // _IN_BLOCK)
+        of_blocks = Box((expert, row, start), (experts, rows, end - start))
+        packed = self._files.read(name + _BLOCKS, Box((*of_blocks.offset, 0), (*of_blocks.shape, _BYTES)))
+        exponents = self._files.read(name + _SCALES, of_blocks).int() - _EXPONENT_OF_ONE
+        magnitudes = torch.tensor(_MAGNITUDES)
+        values = torch.cat((magnitudes, -magnitudes))
+        pairs = torch.stack((values[(packed & 15).int()], values[(packed >> 4).int()]), dim=-1)
+        whole = torch.ldexp(pairs.flatten(3), exponents[..., None]).flatten(2)
+        inner = first - start * _IN_BLOCK
+        return whole[:, :, inner : inner + columns].mT.to(self._dtype)
+
+    def _entry(self, name: str) -> WeightEntry:
+        blocks, scales = (self._files.entries.get(name + ending) for ending in (_BLOCKS, _SCALES))
+        assert blocks is not None, "names are of blocks"
+        if scales is None:
+            raise CheckpointError(f"{self.folder}: {name + _BLOCKS} is of 4 bits, and {name + _SCALES} is missing")
+        for entry, ending in ((blocks, _BLOCKS), (scales, _SCALES)):
+            if entry.dtype != torch.uint8:
+                raise CheckpointError(f"{self.folder}: {name + ending} is {entry.dtype}; torch.uint8 is expected")
+        if len(blocks.shape) != 4 or blocks.shape[3] != _BYTES:
+            raise CheckpointError(
+                f"{self.folder}: {name + _BLOCKS} has the shape {list(blocks.shape)}; four dims are expected, the last "
+                f"of {_BYTES} bytes"
+            )
+        if scales.shape != blocks.shape[:3]:
+            raise CheckpointError(
+                f"{self.folder}: {name + _SCALES} has the shape {list(scales.shape)}; the blocks make it "
+                f"{list(blocks.shape[:3])}"
+            )
+        experts, rows, num_blocks, _ = blocks.shape
+        return WeightEntry(blocks.file, (experts, num_blocks * _IN_BLOCK, rows), self._dtype, blocks.start)
+
+
+_ALIGNMENT = 8
+_METADATA = {"format": "pt"}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class WeightInfo:
+    """Hold the shape and the dtype of a tensor that is to be written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def plan_files(weights: Mapping[str, WeightInfo], max_file_bytes: int) -> dict[str, FileRecord]:
+    """Spread tensors over files of at most ``max_file_bytes``, in their order; a larger tensor has a file of its own.
+
+    One file is ``model.safetensors``; several are numbered. In a file the widest dtypes come first, then names decide.
+    """
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, weight in weights.items():
+        if groups[-1] and size + weight.num_bytes > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += weight.num_bytes
+    if len(groups) == 1:
+        names = [SINGLE_FILE]
+    else:
+        names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    return {
+        file: FileRecord(tuple(sorted(group, key=lambda name: (-weights[name].dtype.itemsize, name))), _METADATA)
+        for file, group in zip(names, groups, strict=True)
+    }
+
+
+def write_weights(
+    path: Path,
+    names: Sequence[str],
+    metadata: Mapping[str, str] | None,
+    weights: Mapping[str, WeightInfo],
+    values_of: Callable[[str], torch.Tensor],
+) -> None:
+    """Write one file and force it to disk; ``values_of`` returns the contiguous values of one tensor, on the CPU."""
+    with open(path, "wb") as file:
+        file.write(_header(names, metadata, weights))
+        for name in names:
+            # Not kept in a name: the next tensor is read when this one is gone.
+            file.write(_bytes_of(values_of(name), weights[name]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _bytes_of(values: torch.Tensor, weight: WeightInfo) -> memoryview:
+    assert (tuple(values.shape), values.dtype) == (weight.shape, weight.dtype), "the values are not what was planned"
+    return values.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _header(names: Sequence[str], metadata: Mapping[str, str] | None, weights: Mapping[str, WeightInfo]) -> bytes:
+    """Return the length field and the header as the safetensors library lays it out, padded with blanks."""
+    content: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    start = 0
+    for name in names:
+        end = start + weights[name].num_bytes
+        dtype = _DTYPE_NAMES[weights[name].dtype]
+        content[name] = {"dtype": dtype, "shape": list(weights[name].shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

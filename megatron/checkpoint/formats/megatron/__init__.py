@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM: the torch and the torch_dist format."""

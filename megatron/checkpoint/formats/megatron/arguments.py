@@ -1,0 +1,410 @@
+"""Convert between the ``args`` of Megatron's checkpoints and the configuration of a run.
+
+``args`` is a namespace of several hundred values. Fields that declare ``in_args`` are read. They are written together
+with the values that follow from them (`derived_arguments`). Experts, MLA, MTP and YaRN have other forms in ``args``.
+
+Of the scaled rotary embedding Megatron stores only the factor, and fixes the other three fields to Llama 3.1's
+values: they are written so that reading the checkpoint gives the model that was saved.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.formats.megatron.torch_file_reader import Record
+from megatron.config.run_config import config_parts
+from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
+from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.models.gpt.gpt_config import STRETCH_FIELDS, GPTConfig
+from megatron.core.transformer.layer_pattern import parse_layer_pattern
+from megatron.core.transformer.transformer_config import LatentConfig, MoEConfig, PredictionConfig, without_rotary
+
+_PATTERN = "moe_layer_freq"
+_EXPERT_ARGS_WITHOUT_FIELD = ("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_router_topk_limited_devices")
+"""Arguments that change what layers of experts compute and that no field of them stands for."""
+
+
+def has_experts(arguments: Mapping[str, Any]) -> bool:
+    """Tell whether ``args`` are of a model with experts."""
+    return bool(arguments.get("num_experts"))
+
+
+def experts_of_file(arguments: Mapping[str, Any]) -> int | None:
+    """Return the number of experts of a layer that one file has, or None where ``args`` do not tell."""
+    experts, size = arguments.get("num_experts"), arguments.get("expert_model_parallel_size") or 1
+    if type(experts) is not int or type(size) is not int or size < 1 or experts % size:
+        return None
+    return experts // size
+
+
+def config_of_experts(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the model's configuration that say which layers have experts, and how tokens are routed.
+
+    Raises:
+        CheckpointError: a value is of another type than its field, or one that is not supported.
+    """
+    if not has_experts(arguments):
+        return {}
+    refused = [f"{name} {arguments[name]}" for name in _EXPERT_ARGS_WITHOUT_FIELD if arguments.get(name)]
+    if refused:
+        raise CheckpointError(f"args describe experts that are not supported: {', '.join(refused)}")
+    config_class: type = MoEConfig
+    values = {
+        spec.name: _read(spec, arguments[spec.name])
+        for spec in field_specs(config_class)
+        if arguments.get(spec.name) is not None
+    }
+    if arguments.get("moe_router_group_topk") is None:
+        values.pop("moe_router_num_groups", None)
+    etp = arguments.get("expert_tensor_parallel_size")
+    if etp not in (None, arguments.get("tensor_model_parallel_size") or 1):
+        values["expert_tensor_parallel_size"] = etp
+    return values | {"expert_model_parallel_size": arguments.get("expert_model_parallel_size") or 1}
+
+
+def arguments_of_experts(model: GPTConfig) -> dict[str, Any]:
+    """Return the values of ``args`` that say the same; nothing but that there are none, where there are none."""
+    sizes = {
+        "expert_model_parallel_size": model.expert_model_parallel_size,
+        "expert_tensor_parallel_size": model.parallel_sizes.expert_tp,
+        "num_experts": model.num_experts,
+    }
+    if model.num_experts is None:
+        return sizes
+    config_class: type = MoEConfig
+    values = {spec.name: getattr(model, spec.name) for spec in field_specs(config_class)}
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            values[name] = value[0] if len(value) == 1 else list(value)
+    text = model.moe_layer_freq.strip()
+    is_number = text.isdecimal()
+    values[_PATTERN] = int(text) if is_number else list(map(int, parse_layer_pattern(text, model.num_layers)))
+    return values | sizes
+
+
+def check_expert_places(model: GPTConfig) -> None:
+    """Refuse a layout of which ``mp_rank_XX`` folders cannot hold everything.
+
+    Megatron saves those of the ranks that hold the first copy of the experts, under their numbers in both grids.
+
+    Raises:
+        ConfigurationError: some tensor ranks would not be among them, or two of them have the same numbers.
+    """
+    tp, ep, etp = model.tensor_model_parallel_size, model.expert_model_parallel_size, model.parallel_sizes.expert_tp
+    if model.num_experts is not None and (tp % etp or ep * etp < tp):
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and "
+            f"--expert-model-parallel-size {ep}: folders of --ckpt-format torch have no place for such experts; use "
+            f"--ckpt-format torch_dist, or an expert-tensor-parallel size of {tp}"
+        )
+
+
+def _read(spec: FieldSpec, value: Any) -> Any:
+    """Return a value of ``args`` in its field's form."""
+    if spec.name == _PATTERN:
+        return str(value)
+    items = value if spec.is_sequence and isinstance(value, (list, tuple)) else (value,)
+    allowed: tuple[type, ...] = (int, float) if spec.item_type is float else (spec.item_type,)
+    if not items or not all(isinstance(item, allowed) for item in items):
+        raise CheckpointError(f"args.{spec.name} is {value!r}; a value of type {spec.item_type.__name__} is expected")
+    choices = spec.options.choices
+    if choices is not None and any(item not in choices for item in items):
+        raise CheckpointError(f"args.{spec.name} is {value!r}; supported are {', '.join(choices)}")
+    items = [float(item) for item in items] if spec.item_type is float else list(items)
+    return items if spec.is_sequence else items[0]
+
+
+_KINDS: Mapping[str, type] = {"multi_latent_attention": LatentConfig, "mtp_num_layers": PredictionConfig}
+"""The argument that says whether a model has something, and the fields that describe it."""
+
+
+def config_of_latent(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the model's configuration that describe its latent attention and its further tokens.
+
+    Raises:
+        CheckpointError: a value is of another type than its field.
+    """
+    values: dict[str, Any] = {}
+    for switch, kind in _KINDS.items():
+        for spec in field_specs(kind) if arguments.get(switch) else ():
+            value = arguments.get(spec.name)
+            if value is not None:
+                values[spec.name] = field_value(spec, spec.name, value)
+    return values
+
+
+def field_value(spec: FieldSpec, name: str, value: Any) -> Any:
+    """Return a value that ``args`` has under a name, as its field holds it.
+
+    Raises:
+        CheckpointError: it is of another type than the field.
+    """
+    allowed: tuple[type, ...] = (int, float) if spec.item_type is float else (spec.item_type,)
+    if type(value) not in allowed:
+        raise CheckpointError(f"args.{name} is {value!r}; a value of type {spec.item_type.__name__} is expected")
+    return spec.item_type(value)
+
+
+def arguments_of_latent(model: GPTConfig) -> dict[str, Any]:
+    """Return the values of ``args`` that say the same; nothing but that there is none, where there is none."""
+    values: dict[str, Any] = {"multi_latent_attention": False, "mtp_num_layers": None}
+    for switch, kind in _KINDS.items():
+        if getattr(model, switch):
+            values |= {spec.name: getattr(model, spec.name) for spec in field_specs(kind)}
+    return values
+
+
+YARN = "yarn"
+_KIND = "position_embedding_type"
+_NEEDED = ("rotary_scaling_factor", "original_max_position_embeddings")
+
+
+def _name_in_args(field: str) -> str:
+    return field if field.startswith(YARN) else f"{YARN}_{field}"
+
+
+def config_of_yarn(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the model's configuration that say how positions are stretched; none where they are not.
+
+    Raises:
+        CheckpointError: a value is missing, or of another type than its field.
+    """
+    if arguments.get(_KIND) != YARN or arguments.get("multi_latent_attention"):
+        return {}
+    values: dict[str, Any] = {_KIND: "rope", "rope_type": YARN}
+    config_class: type = LatentConfig
+    for spec in field_specs(config_class):
+        if spec.name not in STRETCH_FIELDS:
+            continue
+        name = _name_in_args(spec.name)
+        value = arguments.get(name)
+        if value is not None or spec.name in _NEEDED:
+            values[spec.name] = field_value(spec, name, value)
+    if not {"mscale", "mscale_all_dim"} <= values.keys():
+        # Without either of them Megatron takes neither.
+        values = {name: value for name, value in values.items() if name not in ("mscale", "mscale_all_dim")}
+    return values
+
+
+def arguments_of_yarn(model: GPTConfig) -> dict[str, Any]:
+    """Return the values of ``args`` that say the same; nothing where positions are not stretched so."""
+    if model.multi_latent_attention or model.rope_type != YARN:
+        return {}
+    return {_KIND: YARN} | {_name_in_args(name): getattr(model, name) for name in STRETCH_FIELDS}
+
+
+PROGRESS: Mapping[str, str] = {
+    "consumed_train_samples": "consumed_train_samples",
+    "consumed_valid_samples": "consumed_valid_samples",
+    "skipped_iterations": "skipped_iterations",
+}
+"""Counts of a run's progress and the names that they have in ``args``; Megatron has no name for the last."""
+
+TRAIN_DATA = "train_data"
+"""What was read of each data set, as JSON text: a name in ``args`` that Megatron does not know, and passes over."""
+
+TRUE_VOCAB_SIZE = "true_vocab_size"
+"""The rows of the vocabulary that are no padding: a name in ``args`` that Megatron's trainer passes over."""
+
+_ATTENTION_BACKENDS = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
+
+_ARGS_WITHOUT_FIELD: Mapping[str, tuple[Any, ...]] = {
+    "qk_l2_norm": (),
+    "attention_output_gate": (),
+    "experimental_attention_variant": (),
+    "use_mup": (),
+    "enable_gpt_oss": (),
+}
+"""Arguments without a field that change what a model computes, and their values that leave it as it is here."""
+
+
+def stored_fields() -> Iterator[tuple[str, FieldSpec, tuple[str, ...]]]:
+    """Yield every field that both sides have, with its section of our configuration and its names in ``args``."""
+    for section, config_class in config_parts().items():
+        for spec in field_specs(config_class):
+            names = spec.options.in_args
+            if isinstance(names, tuple) and names:
+                yield section, spec, names
+
+
+def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sections of the configuration that ``args`` of a file describe.
+
+    Fields that they do not tell are left out.
+
+    Raises:
+        CheckpointError: a value that decides what the model computes is of another type than the field.
+    """
+    config: dict[str, dict[str, Any]] = {}
+    for section, spec, names in stored_fields():
+        values = config.setdefault(section, {})
+        for name in names:
+            value = _converted(arguments.get(name), spec)
+            if value is not None:
+                values[spec.name] = value
+                break
+            if section == "model" and isinstance(arguments.get(name), (bool, int, float, str)):
+                expected = spec.item_type.__name__
+                raise CheckpointError(f"args.{name} is {arguments[name]!r}; a value of type {expected} is expected")
+    model = config["model"]
+    model |= _window_fields(arguments) | _rotary_layers(arguments)
+    model |= config_of_experts(arguments) | config_of_latent(arguments) | config_of_yarn(arguments)
+    # There the flag also says that all linear layers have biases.
+    if "add_qkv_bias" in model:
+        model["add_qkv_bias"] = model["add_qkv_bias"] and not model.get("add_bias_linear", True)
+    if model.get("group_query_attention") is False:
+        # There the number is 1 by default and counts with the flag alone.
+        model.pop("num_query_groups", None)
+    lengths = {"lr_decay_iters": ("training", "train_iters"), "lr_decay_samples": ("training", "train_samples")}
+    for name, (section, total) in lengths.items():
+        # There the whole run is written out where the flag was not given.
+        if config["scheduler"].get(name) == config[section].get(total):
+            config["scheduler"].pop(name, None)
+    backend = arguments.get("attention_backend")
+    if isinstance(backend, Record) and backend.arguments and backend.arguments[0] in _ATTENTION_BACKENDS:
+        model["attention_backend"] = _ATTENTION_BACKENDS[backend.arguments[0]]
+    return config
+
+
+def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:
+    """Refuse the ``args`` of a model that cannot be expressed.
+
+    Raises:
+        CheckpointError: so they are; the message names every such argument and its value.
+    """
+    allowed = dict(_ARGS_WITHOUT_FIELD)
+    for section, spec, names in stored_fields():
+        if section == "model" and spec.options.role in IDENTITY and spec.options.choices is not None:
+            allowed |= dict.fromkeys(names, spec.options.choices)
+    if not arguments.get("multi_latent_attention"):
+        allowed["position_embedding_type"] = (*allowed["position_embedding_type"], YARN)
+    wrong = [
+        f"{name} {arguments[name]}"
+        for name, values in allowed.items()
+        if arguments.get(name) not in (None, False, *values)
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: its args describe a model that is not supported: {', '.join(wrong)}")
+
+
+def arguments_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of ``args`` that a configuration (as nested dictionaries) gives."""
+    arguments: dict[str, Any] = {}
+    for section, spec, names in stored_fields():
+        values = config.get(section, {})
+        if spec.name in values:
+            value = values[spec.name]
+            arguments |= dict.fromkeys(names, list(value) or None if spec.is_sequence else value)
+    model = config["model"]
+    size, pattern = model.get("window_size"), model.get("window_attn_skip_freq")
+    arguments["window_size"] = None if size is None else ast.literal_eval(size)
+    if pattern is not None:
+        kinds = parse_layer_pattern(pattern, model["num_layers"])
+        pattern = int(pattern) if pattern.isdecimal() else list(map(int, kinds))
+    arguments["window_attn_skip_freq"] = pattern
+    without = model.get("no_rope_freq")
+    # A number of theirs divides the layers.
+    arguments["no_rope_freq"] = without and list(map(int, without_rotary(without, model["num_layers"])))
+    arguments["add_qkv_bias"] = bool(model.get("add_qkv_bias") or model.get("add_bias_linear", True))
+    for name, total in (("lr_decay_iters", "train_iters"), ("lr_decay_samples", "train_samples")):
+        # Written out where they follow from the length of the run; there None, not 0, means no length.
+        arguments[total] = arguments.get(total) or None
+        arguments[name] = arguments.get(name) or arguments[total]
+    return arguments
+
+
+def _window_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of attention windows: there a pair of numbers, and a number or a list of layers.
+
+    Raises:
+        CheckpointError: a window is not one of causal attention.
+    """
+    size, pattern = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
+    if size is None:
+        return {}
+    if not isinstance(size, (list, tuple)) or len(size) != 2 or type(size[0]) is not int or size[0] < 0 or size[1] != 0:
+        raise CheckpointError(f"args.window_size is {size!r}; (N, 0) is expected, a window of causal attention")
+    if pattern is not None:
+        try:
+            parse_layer_pattern(str(pattern), arguments["num_layers"])
+        except ValueError as error:
+            raise CheckpointError(f"args.window_attn_skip_freq is {pattern!r}: {error}") from error
+    return {"window_size": f"{size[0]},0", "window_attn_skip_freq": None if pattern is None else str(pattern)}
+
+
+def _rotary_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field of layers without rotary positions: there a number, or a list with a 1 for each such layer.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    without = arguments.get("no_rope_freq")
+    if without is None:
+        return {}
+    try:
+        without_rotary(str(without), arguments["num_layers"])
+    except ValueError as error:
+        raise CheckpointError(f"args.no_rope_freq is {without!r}: {error}") from error
+    return {"no_rope_freq": str(without)}
+
+
+def derived_arguments(
+    model: GPTConfig, seq_length: int, num_chunks: int, data_parallel_size: int, padded_vocab_size: int
+) -> dict[str, Any]:
+    """Return the values of ``args`` that follow from the model and the layout."""
+    pp = model.pipeline_model_parallel_size
+    return {
+        "padded_vocab_size": padded_vocab_size,
+        TRUE_VOCAB_SIZE: model.vocab_size,
+        "params_dtype": getattr(torch, model.params_dtype),
+        "world_size": data_parallel_size * model.parallel_sizes.world_size,
+        "data_parallel_size": data_parallel_size,
+        "virtual_pipeline_model_parallel_size": num_chunks if num_chunks > 1 else None,
+        "transformer_pipeline_model_parallel_size": pp,
+        "encoder_num_layers": model.num_layers,
+        "encoder_seq_length": seq_length,
+        "ckpt_format": "torch",
+        "use_dist_ckpt": False,
+        **arguments_of_experts(model),
+        **arguments_of_latent(model),
+        **arguments_of_yarn(model),
+        "skipped_train_samples": 0,
+        "transformer_impl": model.transformer_impl,
+        "data_parallel_random_init": False,
+        "no_save_optim": None,
+        "no_save_rng": None,
+    }
+
+
+def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are plain data: numbers, texts, dtypes, and lists of them."""
+    return {name: value for name, value in arguments.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
+def _converted(value: Any, spec: FieldSpec) -> Any:
+    """Return a value as a field holds it, or None where it is not one."""
+    if not spec.is_sequence:
+        return _item(value, spec.item_type)
+    items = [_item(item, spec.item_type) for item in value] if isinstance(value, (list, tuple)) else []
+    return items if items and None not in items else None
+
+
+def _item(value: Any, kind: type) -> Any:
+    if kind is bool or isinstance(value, bool):
+        return value if kind is bool and isinstance(value, bool) else None
+    if kind is float and isinstance(value, (int, float)):
+        return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, kind) else None

@@ -1,0 +1,347 @@
+"""Parameter names in Megatron's checkpoints of all versions and in ``torch_dist``, and their native names.
+
+Megatron names the experts of a layer in three ways: one module per expert (``local_experts.0.linear_fc1.weight``),
+grouped as transformer-engine does (``linear_fc1.weight0``), and all in one tensor (``weight1``, ``weight2``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.checkpoint.formats.megatron.torch_file_reader import LazyTensor
+from megatron.core.errors import CheckpointError
+from megatron.core.sharding import Box, ParamSpec, Piece
+
+_SEQUENTIAL = re.compile(r"(.+\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
+_GROUPED = re.compile(r"(.+\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
+_FUSED = re.compile(r"(.+\.mlp\.experts)\.weight([12])")
+
+
+CHOOSING_BIAS = ".router.expert_bias"
+"""How the name of the bias ends that only chooses experts: it has no gradient, no optimizer state, and float32."""
+
+
+def is_expert_key(key: str) -> bool:
+    """Tell whether a key is that of a parameter of one expert."""
+    return _SEQUENTIAL.fullmatch(key) is not None
+
+
+def expert_number(key: str) -> int | None:
+    """Return the number, in its file, of the expert that a parameter belongs to; None where it is of none."""
+    match = _SEQUENTIAL.fullmatch(key)
+    return None if match is None else int(match[2])
+
+
+def is_fused_key(key: str) -> bool:
+    """Tell whether a key is that of a tensor which holds one linear layer of all experts."""
+    return _FUSED.fullmatch(key) is not None
+
+
+def grouped_key(key: str) -> str:
+    """Return the key that a parameter has where experts are grouped; ``key`` itself where it is of no expert."""
+    match = _SEQUENTIAL.fullmatch(key)
+    return key if match is None else f"{match[1]}.{match[3]}.{match[4]}{match[2]}"
+
+
+def expert_tensors(key: str, tensor: LazyTensor, num_experts: int | None) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield the parameters of experts that a tensor holds, each with a first dim of 1; none where it is of no expert.
+
+    ``num_experts`` is the number of experts in the file, as far as it is known.
+
+    Raises:
+        CheckpointError: the tensor does not divide into so many experts.
+    """
+    found = _SEQUENTIAL.fullmatch(key)
+    if found is not None:
+        yield key, stacked(tensor)
+        return
+    found = _GROUPED.fullmatch(key)
+    if found is not None:
+        yield f"{found[1]}.local_experts.{found[4]}.{found[2]}.{found[3]}", stacked(tensor)
+        return
+    found = _FUSED.fullmatch(key)
+    if found is None:
+        return
+    # The same bytes are [experts, in, out] in both.
+    width_dim = 0 if found[2] == "1" else 1
+    if num_experts is None or len(tensor.shape) != 2 or tensor.num_elements % (tensor.shape[width_dim] * num_experts):
+        raise CheckpointError(f"{key} {list(tensor.shape)} does not divide into {num_experts} experts")
+    per_expert = tensor.num_elements // num_experts
+    inputs = tensor.shape[0] if width_dim == 0 else per_expert // tensor.shape[1]
+    outputs = per_expert // inputs
+    for number in range(num_experts):
+        values = replace(
+            tensor, offset=tensor.offset + number * per_expert, shape=(1, outputs, inputs), strides=(1, 1, outputs)
+        )
+        yield f"{found[1]}.local_experts.{number}.linear_fc{found[2]}.weight", values
+
+
+def stacked(tensor: LazyTensor) -> LazyTensor:
+    """Return a tensor of one expert with a first dim of 1."""
+    return replace(tensor, shape=(1, *tensor.shape), strides=(tensor.num_elements, *tensor.strides))
+
+
+def expert_pieces(spec: ParamSpec) -> Iterator[tuple[int, tuple[Piece, ...]]]:
+    """Yield each expert of a rank, counted from its first, with the pieces of the tensor of that expert alone."""
+    first = spec.pieces[0].global_box
+    for number in range(first.shape[0]):
+        yield (
+            number,
+            tuple(
+                Piece(
+                    Box((box.offset[0] + number, *box.offset[1:]), (1, *box.shape[1:])),
+                    (0, *piece.local_offset[1:]),
+                )
+                for piece in spec.pieces
+                for box in (piece.global_box,)
+            ),
+        )
+
+
+_LAYER = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.layers\.(\d+)\.(.+)")
+_FINAL_NORM = re.compile(
+    r"(?:language_model\.)?(?:decoder|encoder|transformer)\.(?:final_layernorm|final_norm)\.(weight|bias)"
+)
+_FURTHER = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.(.+)")
+_BESIDE_FURTHER = re.compile(r"mtp\.layers\.\d+\.(?:enorm|hnorm|eh_proj|final_layernorm)\.(?:weight|bias)")
+_NORM_IN_LINEAR = re.compile(r"(.+)\.layer_norm_(weight|bias)")
+
+_LAYER_MODULES: dict[str, str] = {
+    # megatron-core
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_proj": "self_attention.linear_proj",
+    "self_attention.linear_qkv": "self_attention.linear_qkv",
+    "self_attention.q_layernorm": "self_attention.q_layernorm",
+    "self_attention.k_layernorm": "self_attention.k_layernorm",
+    "self_attention.kv_layernorm": "self_attention.kv_layernorm",
+    "self_attention.linear_q_proj": "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj": "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj": "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj": "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj": "self_attention.linear_kv_up_proj",
+    "pre_mlp_layernorm": "pre_mlp_layernorm",
+    "mlp.router": "mlp.router",
+    "mlp.shared_experts.linear_fc1": "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_experts.linear_fc2",
+    "mlp.linear_fc1": "mlp.linear_fc1",
+    "mlp.linear_fc2": "mlp.linear_fc2",
+    "mlp.experts.linear_fc1": "mlp.experts.linear_fc1",
+    "mlp.experts.linear_fc2": "mlp.experts.linear_fc2",
+    # before it, in the order of their age
+    "attention.query_key_value": "self_attention.linear_qkv",
+    "attention.dense": "self_attention.linear_proj",
+    "self_attention.query_key_value": "self_attention.linear_qkv",
+    "self_attention.dense": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.dense_h_to_4h": "mlp.linear_fc1",
+    "mlp.dense_4h_to_h": "mlp.linear_fc2",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "pre_mlp_layernorm",
+}
+_SINGLE = (
+    "mlp.router.expert_bias",
+    "mlp.shared_experts.gate_weight",
+    "self_attention.core_attention.softmax_offset",
+)
+# transformer-engine keeps a norm in the linear layer that follows it.
+_FUSED_NORMS: dict[str, str] = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.query_key_value": "input_layernorm",
+    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+    "mlp": "pre_mlp_layernorm",
+}
+_WHOLE_MODEL: dict[str, str] = {
+    "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
+    "output_layer.weight": "output_layer.weight",
+    "language_model.embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "language_model.embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
+    "language_model.output_layer.weight": "output_layer.weight",
+    "word_embeddings_for_head.weight": "output_layer.weight",
+    "word_embeddings.weight": "output_layer.weight",
+}
+# Buffers that follow from the configuration, and the state of low-precision recipes.
+_NO_PARAMETER = re.compile(
+    r"(.*\._extra_state|.*\.inv_freq|.*\.local_tokens_per_expert|.*\.(?:self_)?attention\.(?:masked_)?bias)"
+)
+
+
+def local_key(key: str) -> str | None:
+    """Return the native name of a key, with the layer's number that it has in the file; None where it is no parameter.
+
+    Raises:
+        KeyError: no GPT has a parameter of this name.
+    """
+    if _NO_PARAMETER.fullmatch(key):
+        return None
+    if key in _WHOLE_MODEL:
+        return _WHOLE_MODEL[key]
+    final = _FINAL_NORM.fullmatch(key)
+    if final:
+        return f"decoder.final_layernorm.{final.group(1)}"
+    if _BESIDE_FURTHER.fullmatch(key):
+        return key
+    further = _FURTHER.fullmatch(key)
+    if further is not None:
+        name = local_key(f"decoder.layers.{further[1]}.{further[2]}")
+        return (
+            None
+            if name is None
+            else name.replace("decoder.layers.", "mtp.layers.", 1).replace(
+                f".{further[1]}.", f".{further[1]}.transformer_layer.", 1
+            )
+        )
+    layer = _LAYER.fullmatch(key)
+    if layer is None:
+        raise KeyError(key)
+    number, rest = layer.groups()
+    fused = _NORM_IN_LINEAR.fullmatch(rest)
+    if fused:
+        return f"decoder.layers.{number}.{_FUSED_NORMS[fused.group(1)]}.{fused.group(2)}"
+    if rest in _SINGLE:
+        return f"decoder.layers.{number}.{rest}"
+    module, _, kind = rest.rpartition(".")
+    if kind not in ("weight", "bias"):
+        raise KeyError(key)
+    return f"decoder.layers.{number}.{_LAYER_MODULES[module]}.{kind}"
+
+
+def flatten_keys(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of a model's state; older files nest the parts of a model in dictionaries."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from flatten_keys(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def named_tensors(state: Mapping[str, Any], where: str, num_experts: int | None = None) -> dict[str, LazyTensor]:
+    """Return the parameters of a model chunk under native names, in the file's order.
+
+    ``num_experts`` is the number of a layer's experts in the file; each has a name of its own.
+
+    Raises:
+        CheckpointError: it holds tensors that no GPT has; all of them are listed.
+    """
+    found: dict[str, LazyTensor] = {}
+    unknown = []
+    for key, value in flatten_keys(state):
+        if not isinstance(value, LazyTensor):
+            continue
+        of_experts = dict(expert_tensors(key.removeprefix("language_model."), value, num_experts))
+        if of_experts:
+            found |= of_experts
+            continue
+        try:
+            name = local_key(key)
+        except KeyError:
+            unknown.append(key)
+            continue
+        if name is not None:
+            found[name] = value
+    if unknown:
+        raise CheckpointError(f"{where} holds tensors of another kind of model: {', '.join(sorted(unknown))}")
+    return found
+
+
+def has_fused_norms(state: Mapping[str, Any]) -> bool:
+    """Return whether a model's state has its norms in the linear layers, as transformer-engine's layers do."""
+    return any(key.endswith(".layer_norm_weight") for key, _ in flatten_keys(state))
+
+
+def fused_key(key: str, is_latent: bool = False) -> str:
+    """Return the key that a parameter has in transformer-engine's layers; ``key`` itself where it is the same.
+
+    ``is_latent`` says that the layer has latent attention, which norms its narrow vectors there.
+    """
+    layer = re.fullmatch(r"((?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.)(.+)", key)
+    if layer is not None:
+        module, _, kind = layer.group(2).rpartition(".")
+        attention = ("linear_q_up_proj", "linear_kv_up_proj") if is_latent else ("linear_qkv",)
+        for linear in (*(f"self_attention.{name}" for name in attention), "mlp.linear_fc1"):
+            if _FUSED_NORMS[linear] == module:
+                return f"{layer.group(1)}{linear}.layer_norm_{kind}"
+    return key
+
+
+_STATE = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+?)\.(?P<key>(?:embedding|decoder|output_layer|mtp)\..+)"
+)
+_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
+_GATED_HALF = re.compile(r"(.+\.mlp\..*linear_fc1\.(?:weight|bias))_([wv])")
+_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.experts\.(?:(\d+)\.)?(linear_fc[12]\..+)")
+"""The experts of a layer: along the axis behind that of the layers, or with a tensor each."""
+_MAIN_PARAMS = ("param", "fp32_param")
+
+
+@dataclass(frozen=True)
+class ParameterKey:
+    """Say what a stored tensor holds.
+
+    ``kind`` is ``model``, or the kind of the optimizer's state. ``is_stacked`` marks a tensor whose first axis is the
+    layer; ``key`` is then that of layer 0. ``half`` is 0 or 1 where the two halves of a gated layer have a tensor each,
+    ``expert`` the number of an expert that has one.
+    """
+
+    kind: str
+    key: str
+    is_stacked: bool
+    half: int | None = None
+    expert: int | None = None
+
+    def name(self, layer: int) -> str:
+        """Return the native name of the tensor of one layer; the layer counts for a stacked tensor only."""
+        key = self.key.replace("layers.0.", f"layers.{layer}.", 1) if self.is_stacked else self.key
+        parameter = local_key(key)
+        assert parameter is not None, key
+        return f"model.{parameter}" if self.kind == "model" else f"optimizer.{self.kind}.{parameter}"
+
+
+def parse_key(stored: str) -> ParameterKey | None:
+    """Return what a stored tensor of this key holds; None where it is no parameter and no state of one.
+
+    Raises:
+        KeyError: no GPT has a parameter of this name.
+    """
+    state = _STATE.fullmatch(stored)
+    kind, key = ("model", stored) if state is None else (state["kind"], state["key"])
+    half = _GATED_HALF.fullmatch(key)
+    stacked = _STACKED.fullmatch(key if half is None else half[1])
+    plain = key if half is None else half[1]
+    if stacked is not None:
+        plain = f"decoder.layers.0.{stacked[1]}"
+    experts = _EXPERTS.fullmatch(plain)
+    if experts is not None:
+        plain = f"{experts[1]}.{experts[3]}"
+    if local_key(plain) is None:
+        return None
+    return ParameterKey(
+        "main_param" if kind in _MAIN_PARAMS else kind,
+        plain,
+        stacked is not None,
+        None if half is None else "wv".index(half[2]),
+        None if experts is None or experts[2] is None else int(experts[2]),
+    )
+
+
+def stored_key(
+    name: str, *, has_experts: bool = False, is_latent: bool = False, stacks: bool = True
+) -> tuple[str, int | None]:
+    """Return the key under which Megatron stores a parameter, and its layer where layers are stacked in one tensor.
+
+    ``has_experts`` and ``is_latent`` say what the parameter's layer has; ``stacks`` that layers are alike, and so
+    are stacked. Norms have the names of transformer-engine's layers, whichever layers a run has.
+    """
+    key = name.replace(".mlp.experts.", ".mlp.experts.experts.")
+    # A router has no norm in it.
+    if not (has_experts and ".pre_mlp_layernorm." in key):
+        key = fused_key(key, is_latent)
+    words = key.split(".")
+    if words[:2] != ["decoder", "layers"] or not stacks:
+        return key, None
+    return ".".join([*words[:2], *words[3:]]), int(words[2])

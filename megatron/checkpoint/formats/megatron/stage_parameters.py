@@ -1,0 +1,195 @@
+"""The parameters of one model-parallel rank in Megatron's order, and which part of the model each holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.checkpoint.formats.megatron.parameter_keys import (
+    CHOOSING_BIAS,
+    expert_number,
+    expert_pieces,
+    is_expert_key,
+)
+from megatron.core.device import Device
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.inner_optimizer import is_decayed
+from megatron.core.parallel_sizes import ONE_RANK
+from megatron.core.process_group import Group
+from megatron.core.sharding import ParamSpec, Piece, even_pieces, spec_of
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
+
+WORD_EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """Describe one parameter of a rank's model chunk.
+
+    ``key`` is its name in the chunk (layers numbered from 0 within it), ``name`` the one in the whole model. ``pieces``
+    say which boxes of the global tensor lie where in the local one; what no piece holds is padding. ``is_replica``
+    marks every copy but the first, ``is_tied`` a word embedding that the first and the last stage hold: the last one's
+    copy has the key of an output layer.
+    """
+
+    key: str
+    name: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    is_replica: bool
+    is_tied: bool
+
+    @property
+    def is_decayed(self) -> bool:
+        """Return whether the optimizer has it among the parameters that weight decay applies to."""
+        return len(self.local_shape) > 1 and not self.key.endswith("bias")
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether the optimizer has it at all; the bias that only chooses experts moves by itself."""
+        return not self.key.endswith(CHOOSING_BIAS)
+
+    @property
+    def is_expert(self) -> bool:
+        """Return whether it belongs to one of a layer's experts."""
+        return is_expert_key(self.key)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Return the shape in the file, where the one expert of a tensor has no dim."""
+        return self.local_shape[1:] if self.is_expert else self.local_shape
+
+    @property
+    def num_elements(self) -> int:
+        """Return the number of elements of the local tensor, padding included."""
+        return math.prod(self.local_shape)
+
+
+class StageDescriber:
+    """Describe the parameters of any rank of a model-parallel grid, from the model itself and without its memory.
+
+    ``padded_vocab_size`` is the number of rows of the embedding over all tensor-parallel ranks, where the files do not
+    have the one that follows from the configuration. ``cuts_narrow`` says that the maps to latent attention's narrow
+    vectors are cut over the tensor ranks, as in megatron-core's own layers; transformer-engine's are whole.
+    """
+
+    def __init__(self, config: GPTConfig, padded_vocab_size: int | None = None, *, cuts_narrow: bool = False) -> None:
+        self._cuts_narrow = cuts_narrow
+        tp = config.tensor_model_parallel_size
+        if padded_vocab_size is not None:
+            config = dataclasses.replace(config, make_vocab_size_divisible_by=padded_vocab_size // tp)
+        self.config = dataclasses.replace(config, sequence_parallel=False)
+        self._rng = RngStreams(Device("cpu"), None, ONE_RANK.place())
+
+    def parameters(
+        self, tp_rank: int, layer_numbers: Sequence[int], *, has_embedding: bool, has_loss: bool, ep_rank: int = 0
+    ) -> tuple[LocalParameter, ...]:
+        """Return the parameters of one model chunk in the order in which Megatron's optimizer lists them."""
+        tp, ep = self.config.tensor_model_parallel_size, self.config.expert_model_parallel_size
+        etp = self.config.parallel_sizes.expert_tp
+        group = Group(("tp",), tuple(range(tp)), tp_rank)
+        of_experts = dataclasses.replace(
+            ExpertGroups.like_dense(group, None),
+            model=Group(("ep", "tp"), tuple(range(etp * ep)), ep_rank * etp + tp_rank % etp),
+            tensor_size=etp,
+        )
+        model = GPTModel(
+            self.config,
+            group,
+            self._rng,
+            seed=0,
+            device="meta",
+            layer_numbers=layer_numbers,
+            pre_process=has_embedding,
+            post_process=has_loss,
+            experts=of_experts,
+        )
+        local_numbers = {number: local for local, number in enumerate(layer_numbers)}
+        found: dict[str, LocalParameter] = {}
+        for parameter_name, parameter in model.named_parameters():
+            spec = spec_of(parameter)
+            is_copy = spec.is_tied_over_pipeline and parameter_name == OUTPUT_LAYER
+            local_shape, pieces, is_replica = tuple(parameter.shape), spec.pieces, not spec.is_owner
+            if spec.is_expert:
+                for local in _of_single_experts(spec, local_shape, local_numbers):
+                    found[local.key] = local
+                continue
+            is_cut = self._cuts_narrow and is_narrow_map(spec.name)
+            if is_cut or parameter_name.rsplit(".", 1)[-1] != spec.name.rsplit(".", 1)[-1]:
+                # Ranks that share a key-value group keep it apart here; Megatron cuts the rows of the whole evenly.
+                rows = spec.global_shape[0] // tp
+                local_shape, is_replica = (rows, *spec.global_shape[1:]), False
+                pieces = even_pieces(spec.global_shape, 0, tp_rank, tp)
+            key = OUTPUT_LAYER if is_copy else _with_layer(spec.name, local_numbers)
+            is_tied = spec.is_tied_over_pipeline
+            found.setdefault(
+                key, LocalParameter(key, spec.name, spec.global_shape, local_shape, pieces, is_replica, is_tied)
+            )
+            assert found[key].is_decayed == is_decayed(spec.name, parameter), key
+        return tuple(_one_expert_after_the_other(found.values()))
+
+
+def is_narrow_map(key: str) -> bool:
+    """Tell whether a key is of a map to latent attention's narrow vectors."""
+    return key.endswith((".linear_q_down_proj.weight", ".linear_kv_down_proj.weight"))
+
+
+def _of_single_experts(
+    spec: ParamSpec, local_shape: tuple[int, ...], local_numbers: dict[int, int]
+) -> Iterator[LocalParameter]:
+    """Yield the parameters of each of a rank's experts, which Megatron's files have by themselves."""
+    key = _with_layer(spec.name, local_numbers)
+    for number, pieces in expert_pieces(spec):
+        own_key = key.replace(".mlp.experts.", f".mlp.experts.local_experts.{number}.")
+        shape = (1, *local_shape[1:])
+        yield LocalParameter(own_key, spec.name, spec.global_shape, shape, pieces, not spec.is_owner, is_tied=False)
+
+
+def _one_expert_after_the_other(parameters: Iterable[LocalParameter]) -> Iterator[LocalParameter]:
+    """Yield the parameters with those of a layer's experts by expert, as modules in a list have them."""
+    for is_expert, neighbours in itertools.groupby(parameters, lambda parameter: parameter.is_expert):
+        own = list(neighbours)
+        yield from sorted(own, key=lambda p: expert_number(p.key) or 0) if is_expert else own
+
+
+def _with_layer(name: str, numbers: dict[int, int]) -> str:
+    """Return a parameter's name with its layer's number in the whole model replaced by the one in the chunk."""
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(numbers[int(words[2])])
+    return ".".join(words)
+
+
+def in_grouped_order(parameters: Iterable[LocalParameter]) -> tuple[LocalParameter, ...]:
+    """Return a chunk's parameters in the order of grouped experts: a linear layer of all experts, then the next."""
+    ordered: list[LocalParameter] = []
+    for is_expert, neighbours in itertools.groupby(parameters, lambda parameter: parameter.is_expert):
+        own = list(neighbours)
+        ordered += sorted(own, key=lambda p: p.name) if is_expert else own
+    return tuple(ordered)
+
+
+def in_fused_order(parameters: Sequence[LocalParameter]) -> tuple[LocalParameter, ...]:
+    """Return a chunk's parameters in the order of transformer-engine's layers.
+
+    There the norm before the attention belongs to its first linear layer, which comes after the last one.
+    """
+    norms: dict[str, list[LocalParameter]] = {}
+    ordered: list[LocalParameter] = []
+    for parameter in parameters:
+        layer, _, rest = parameter.key.partition(".input_layernorm.")
+        if rest:
+            norms.setdefault(layer, []).append(parameter)
+            continue
+        layer, _, rest = parameter.key.partition(".self_attention.linear_qkv.")
+        if rest:
+            ordered += norms.pop(layer, [])
+        ordered.append(parameter)
+    return tuple(ordered)

@@ -1,0 +1,312 @@
+"""Read the optimizer's state in a rank's files, for each of the rank's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.formats.megatron.parameter_keys import flatten_keys, is_fused_key, stacked
+from megatron.checkpoint.formats.megatron.rank_files import RankFile
+from megatron.checkpoint.formats.megatron.stage_parameters import LocalParameter
+from megatron.checkpoint.formats.megatron.torch_file_reader import LazyTensor, TorchFile
+from megatron.core.errors import CheckpointError
+
+ALIGNMENT = 64
+"""Elements at a multiple of which each parameter starts."""
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """Hold the first element of every parameter, in the caller's order, and the number of elements of the buffer."""
+
+    starts: tuple[int, ...]
+    num_elements: int
+
+
+def plan_flat_buffer(sizes: Sequence[int], bucket_size: int | None, alone: Collection[int] = ()) -> FlatBuffer:
+    """Place parameters of ``sizes`` elements in reverse order, bucket after bucket.
+
+    A bucket ends with the parameter that brings it to ``bucket_size`` elements (None: never); parameters listed in
+    ``alone`` (a tied embedding in a pipeline) have one each. In the file the padding after a bucket is left out, and
+    with it the alignment of what follows: a parameter starts at a multiple of 64 elements of its own bucket.
+    """
+    starts = [0] * len(sizes)
+    bucket_start = end = 0
+    is_empty = True
+    for index in reversed(range(len(sizes))):
+        aligned = -(-end // ALIGNMENT) * ALIGNMENT
+        if index in alone and not is_empty:
+            # Closed where this parameter would have begun: here, and here only, the padding stays.
+            bucket_start, end = bucket_start + aligned, 0
+            aligned = 0
+        starts[index] = bucket_start + aligned
+        end = aligned + sizes[index]
+        is_empty = False
+        if index in alone or (bucket_size is not None and end >= bucket_size):
+            bucket_start, end = bucket_start + end, 0
+            is_empty = True
+    return FlatBuffer(tuple(starts), bucket_start + end)
+
+
+_FLOAT8_STEP, _FLOAT8_SMALLEST = 2.0**-4, 2.0**-17
+"""How far E4M3 rounds a number, as a share of it; or, where it is tiny, of the largest that has the same scale."""
+
+
+def is_weight_of(main: torch.Tensor, weight: torch.Tensor, in_float8: torch.Tensor | None = None) -> bool:
+    """Return whether a main parameter's element may be rounded to a weight's.
+
+    With ``in_float8``, the whole main parameter, weights may have been gathered in fp8 too (`--fp8-param-gather`). Such
+    a weight has a significand of four bits, those of E4M3, since its scale is a power of two.
+
+    Shapes: ``main, weight``: one element each.
+    """
+    rounded = main.to(weight.dtype)
+    if bool((rounded == weight).all()) or (bool(rounded.isnan().all()) and bool(weight.isnan().all())):
+        return True
+    significand = 16.0 * torch.frexp(weight.float()).mantissa
+    if in_float8 is None or not torch.equal(significand, significand.round()):
+        return False
+    apart, size = (rounded.float() - weight.float()).abs(), rounded.float().abs()
+    return bool((apart <= _FLOAT8_STEP * size).all()) or bool((apart <= _FLOAT8_SMALLEST * in_float8.abs().max()).all())
+
+
+def may_be_in_float8(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a folder's arguments leave open that weights were gathered in fp8; Megatron's say it."""
+    return arguments.get("fp8_param_gather") is not False
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+FLAT_STATES = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""The tensors of a flat buffer and the kinds of state that they hold."""
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """Hold one tensor of the optimizer's state: of which parameter, of which kind, and where it is."""
+
+    parameter: LocalParameter
+    kind: str
+    file: TorchFile
+    tensor: LazyTensor
+
+
+@dataclass(frozen=True)
+class OptimizerScalars:
+    """Hold the number of updates made, and the state of a dynamic loss scale where there is one."""
+
+    num_steps: int
+    grad_scaler: Mapping[str, Any]
+
+
+def has_optimizer(rank: RankFile) -> bool:
+    """Return whether a rank's file holds an optimizer's state that can be told apart by parameter.
+
+    That of experts in one tensor, as an older grouped GEMM had them, cannot.
+    """
+    if any(is_fused_key(key) for name in rank.file.value if str(name).startswith("model") for key in _keys(rank, name)):
+        return False
+    return isinstance(rank.file.value.get("optimizer"), (Mapping, list))
+
+
+def _keys(rank: RankFile, name: str) -> list[str]:
+    return [key for key, _ in flatten_keys(rank.file.value[name])]
+
+
+def stored_states(rank: RankFile, chunks: Sequence[Sequence[LocalParameter]]) -> Iterator[StoredState]:
+    """Yield every tensor of the optimizer's state that a rank has; ``chunks`` are its parameters in the file's order.
+
+    Raises:
+        CheckpointError: the state does not fit the parameters.
+    """
+    optimizers = rank.file.value["optimizer"]
+    if not isinstance(optimizers, list):
+        optimizers = [optimizers]
+    elif len(optimizers) > 2:
+        raise CheckpointError(f"{rank.file.path}: {len(optimizers)} optimizers, of parts of a model, are not supported")
+    flat: Any = None if rank.flat_optimizer is None else rank.flat_optimizer.value
+    for number, (optimizer, own) in enumerate(zip(optimizers, optimized_apart(chunks, len(optimizers) == 2))):
+        if rank.is_copy and len(optimizers) == 2 and number == 0:
+            continue  # of what is no expert
+        if rank.flat_optimizer is not None:
+            yield from _flat_states(rank, rank.flat_optimizer, flat[number] if isinstance(flat, list) else flat, own)
+        else:
+            yield from _states_by_parameter(rank, optimizer, own)
+
+
+def optimizer_scalars(rank: RankFile) -> OptimizerScalars:
+    """Return the step count and the loss scale of a rank's file."""
+    return scalars_of(rank.file.value, lambda value: _number(rank.file, value))
+
+
+def scalars_of(shared: Mapping[str, Any], number: Callable[[Any], Any]) -> OptimizerScalars:
+    """Return the step count and the loss scale of a file's values; ``number`` reads a tensor that may hold one."""
+    optimizer = shared["optimizer"]
+    if isinstance(optimizer, list):
+        optimizer = optimizer[0]
+    inner = _inner(optimizer)
+    steps: list[Any] = [group["step"] for group in inner["param_groups"] if group.get("step") is not None]
+    state = inner.get("state", {})
+    steps += [entry["step"] for entry in state.values() if isinstance(entry, Mapping) and "step" in entry]
+    if "common_step" in state:
+        steps.append(state["common_step"])
+    scaler = {name: number(value) for name, value in optimizer.get("grad_scaler", {}).items()}
+    if "scale" in scaler:
+        scaler["scale"] = float(scaler["scale"])
+    num_steps = int(number(steps[0])) if steps else int(shared.get("iteration", 0))
+    return OptimizerScalars(num_steps, scaler)
+
+
+def optimized_apart(
+    chunks: Sequence[Sequence[LocalParameter]], experts_apart: bool
+) -> list[list[Sequence[LocalParameter]]]:
+    """Return the trained parameters of each chunk, once for each optimizer.
+
+    With expert parallelism, ``experts_apart``, the experts have one of their own, after that of all others.
+    """
+    trained = [[parameter for parameter in chunk if parameter.is_trained] for chunk in chunks]
+    if not experts_apart:
+        return [list(trained)]
+    return [[[p for p in chunk if p.is_expert == is_expert] for chunk in trained] for is_expert in (False, True)]
+
+
+def in_optimizer_order(chunks: Sequence[Sequence[LocalParameter]]) -> list[list[LocalParameter]]:
+    """Return the parameters that weight decay applies to, and the others, each over all chunks."""
+    parameters = [parameter for chunk in chunks for parameter in chunk if parameter.is_trained]
+    return [[p for p in parameters if p.is_decayed], [p for p in parameters if not p.is_decayed]]
+
+
+def flat_bucket_size(arguments: Mapping[str, Any], pp_rank: int, chunk: int, num_elements: int) -> int | None:
+    """Return the size at which Megatron closes a bucket, or None where a chunk's buffer is one bucket."""
+    if not arguments.get("overlap_grad_reduce") or pp_rank > 0 or chunk > 0:
+        return None
+    if arguments.get("ddp_num_buckets"):
+        return max(1, num_elements // int(arguments["ddp_num_buckets"]))
+    if arguments.get("ddp_bucket_size"):
+        return int(arguments["ddp_bucket_size"])
+    replicas = int(arguments.get("data_parallel_size") or 1) * int(arguments.get("context_parallel_size") or 1)
+    return max(40_000_000, 1_000_000 * replicas)
+
+
+def alone_in_bucket(parameters: Sequence[LocalParameter]) -> set[int]:
+    """Return the places of the parameters that have a bucket each: a tied embedding whose copies two stages hold."""
+    return {place for place, parameter in enumerate(parameters) if parameter.is_tied}
+
+
+def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return torch's own state, whatever is wrapped around it."""
+    for name in ("optimizer", "optimizer_state_dict"):
+        if isinstance(optimizer.get(name), Mapping):
+            inner: Mapping[str, Any] = optimizer[name]
+            return inner
+    return optimizer
+
+
+def _number(file: TorchFile, value: Any) -> Any:
+    return file.view(value).item() if isinstance(value, LazyTensor) else value
+
+
+def _states_by_parameter(
+    rank: RankFile, optimizer: Mapping[str, Any], chunks: Sequence[Sequence[LocalParameter]]
+) -> Iterator[StoredState]:
+    inner = _inner(optimizer)
+    groups = [group["params"] for group in inner["param_groups"]]
+    ordered = in_optimizer_order(chunks)
+    if len(groups) != len(ordered) or [len(group) for group in groups] != [len(own) for own in ordered]:
+        groups, ordered = [g for g in groups if g], [o for o in ordered if o]
+    if [len(group) for group in groups] != [len(parameters) for parameters in ordered]:
+        raise CheckpointError(
+            f"{rank.file.path}: the optimizer has groups of {[len(group) for group in groups]} parameters, the model "
+            f"{[len(parameters) for parameters in ordered]} with weight decay and without"
+        )
+    for group, parameters in zip(groups, ordered):
+        for number, parameter in zip(group, parameters):
+            for kind in MOMENTS:
+                tensor = inner["state"].get(number, {}).get(kind)
+                if isinstance(tensor, LazyTensor):
+                    yield StoredState(parameter, kind, rank.file, _shaped(tensor, parameter, rank))
+    main = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
+    if main is not None:
+        main = [tensors for tensors in main if tensors] if len(main) != len(ordered) else main
+        for tensors, parameters in zip(main, ordered, strict=True):
+            for tensor, parameter in zip(tensors, parameters, strict=True):
+                yield StoredState(parameter, "main_param", rank.file, _shaped(tensor, parameter, rank))
+
+
+def _shaped(tensor: LazyTensor, parameter: LocalParameter, rank: RankFile) -> LazyTensor:
+    if tensor.shape != parameter.stored_shape:
+        raise CheckpointError(
+            f"{rank.file.path}: the optimizer's state of {parameter.key} has the shape {list(tensor.shape)}, the "
+            f"parameter {list(parameter.stored_shape)}"
+        )
+    return stacked(tensor) if parameter.is_expert else tensor
+
+
+def _flat_states(
+    rank: RankFile, file: TorchFile, value: Any, chunks: Sequence[Sequence[LocalParameter]]
+) -> Iterator[StoredState]:
+    if not isinstance(value, Mapping) or not value.get("buckets_coalesced"):
+        raise CheckpointError(f"{file.path} was written before February 2024, in a layout that is not supported")
+    for number, parameters in enumerate(chunks):
+        if not parameters:
+            continue  # no experts
+        if number not in value:
+            raise CheckpointError(f"{file.path} holds no buffer {number}, of model chunk {number}")
+        buffers = list(value[number].values())
+        if len(buffers) != 1:
+            raise CheckpointError(f"{file.path}: buffer {number} is of {len(buffers)} types, one is expected")
+        tensors = buffers[0]
+        layout = _find_layout(rank, file, number, parameters, tensors)
+        is_half = any(t.dtype in (torch.float16, torch.bfloat16) for t in rank.chunks[number].values())
+        for name, kind in FLAT_STATES.items():
+            if kind == "main_param" and not is_half:
+                continue  # the weights themselves, which the model's file holds too
+            for parameter, start in zip(parameters, layout.starts):
+                yield StoredState(parameter, kind, file, tensors[name].flat_part(start, parameter.local_shape))
+
+
+def _find_layout(
+    rank: RankFile, file: TorchFile, number: int, parameters: Sequence[LocalParameter], tensors: Mapping[str, Any]
+) -> FlatBuffer:
+    """Return the layout that gives the buffer's length and puts the weights where they are in it."""
+    sizes = [parameter.num_elements for parameter in parameters]
+    by_arguments = flat_bucket_size(rank.arguments, rank.pp_rank, number, sum(sizes))
+    alone = alone_in_bucket(parameters)
+    length = tensors["param"].shape[0]
+    layouts = [
+        plan_flat_buffer(sizes, bucket_size, own_bucket)
+        for own_bucket in (alone, set[int]())
+        for bucket_size in (by_arguments, None)
+    ]
+    fitting = [layout for layout in layouts if layout.num_elements == length]
+    for in_float8 in (False, True) if may_be_in_float8(rank.arguments) else (False,):
+        for layout in fitting:
+            if _puts_weights_right(rank, file, number, parameters, tensors, layout, in_float8=in_float8):
+                return layout
+    raise CheckpointError(
+        f"{file.path}: buffer {number} has {length} elements, which do not lie as Megatron lays out the "
+        f"{sum(sizes)} parameters of {rank.file.path}"
+    )
+
+
+def _puts_weights_right(
+    rank: RankFile,
+    file: TorchFile,
+    number: int,
+    parameters: Sequence[LocalParameter],
+    tensors: Mapping[str, Any],
+    layout: FlatBuffer,
+    *,
+    in_float8: bool,
+) -> bool:
+    """Return whether the first and the last element of every parameter in the buffer are those of the model's file."""
+    flat = file.view(tensors["param"])
+    for parameter, start in zip(parameters, layout.starts):
+        weight = rank.file.view(rank.chunks[number][parameter.key]).reshape(-1)
+        of_parameter = flat[start : start + parameter.num_elements]
+        for at in (0, -1):
+            if not is_weight_of(of_parameter[at], weight[at], of_parameter if in_float8 else None):
+                return False
+    return True

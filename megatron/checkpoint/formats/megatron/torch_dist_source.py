@@ -1,0 +1,614 @@
+"""Read Megatron's ``torch_dist`` format at any layout, as global tensors under native names.
+
+The distributed optimizer's state may be stored per bucket (``dp_reshardable``, earlier
+``fully_sharded_bucket_space``) or gathered into one object per model-parallel rank (``dp_zero_gather_scatter``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.checkpoint_folder import COMMON_FILE
+from megatron.checkpoint.checkpoint_source import TensorInfo, refuse_misfits
+from megatron.checkpoint.formats.megatron.arguments import check_arguments, config_of_arguments
+from megatron.checkpoint.formats.megatron.common_state import real_vocab_size, shared_state
+from megatron.checkpoint.formats.megatron.parameter_keys import ParameterKey, parse_key
+from megatron.checkpoint.formats.megatron.rank_planner import FLOAT8_SCALING
+from megatron.checkpoint.formats.megatron.stage_parameters import (
+    OUTPUT_LAYER,
+    WORD_EMBEDDING,
+    LocalParameter,
+    StageDescriber,
+    in_fused_order,
+)
+from megatron.checkpoint.formats.megatron.stored_optimizer import (
+    FLAT_STATES,
+    FlatBuffer,
+    alone_in_bucket,
+    flat_bucket_size,
+    is_weight_of,
+    may_be_in_float8,
+    optimized_apart,
+    plan_flat_buffer,
+    scalars_of,
+)
+from megatron.checkpoint.formats.megatron.torch_dist_metadata import (
+    BoxReader,
+    Segment,
+    StoredBox,
+    StoredEntry,
+    StoredMetadata,
+    chunk_boxes,
+    read_metadata,
+)
+from megatron.checkpoint.formats.megatron.torch_file_reader import NAMESPACE, LazyTensor, Record, TorchFile
+from megatron.core.config_base import config_from_dict
+from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
+from megatron.core.parallel_sizes import ONE_RANK
+from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
+from megatron.core.sharding import Box, Piece, flat_range_boxes
+
+GROUP_PREFIX = "optimizer.distributed.dp_group_idx_"
+_PART = r"(?:chained_(\d+)\.)?"
+"""The number of the optimizer: with expert parallelism that of the experts is the second."""
+_BUCKET = re.compile(
+    _PART + re.escape(GROUP_PREFIX) + r"(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+)
+_GATHERED = re.compile(_PART + re.escape(GROUP_PREFIX) + r"(\d+)\.param_state/shard_0_1")
+_UNPADDED = "per_bucket_numel_unpadded/shard_0_1"
+
+ReadWeight = Callable[[str, Box], torch.Tensor]
+"""Gives a box of a weight by its native name."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Say that elements ``[start, end)`` of a buffer are an entry's values from its first on."""
+
+    start: int
+    end: int
+    segment: Segment
+    fields: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """Hold what is stored of one kind of state in one buffer, and the number of elements that the buffer has."""
+
+    runs: tuple[_Run, ...]
+    length: int
+
+
+_Buffers = dict[tuple[int, int, int], dict[str, _Buffer]]
+"""The buffers of each kind of state, by optimizer, model-parallel rank and number of the buffer."""
+
+
+class BucketStates:
+    """Find the boxes of the optimizer's state in its buffers.
+
+    Which parameter lies where follows from the model and from the layout that saved it; the copies of the weights
+    among the states show that it was understood.
+    """
+
+    def __init__(
+        self,
+        metadata: StoredMetadata,
+        model: GPTConfig,
+        padded_vocab_size: int,
+        arguments: Mapping[str, Any],
+        read_weight: ReadWeight,
+    ) -> None:
+        self.metadata = metadata
+        self.model = model
+        self.arguments = arguments
+        self._read_weight = read_weight
+        self._reader = BoxReader()
+        self._describer = StageDescriber(model, padded_vocab_size)
+
+    def boxes(self) -> Iterator[tuple[str, LocalParameter, StoredBox]]:
+        """Yield (kind of state, parameter, box) of everything that is stored.
+
+        Raises:
+            CheckpointError: the buffers do not fit the model.
+            DamagedCheckpointError: an entry is missing or damaged.
+        """
+        try:
+            yield from self._boxes(self._buffers())
+        finally:
+            self._reader.close()
+
+    def _boxes(self, buffers: _Buffers) -> Iterator[tuple[str, LocalParameter, StoredBox]]:
+        stages = plan_stage_layout(self.model, self.model.num_layers, self.model.pipeline_model_parallel_layout)
+        for part, pp_rank, tp_rank, ep_rank, group in self._groups():
+            for number, contents in enumerate(stages.chunks(pp_rank)):
+                described = self._describer.parameters(
+                    tp_rank,
+                    contents.layer_numbers,
+                    has_embedding=contents.has_embedding,
+                    has_loss=contents.has_loss,
+                    ep_rank=ep_rank,
+                )
+                ((parameters,), *of_experts) = optimized_apart([described], self._has_experts_apart)
+                if part:
+                    ((parameters,),) = of_experts
+                states = buffers.get((part, group, number))
+                if not parameters and states is None:
+                    continue  # no experts
+                if states is None or states.keys() != FLAT_STATES.keys():
+                    raise CheckpointError(
+                        f"{self.metadata.path}: the optimizer's buffer {number} of tensor-parallel rank {tp_rank}, "
+                        f"pipeline rank {pp_rank} is missing, or a part of it is"
+                    )
+                for parameter, start in self._placed(parameters, states["param"], pp_rank, number):
+                    for kind, buffer in states.items():
+                        for box in _parameter_boxes(parameter, start, buffer.runs):
+                            yield FLAT_STATES[kind], parameter, box
+
+    @property
+    def _has_experts_apart(self) -> bool:
+        return self.model.expert_model_parallel_size > 1
+
+    def _groups(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yield (optimizer, pipeline rank, tensor rank, expert rank, model-parallel rank) of every group of buffers."""
+        tp, ep, etp = (
+            self.model.tensor_model_parallel_size,
+            self.model.expert_model_parallel_size,
+            self.model.parallel_sizes.expert_tp,
+        )
+        for pp_rank in range(self.model.pipeline_model_parallel_size):
+            for tp_rank in range(tp):
+                yield 0, pp_rank, tp_rank, 0, pp_rank * tp + tp_rank
+            for ep_rank in range(ep) if self._has_experts_apart else ():
+                for tp_rank in range(etp):
+                    yield 1, pp_rank, tp_rank, ep_rank, (pp_rank * ep + ep_rank) * etp + tp_rank
+
+    def _placed(
+        self, parameters: Sequence[LocalParameter], buffer: _Buffer, pp_rank: int, number: int
+    ) -> list[tuple[LocalParameter, int]]:
+        """Return each parameter's first element in the buffer."""
+        layouts = [
+            list(zip(ordered, layout.starts))
+            for ordered in (parameters, in_fused_order(parameters))
+            for layout in self._layouts(ordered, pp_rank, number)
+            if layout.num_elements == buffer.length
+        ]
+        for in_float8 in (False, True) if may_be_in_float8(self.arguments) else (False,):
+            for placed in layouts:
+                if all(self._is_weight(p, start, buffer.runs, in_float8=in_float8) for p, start in placed):
+                    return placed
+        needed = sum(parameter.num_elements for parameter in parameters)
+        raise CheckpointError(
+            f"{self.metadata.path}: the optimizer's buffer {number} of pipeline rank {pp_rank} has {buffer.length} "
+            f"elements, which do not lie as Megatron lays out the {needed} of its parameters"
+        )
+
+    def _layouts(self, parameters: Sequence[LocalParameter], pp_rank: int, number: int) -> Iterator[FlatBuffer]:
+        sizes = [parameter.num_elements for parameter in parameters]
+        by_arguments = flat_bucket_size(self.arguments, pp_rank, number, sum(sizes))
+        alone = alone_in_bucket(parameters)
+        for bucket_size, own_bucket in ((by_arguments, alone), (None, alone), (by_arguments, set()), (None, set())):
+            yield plan_flat_buffer(sizes, bucket_size, own_bucket)
+
+    def _is_weight(self, parameter: LocalParameter, start: int, runs: Sequence[_Run], *, in_float8: bool) -> bool:
+        """Return whether the first and the last real element of a parameter in the buffer are the weight's.
+
+        A copy of a weight is taken for one: the files hold the weight once.
+        """
+        boxes = [] if parameter.is_replica else list(_parameter_boxes(parameter, start, runs))
+        for box, is_end in ((boxes[0], False), (boxes[-1], True)) if boxes else ():
+            shape = box.box.shape
+            corner = tuple(o + (size - 1 if is_end else 0) for o, size in zip(box.box.offset, shape, strict=True))
+            one = Box(corner, (1,) * len(shape))
+            weight = self._read_weight(f"model.{parameter.name}", one)
+            main = self._reader.read(parameter.name, one, torch.float32, [box])
+            whole = self._reader.read(parameter.name, box.box, torch.float32, [box]) if in_float8 else None
+            if not is_weight_of(main, weight, whole):
+                return False
+        return True
+
+    def _buffers(self) -> _Buffers:
+        found: _Buffers = {}
+        buckets: dict[tuple[int, int, int, str], dict[int, str]] = {}
+        for key in self.metadata.tensors:
+            match = _BUCKET.fullmatch(key)
+            if match is not None:
+                part, group, number, _, bucket, kind = match.groups()
+                buckets.setdefault((int(part or 0), int(group), int(number), kind), {})[int(bucket)] = key
+        for (part, group, number, kind), keys in buckets.items():
+            prefix = next(iter(keys.values())).partition(".gbuf_idx_")[0]
+            lengths = self._unpadded(prefix, number)
+            runs: list[_Run] = []
+            base = 0
+            for bucket in range(len(keys)):
+                if bucket not in keys:
+                    raise CheckpointError(f"{self.metadata.path}: bucket {bucket} of {kind} is missing")
+                size = math.prod(self.metadata.tensors[keys[bucket]].shape)
+                length = size if lengths is None else min(lengths[bucket], size)
+                runs += self._bucket_runs(keys[bucket], base, length)
+                base += length
+            found.setdefault((part, group, number), {})[kind] = _Buffer(tuple(runs), base)
+        for key, segment in self.metadata.objects.items():
+            match = _GATHERED.fullmatch(key)
+            if match is not None:
+                for number, kind, run in self._gathered_runs(segment):
+                    found.setdefault((int(match[1] or 0), int(match[2]), number), {})[kind] = _Buffer((run,), run.end)
+        return found
+
+    def _bucket_runs(self, key: str, base: int, length: int) -> Iterator[_Run]:
+        """Yield the runs of a bucket's first ``length`` elements; it begins at element ``base`` of the buffer.
+
+        Shapes: a bucket is ``[elements]``, or ``[data-parallel ranks, elements of each]``.
+        """
+        entry = self.metadata.tensors[key]
+        for chunk in entry.chunks:
+            place = chunk.box.offset[-1] + (chunk.box.offset[0] * entry.shape[1] if len(entry.shape) == 2 else 0)
+            end = min(place + chunk.box.num_elements, length)
+            if end > place:
+                yield _Run(base + place, base + end, chunk.segment)
+
+    def _unpadded(self, prefix: str, number: int) -> Sequence[int] | None:
+        """Return the elements of each bucket without the padding after it, where they are stored."""
+        segment = self.metadata.objects.get(f"{prefix}.{_UNPADDED}")
+        if segment is None:
+            return None
+        (lengths,) = self._reader.open(segment).value[0][number].values()
+        return [int(length) for length in lengths]
+
+    def _gathered_runs(self, segment: Segment) -> Iterator[tuple[int, str, _Run]]:
+        """Yield (buffer, kind, run) of the state that one rank gathered."""
+        value = self._reader.open(segment).value[0]
+        if not isinstance(value, Mapping) or not value.get("buckets_coalesced"):
+            raise CheckpointError(f"{segment.path}: the optimizer's state is in a layout that is not supported")
+        for number in (key for key in value if isinstance(key, int)):
+            ((dtypes, tensors),) = value[number].items()
+            for kind in FLAT_STATES:
+                if isinstance(tensors.get(kind), LazyTensor):
+                    run = _Run(0, tensors[kind].num_elements, segment, (0, number, dtypes, kind))
+                    yield number, kind, run
+
+
+def _parameter_boxes(parameter: LocalParameter, start: int, runs: Sequence[_Run]) -> Iterator[StoredBox]:
+    """Yield the boxes of a parameter's global tensor that runs of a buffer hold."""
+    end = start + parameter.num_elements
+    for run in runs:
+        low, high = max(start, run.start), min(end, run.end)
+        first = low - run.start
+        for local in flat_range_boxes(parameter.local_shape, low - start, high - start):
+            for piece in parameter.pieces:
+                common = piece.local_box.intersect(local)
+                if common is not None:
+                    box, frame = _moved(common, piece), _moved(local, piece)
+                    yield StoredBox(box, frame, run.segment, first, run.fields)
+            first += local.num_elements
+
+
+def _moved(box: Box, piece: Piece) -> Box:
+    """Return a box of the local tensor as one of the global tensor."""
+    offset = zip(box.offset, piece.local_offset, piece.global_box.offset, strict=True)
+    return replace(box, offset=tuple(o - local + own for o, local, own in offset))
+
+
+Complete = Callable[[Any, TorchFile], Any]
+"""Makes of a file's value one that needs the file no more."""
+
+_FIRST_GROUP = re.compile(r"(?:chained_0\.)?" + re.escape(GROUP_PREFIX) + r"0\.(optimizer|grad_scaler)/shard_0_1")
+_RNG_STATE = re.compile(r"rng_state/shard_(\d+)\.(\d+)_\d+\.\d+")
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """Return the values of ``common.pt``, its tensors read.
+
+    Raises:
+        DamagedCheckpointError: the file is missing or damaged.
+        CheckpointError: it holds something else, or records no ``args``.
+    """
+    file = TorchFile(folder / COMMON_FILE)
+    try:
+        values = file.with_tensors(file.value)
+    finally:
+        file.close()
+    if not isinstance(values, dict) or not isinstance(values.get("args"), Record) or values["args"].kind != NAMESPACE:
+        raise CheckpointError(f"{file.path} records no args: what model was saved cannot be told")
+    return values
+
+
+def recorded_config(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections of the configuration that ``args`` of a folder tell.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds something else.
+    """
+    return config_of_arguments(read_common(folder)["args"].attributes)
+
+
+def number(value: Any) -> Any:
+    """Return the number that a tensor of one element holds; another value as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def with_optimizer_objects(common: Mapping[str, Any], metadata: StoredMetadata) -> dict[str, Any]:
+    """Return the shared values with what the distributed optimizer saved apart of each model-parallel rank.
+
+    The step and the loss scale are the same on all of them: the first one's are taken.
+    """
+    values = dict(common)
+    if isinstance(values.get("optimizer"), Mapping) and 0 in values["optimizer"]:
+        values["optimizer"] = values["optimizer"][0]  # experts have another
+    for key in metadata.objects:
+        match = _FIRST_GROUP.fullmatch(key)
+        if match is not None:
+            values["optimizer"] = {**(values.get("optimizer") or {}), match[1]: read_object(metadata, key)}
+    return values
+
+
+def _with_tensors(value: Any, file: TorchFile) -> Any:
+    return file.with_tensors(value)
+
+
+def read_random_states(metadata: StoredMetadata, complete: Complete = _with_tensors) -> dict[tuple[int, int], Any]:
+    """Return what each model-parallel rank stored of its streams of random numbers, by (tensor, pipeline) rank.
+
+    ``complete`` makes of a file's value what is returned; by default its tensors are read.
+
+    Raises:
+        DamagedCheckpointError: an entry is damaged.
+    """
+    found = {}
+    for key in metadata.objects:
+        match = _RNG_STATE.fullmatch(key)
+        if match is not None:
+            found[int(match[2]), int(match[1])] = read_object(metadata, key, complete)
+    return found
+
+
+def read_object(metadata: StoredMetadata, key: str, complete: Complete = _with_tensors) -> Any:
+    """Return a stored object, completed: by default its tensors are read.
+
+    Raises:
+        DamagedCheckpointError: the entry is missing or damaged.
+    """
+    file = metadata.objects[key].open()
+    try:
+        value = complete(file.value, file)
+    finally:
+        file.close()
+    if not isinstance(value, list) or len(value) != 1:
+        raise DamagedCheckpointError(f"{file.path}: the entry of {key} holds no object")
+    return value[0]
+
+
+_STATES = ("main_param", "exp_avg", "exp_avg_sq", "momentum_buffer")
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class TorchDistSource:
+    """Offer the tensors of an iteration's folder; see `CheckpointSource`.
+
+    ``vocab_size`` is the tokenizer's real size: rows beyond it are padding. Without it the size is the one that
+    ``args`` tell (see `real_vocab_size`).
+
+    Raises:
+        CheckpointError: the files hold something else than a GPT, or do not fit together.
+        DamagedCheckpointError: one is missing or damaged.
+    """
+
+    @refuse_misfits
+    def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
+        self.folder = folder
+        self.metadata = read_metadata(folder)
+        common = read_common(folder)
+        self.arguments: Mapping[str, Any] = common["args"].attributes
+        check_arguments(self.arguments, folder / COMMON_FILE)
+        self._float8_scaling: Mapping[str, torch.Tensor] = common.get(FLOAT8_SCALING) or {}
+        self._keys = self._parsed_keys()
+        self._reader = BoxReader()
+        self._boxes: dict[str, list[StoredBox]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        for key, entry in self._stored():
+            self._add_entry(key, entry)
+        self.config = config_of_arguments(self.arguments)
+        self.padded_vocab_size = self._shapes.get(f"model.{WORD_EMBEDDING}", (0,))[0]
+        self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(
+            self.arguments, self.padded_vocab_size, self.folder
+        )
+        tokenizer = self.config["tokenizer"]
+        if tokenizer.get("tokenizer_type") == "NullTokenizer" and tokenizer.get("vocab_size") == self.padded_vocab_size:
+            # Counted with the end-of-document id, for which there would be no row otherwise.
+            tokenizer["vocab_size"] = self.padded_vocab_size - 1
+        self.model = self._model_config()
+        self._check_vocabulary(vocab_size)
+        self.tensors: dict[str, TensorInfo] = {}
+        self._add_parameters()
+        has_optimizer = isinstance(common.get("optimizer"), Mapping) and self._add_states()
+        values = with_optimizer_objects(common, self.metadata)
+        scalars = scalars_of(values, number) if has_optimizer else None
+        self.common: Mapping[str, Any] = shared_state(
+            folder, self.arguments, values, scalars, self.config, self.model, self.model.parallel_sizes.world_size
+        )
+
+    @refuse_misfits
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it, contiguous on the CPU; only the pages that it needs are read."""
+        info = self.tensors[name]
+        return self._reader.read(name, info.whole if box is None else box, info.dtype, self._boxes[name])
+
+    @refuse_misfits
+    def random_states(self) -> Mapping[tuple[int, int], Any]:
+        """Return what each (tensor, pipeline) rank stored of its streams of random numbers."""
+        return read_random_states(self.metadata)
+
+    @refuse_misfits
+    def float8_scaling(self) -> Mapping[str, torch.Tensor]:
+        """Return by name what fp8's delayed scaling remembers; often nothing."""
+        return self._float8_scaling
+
+    def check_storages(self, index: int = 0, count: int = 1) -> None:
+        """Compare the checksums of every ``count``-th entry, from number ``index`` on.
+
+        Raises:
+            DamagedCheckpointError: an entry does not match the checksum beside it; the tensor is named.
+        """
+        self.metadata.check_storages(None, index, count)
+
+    def close(self) -> None:
+        """Close the files; the source cannot be read afterwards."""
+        self._reader.close()
+
+    def _parsed_keys(self) -> dict[str, ParameterKey]:
+        found, unknown = {}, []
+        for stored in self.metadata.tensors:
+            if GROUP_PREFIX in stored:
+                continue
+            try:
+                key = parse_key(stored)
+            except KeyError:
+                unknown.append(stored)
+                continue
+            if key is not None and key.kind not in ("model", *_STATES):
+                unknown.append(stored)
+            elif key is not None:
+                found[stored] = key
+        if unknown:
+            names = f"{', '.join(sorted(unknown)[:4])}{' ...' if len(unknown) > 4 else ''}"
+            raise CheckpointError(
+                f"{self.metadata.path} names tensors of another kind of model, or of its optimizer: {names}"
+            )
+        return found
+
+    def _stored(self) -> Iterator[tuple[ParameterKey, StoredEntry]]:
+        """Yield every tensor; the gate's half of two before the other."""
+        keys = sorted(self._keys.items(), key=lambda item: item[1].half or 0)
+        return ((key, self.metadata.tensors[stored]) for stored, key in keys)
+
+    def _add_entry(self, key: ParameterKey, entry: StoredEntry) -> None:
+        whole = entry.shape if entry.original_shape is None else entry.original_shape
+        shape = whole[1:] if key.is_stacked else whole
+        if not shape:
+            raise CheckpointError(f"{self.metadata.path}: {key.name(0)} has the shape {list(whole)}")
+        for layer, box in chunk_boxes(entry, key.is_stacked):
+            name = key.name(layer)
+            if key.half == 1:
+                box = _below(box, shape[0])
+            whole_shape = shape if key.half is None else (2 * shape[0], *shape[1:])
+            if key.expert is not None:
+                box, whole_shape = _of_expert(box, key.expert), (int(self.arguments["num_experts"]), *whole_shape)
+            self._boxes.setdefault(name, []).append(box)
+            self._shapes[name] = whole_shape
+            if self._dtypes.setdefault(name, entry.dtype) != entry.dtype:
+                raise CheckpointError(f"{self.metadata.path}: {name} is {entry.dtype} and {self._dtypes[name]}")
+
+    def _model_config(self) -> GPTConfig:
+        names = [name.split(".") for name in self._shapes if name.startswith("model.decoder.layers.")]
+        numbers = {int(words[3]) for words in names}
+        wanted = self.config["model"].get("num_layers")
+        if wanted != len(numbers) or numbers != set(range(len(numbers))):
+            raise CheckpointError(f"{self.metadata.path} names {len(numbers)} layers; its args say {wanted}")
+        try:
+            return config_from_dict(GPTConfig, self.config["model"])
+        except ConfigurationError as error:
+            problems = "; ".join(error.problems)
+            raise CheckpointError(f"{self.folder / COMMON_FILE}: args do not describe a model: {problems}") from error
+
+    def _check_vocabulary(self, vocab_size: int | None) -> None:
+        """Refuse files whose vocabulary has no room for the caller's, or was padded from another."""
+        expected, divisor = self.model.vocab_size, self.config["model"].get("make_vocab_size_divisible_by")
+        if vocab_size is not None and divisor is not None:
+            expected = padded_vocab_size(vocab_size, divisor, self.model.tensor_model_parallel_size)
+        is_other = vocab_size is not None and divisor is not None and expected != self.padded_vocab_size
+        if is_other or expected > self.padded_vocab_size:
+            raise CheckpointError(
+                f"checkpoint {self.folder} has a vocabulary of {self.padded_vocab_size} rows, padding included; "
+                f"{self.model.vocab_size} tokens would have been padded to {expected}: it is of another tokenizer"
+            )
+
+    def _add_parameters(self) -> None:
+        """Take in the weights, once the name and the shape of each are known to be the model's."""
+        whole = dataclasses.replace(
+            self.model,
+            **ONE_RANK.model_fields(),
+            sequence_parallel=False,
+            num_layers_per_virtual_pipeline_stage=None,
+            num_virtual_stages_per_pipeline_rank=None,
+        )
+        describer = StageDescriber(whole, self.padded_vocab_size)
+        parameters = describer.parameters(0, range(whole.num_layers), has_embedding=True, has_loss=True)
+        wanted = {f"model.{parameter.name}": parameter.global_shape for parameter in parameters}
+        stored = {name for name in self._shapes if name.startswith("model.")}
+        problems = [f"missing: {name}" for name in sorted(wanted.keys() - stored)]
+        problems += [f"unexpected: {name}" for name in sorted(stored - wanted.keys())]
+        problems += [
+            f"{name}: shape {list(self._shapes[name])} in the files, {list(shape)} by its args"
+            for name, shape in wanted.items()
+            if name in stored and not self._is_of_shape(name, shape)
+        ]
+        if problems:
+            more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+            raise CheckpointError(
+                f"{self.folder} is not the model that its args describe: {'; '.join(problems[:4])}{more}"
+            )
+        self._untrained = {f"model.{parameter.name}" for parameter in parameters if not parameter.is_trained}
+        for name, shape in wanted.items():
+            self._take_in(name, shape)
+
+    def _is_of_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        stored = self._shapes[name]
+        if name.endswith((WORD_EMBEDDING, OUTPUT_LAYER)):
+            return len(stored) == len(shape) and stored[0] >= shape[0] and stored[1:] == shape[1:]
+        return stored == shape
+
+    def _add_states(self) -> bool:
+        """Take in the optimizer's state; return whether there is any."""
+        weights = {
+            name.removeprefix("model."): info for name, info in self.tensors.items() if name not in self._untrained
+        }
+        is_half = any(info.dtype in _HALVES for info in weights.values())
+        if any(GROUP_PREFIX in key for key in (*self.metadata.tensors, *self.metadata.objects)):
+            states = BucketStates(self.metadata, self.model, self.padded_vocab_size, self.arguments, self.read)
+            for kind, parameter, box in states.boxes():
+                name = f"optimizer.{kind}.{parameter.name}"
+                self._shapes[name], self._dtypes[name] = parameter.global_shape, torch.float32
+                if not parameter.is_replica:
+                    self._boxes.setdefault(name, []).append(box)
+        kinds = {name.split(".")[1] for name in self._shapes if name.startswith("optimizer.")}
+        if not is_half:
+            kinds.discard("main_param")  # the weights themselves
+        for kind in sorted(kinds):
+            for weight, info in weights.items():
+                name = f"optimizer.{kind}.{weight}"
+                if name not in self._shapes or not self._is_of_shape(name, info.global_shape):
+                    found = list(self._shapes[name]) if name in self._shapes else "not there"
+                    raise CheckpointError(f"{self.folder}: {name} is {found}, the weight {list(info.global_shape)}")
+                self._take_in(name, info.global_shape)
+        return bool(kinds) or any(key.startswith("optimizer.") for key in self.metadata.objects)
+
+    def _take_in(self, name: str, shape: tuple[int, ...]) -> None:
+        info = self.tensors[name] = TensorInfo(shape, self._dtypes[name])
+        cut = ((stored, stored.box.intersect(info.whole)) for stored in self._boxes[name])
+        self._boxes[name] = [dataclasses.replace(stored, box=box) for stored, box in cut if box is not None]
+        found = sum(stored.box.num_elements for stored in self._boxes[name])
+        if found != info.num_elements:
+            raise DamagedCheckpointError(
+                f"{self.folder}: {found} of the {info.num_elements} elements of {name} are there"
+            )
+
+
+def _of_expert(stored: StoredBox, number: int) -> StoredBox:
+    """Return the box in the tensor that stacks experts, of which it is one."""
+    box, frame = (Box((number, *b.offset), (1, *b.shape)) for b in (stored.box, stored.frame))
+    return dataclasses.replace(stored, box=box, frame=frame)
+
+
+def _below(stored: StoredBox, rows: int) -> StoredBox:
+    """Return the box that lies so many rows further down."""
+    box, frame = (Box((b.offset[0] + rows, *b.offset[1:]), b.shape) for b in (stored.box, stored.frame))
+    return dataclasses.replace(stored, box=box, frame=frame)

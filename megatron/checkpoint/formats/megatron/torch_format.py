@@ -1,0 +1,359 @@
+"""Read and write Megatron's ``torch`` format, at any layout, as global tensors under native names."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron.checkpoint.checkpoint_folder import new_iteration
+from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo, refuse_misfits
+from megatron.checkpoint.formats.megatron.arguments import check_arguments, config_of_arguments, has_experts
+from megatron.checkpoint.formats.megatron.common_state import common_state, model_of_tensors, real_vocab_size
+from megatron.checkpoint.formats.megatron.rank_files import RankFile, open_expert_files, open_rank_files
+from megatron.checkpoint.formats.megatron.rank_planner import (
+    FLOAT8_SCALING,
+    CarriedValues,
+    PlannedFile,
+    RankExtras,
+    RankPlanner,
+    Slot,
+    carried_from,
+)
+from megatron.checkpoint.formats.megatron.stage_parameters import (
+    WORD_EMBEDDING,
+    LocalParameter,
+    StageDescriber,
+    is_narrow_map,
+)
+from megatron.checkpoint.formats.megatron.stored_optimizer import has_optimizer, stored_states
+from megatron.checkpoint.formats.megatron.torch_file_reader import LazyTensor, TorchFile, native_row_blocks
+from megatron.checkpoint.formats.megatron.torch_file_writer import TorchFileWriter
+from megatron.core.config_base import config_from_dict
+from megatron.core.dist_checkpointing.disk import sync_folder
+from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
+from megatron.core.object_store import local_copy
+from megatron.core.sharding import Box, Piece, split_box
+from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
+
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """Locate the values of one box of a global tensor."""
+
+    box: Box
+    file: TorchFile
+    tensor: LazyTensor
+
+
+class MegatronTorchSource:
+    """Offer the tensors of an iteration's ``mp_rank_XX`` folders; see `CheckpointSource`.
+
+    ``vocab_size`` is the tokenizer's real size: rows beyond it are padding. Without it the size is the one that the
+    file's arguments tell (see `real_vocab_size`). ``wanted`` is the configuration of the model that is to be filled,
+    which says what the oldest files do not (see `model_of_tensors`).
+
+    Raises:
+        CheckpointError: the files hold something else than a GPT, or do not fit together.
+        DamagedCheckpointError: one is missing or damaged.
+    """
+
+    @refuse_misfits
+    def __init__(self, folder: Path, vocab_size: int | None = None, wanted: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder
+        self.ranks = open_rank_files(folder)
+        self._expert_ranks: list[RankFile] = []
+        try:
+            self._open(vocab_size, wanted)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, vocab_size: int | None, wanted: Mapping[str, Any] | None) -> None:
+        first = self.ranks[0, 0]
+        self.tp, self.pp = (1 + max(rank[axis] for rank in self.ranks) for axis in (0, 1))
+        self.num_chunks = len(first.chunks)
+        self.has_optimizer = all(has_optimizer(rank) for rank in self.ranks.values())
+        if has_experts(first.arguments):
+            self._expert_ranks = open_expert_files(self.folder)
+        self.padded_vocab_size = first.chunks[0][WORD_EMBEDDING].shape[0] * self.tp
+        check_arguments(first.arguments, first.file.path)
+        self.config = config_of_arguments(first.arguments)
+        self.config["model"] |= model_of_tensors(self.ranks, bool(first.arguments), wanted)
+        self.config["model"]["vocab_size"] = vocab_size or real_vocab_size(
+            first.arguments, self.padded_vocab_size, self.folder
+        )
+        if vocab_size is not None:
+            self._check_vocabulary(vocab_size)
+        self.model = _build_model_config(self.config["model"], first)
+        self.common: Mapping[str, Any] = common_state(self.ranks, self.config, self.model, self.has_optimizer)
+        self._boxes: dict[str, list[StoredBox]] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._describer = StageDescriber(self.model, self.padded_vocab_size, cuts_narrow=self._cuts_narrow())
+        for rank in (*self.ranks.values(), *self._expert_ranks):
+            self._add_rank(rank)
+        self._check_whole()
+
+    def _cuts_narrow(self) -> bool:
+        """Return whether the files hold parts of the narrow maps of latent attention, not all of each."""
+        rows = {tensor.shape[0] for key, tensor in self.ranks[0, 0].chunks[0].items() if is_narrow_map(key)}
+        whole = {self.model.q_lora_rank, self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim}
+        return bool(rows - whole)
+
+    @property
+    def layer_numbers(self) -> dict[tuple[int, int], range]:
+        """Return the global numbers of the layers of every (pipeline rank, model chunk)."""
+        numbers, start = {}, 0
+        for chunk in range(self.num_chunks):
+            for pp_rank in range(self.pp):
+                count = self.ranks[0, pp_rank].num_layers(chunk)
+                numbers[pp_rank, chunk] = range(start, start + count)
+                start += count
+        return numbers
+
+    @property
+    def checkpoint_version(self) -> float:
+        """Return the version that the files say, which is that of the order of their rows."""
+        return self.ranks[0, 0].version
+
+    @refuse_misfits
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it, contiguous on the CPU; only the pages that it needs are read."""
+        info = self.tensors[name]
+        box = info.whole if box is None else box
+        result = torch.empty(box.shape, dtype=info.dtype)
+        for stored in self._boxes[name]:
+            common = stored.box.intersect(box)
+            if common is not None:
+                part = stored.tensor.box(common.relative_to(stored.box.offset).offset, common.shape)
+                result[common.relative_to(box.offset).slices] = stored.file.view(part)
+                stored.file.release_pages()
+        return result
+
+    @refuse_misfits
+    def random_states(self) -> dict[tuple[int, int], Any]:
+        """Return what each (tensor, pipeline) rank stored of its streams of random numbers."""
+        stored = {place: rank.file.value.get("rng_state") for place, rank in self.ranks.items()}
+        return {place: self.ranks[place].file.with_tensors(value) for place, value in stored.items()}
+
+    @refuse_misfits
+    def float8_scaling(self) -> Mapping[str, torch.Tensor]:
+        """Return by name what fp8's delayed scaling remembers, which all ranks have stored alike; often nothing."""
+        file = next(iter(self.ranks.values())).file
+        scaling: Mapping[str, torch.Tensor] = file.with_tensors(file.value.get(FLOAT8_SCALING) or {})
+        return scaling
+
+    def check_storages(self, index: int = 0, count: int = 1) -> None:
+        """Compare the checksums of every ``count``-th stored block of numbers, from number ``index`` on.
+
+        Raises:
+            DamagedCheckpointError: a block does not match the checksum beside it; the tensor is named.
+        """
+        stored = {
+            (s.file.path, s.tensor.storage.key): (name, s.file) for name, boxes in self._boxes.items() for s in boxes
+        }
+        for number, ((_, key), (name, file)) in enumerate(stored.items()):
+            if number % count == index:
+                try:
+                    file.check_storage(key)
+                except DamagedCheckpointError as error:
+                    raise DamagedCheckpointError(f"{error}; it holds {name}") from error
+
+    def close(self) -> None:
+        """Close the files; the source cannot be read afterwards."""
+        for rank in (*self.ranks.values(), *self._expert_ranks):
+            rank.close()
+
+    def _check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse files whose padded vocabulary is not what the caller's would have been padded to."""
+        divisor = self.config["model"].get("make_vocab_size_divisible_by")
+        if divisor is None:
+            return
+        expected = padded_vocab_size(vocab_size, divisor, self.tp)
+        if expected != self.padded_vocab_size:
+            raise CheckpointError(
+                f"checkpoint {self.folder} has a vocabulary of {self.padded_vocab_size} rows, padding included; "
+                f"{vocab_size} tokens would have been padded to {expected}: it is of another tokenizer"
+            )
+
+    def _add_rank(self, rank: RankFile) -> None:
+        if len(rank.chunks) != self.num_chunks:
+            raise CheckpointError(f"{rank.file.path} holds {len(rank.chunks)} model chunks, others {self.num_chunks}")
+        chunks = [self._parameters(rank, chunk) for chunk in range(self.num_chunks)]
+        for parameters, tensors in zip(chunks, rank.chunks):
+            for parameter in parameters:
+                if rank.is_copy and not parameter.is_expert:
+                    continue
+                self._add(f"model.{parameter.name}", parameter, rank, rank.file, tensors[parameter.key])
+        if self.has_optimizer:
+            for state in stored_states(rank, chunks):
+                if rank.is_copy and not state.parameter.is_expert:
+                    continue
+                name = f"optimizer.{state.kind}.{state.parameter.name}"
+                self._add(name, state.parameter, rank, state.file, state.tensor)
+
+    def _parameters(self, rank: RankFile, chunk: int) -> list[LocalParameter]:
+        """Return the parameters of a chunk in the file's order, once name and shape of each are known to fit."""
+        described = self._describer.parameters(
+            rank.tp_rank,
+            self.layer_numbers[rank.pp_rank, chunk],
+            has_embedding=rank.pp_rank == 0 and chunk == 0,
+            has_loss=rank.pp_rank == self.pp - 1 and chunk == self.num_chunks - 1,
+            ep_rank=rank.ep_rank,
+        )
+        by_key = {parameter.key: parameter for parameter in described}
+        tensors = rank.chunks[chunk]
+        problems = [f"missing: {key}" for key in by_key if key not in tensors]
+        problems += [f"unexpected: {key}" for key in tensors if key not in by_key]
+        problems += [
+            f"{key}: shape {list(tensors[key].shape)} in the file, {list(parameter.local_shape)} by its arguments"
+            for key, parameter in by_key.items()
+            if key in tensors and tensors[key].shape != parameter.local_shape
+        ]
+        if problems:
+            more = f" and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+            raise CheckpointError(
+                f"{rank.file.path} is not the model that its arguments, or the flags, describe: "
+                f"{'; '.join(problems[:_MOST_NAMED])}{more}"
+            )
+        return [by_key[key] for key in tensors]
+
+    def _add(self, name: str, parameter: LocalParameter, rank: RankFile, file: TorchFile, tensor: LazyTensor) -> None:
+        if parameter.is_replica:
+            return
+        info = self.tensors.setdefault(name, TensorInfo(parameter.global_shape, tensor.dtype))
+        if info.dtype != tensor.dtype:
+            raise CheckpointError(f"{file.path}: {name} is {tensor.dtype}, on other ranks {info.dtype}")
+        blocks: Sequence[tuple[int, LazyTensor]] = [(0, tensor)]
+        if ".linear_qkv." in parameter.key:
+            blocks = native_row_blocks(tensor, self.model.kv_channels, rank.version)
+        self._boxes.setdefault(name, []).extend(_stored_boxes(parameter, blocks, file))
+
+    def _check_whole(self) -> None:
+        for name, info in self.tensors.items():
+            found = sum(stored.box.num_elements for stored in self._boxes[name])
+            if found != info.num_elements:
+                raise CheckpointError(f"{self.folder}: {found} of the {info.num_elements} elements of {name} are there")
+
+
+def _stored_boxes(
+    parameter: LocalParameter, blocks: Sequence[tuple[int, LazyTensor]], file: TorchFile
+) -> Iterator[StoredBox]:
+    """Yield what each block of rows (its first row, its values) holds of the global tensor; padding is left out."""
+    for first_row, tensor in blocks:
+        local = Box((first_row, *(0 for _ in tensor.shape[1:])), tensor.shape)
+        for piece in parameter.pieces:
+            common = piece.local_box.intersect(local)
+            if common is not None:
+                values = tensor.box(common.relative_to(local.offset).offset, common.shape)
+                yield StoredBox(common.rebased(piece.local_offset, piece.global_box.offset), file, values)
+
+
+def _build_model_config(values: Mapping[str, Any], rank: RankFile) -> GPTConfig:
+    try:
+        return config_from_dict(GPTConfig, values)
+    except ConfigurationError as error:
+        raise CheckpointError(f"{rank.file.path}: args do not describe a model: {'; '.join(error.problems)}") from error
+
+
+_DIVISOR = "make_vocab_size_divisible_by"
+_MAX_READ_BYTES = 64 * 1024 * 1024
+
+
+def write_megatron_torch(
+    source: CheckpointSource,
+    directory: str | Path,
+    iteration: int | Literal["release"],
+    random_states: Mapping[tuple[int, int], Any] | None = None,
+) -> Path:
+    """Write the source as an iteration of ``directory`` at the layout of its configuration; return the folder.
+
+    A source that came from such files at the same layout hands on its ``args`` and its random number states. Those of
+    another of Megatron's formats are given, by (tensor rank, pipeline rank). The tracker file is written last, when
+    everything else is on disk; nothing of that name may be there before.
+
+    Raises:
+        CheckpointError: the file system refused.
+    """
+    needed = sum(info.num_bytes for info in source.tensors.values())
+    with new_iteration(Path(directory), iteration, f"about {needed}") as folder:
+        if source.common["tokenizer"] is not None:
+            shutil.copytree(local_copy(source.folder / source.common["tokenizer"]), folder / TOKENIZER_FOLDER)
+        number = 0 if isinstance(iteration, str) else iteration
+        _write_ranks(source, folder, number, random_states or {})
+    return folder
+
+
+def make_planner(source: CheckpointSource, carried: CarriedValues) -> RankPlanner:
+    """Return the planner of a source's files, which keeps what the source's own files had at the same layout.
+
+    The padding of the vocabulary is kept, too, unless the configuration asks for another than the files'.
+    """
+    model = config_from_dict(GPTConfig, source.common["config"]["model"])
+    first = carried.ranks.get((0, 0))
+    keeps_padding = (
+        first is not None
+        and 1 + max(t for t, _ in carried.ranks) == model.tensor_model_parallel_size
+        and carried.arguments.get(_DIVISOR, GPTConfig.make_vocab_size_divisible_by)
+        == model.make_vocab_size_divisible_by
+    )
+    return RankPlanner(
+        source.common,
+        lambda name: source.tensors[name].dtype,
+        padded_vocab_size=carried.padded_vocab_size if keeps_padding else None,
+        fused_norms=carried.fused_norms,
+        groups_experts=bool(carried.arguments.get("moe_grouped_gemm")),
+    )
+
+
+def slot_pieces(slot: Slot, max_bytes: int = _MAX_READ_BYTES) -> Iterator[Piece]:
+    """Yield the boxes that go into a slot, none of more bytes than ``max_bytes`` unless one row has more."""
+    for piece in slot.parameter.pieces:
+        for box in split_box(piece.global_box, slot.tensor.dtype.itemsize, max_bytes):
+            yield Piece(box, piece.localized(box).offset)
+
+
+def write_piece(writer: TorchFileWriter, slot: Slot, piece: Piece, values: torch.Tensor) -> None:
+    """Write the values of a piece of a slot's parameter where they belong in the file."""
+    writer.write_box(slot.tensor, slot.parameter.local_shape, slot.start, piece.local_box, values)
+
+
+def _write_ranks(
+    source: CheckpointSource,
+    folder: Path,
+    iteration: int,
+    random_states: Mapping[tuple[int, int], Any],
+) -> None:
+    carried = carried_from(source.folder)
+    planner = make_planner(source, carried)
+    places = {(tp_rank, pp_rank) for tp_rank in range(planner.tp) for pp_rank in range(planner.pp)}
+    states = random_states if random_states.keys() == places else {}
+    is_same_layout = carried.fits(planner.tp, planner.pp, planner.stages.num_chunks)
+    for pp_rank in range(planner.pp):
+        for tp_rank, ep_rank in planner.expert_places:
+            state = states.get((tp_rank, pp_rank))
+            extras = RankExtras(arguments=carried.arguments, rng_state=state)
+            if is_same_layout:
+                extras = carried.ranks[tp_rank, pp_rank]
+            for planned in planner.plan_rank(folder, tp_rank, pp_rank, iteration, extras, ep_rank):
+                planned.file.path.parent.mkdir(exist_ok=True)
+                _write_file(source, planned)
+                sync_folder(planned.file.path.parent)
+
+
+def _write_file(source: CheckpointSource, planned: PlannedFile) -> None:
+    writer = TorchFileWriter(planned.file, create=True)
+    try:
+        for slot in planned.slots:
+            for piece in slot_pieces(slot):
+                write_piece(writer, slot, piece, source.read(slot.name, piece.global_box))
+        writer.finish()
+    finally:
+        writer.close()

@@ -1,0 +1,259 @@
+"""Read and write the native format: by tensor name and box, with checksums, in the memory of one tensor."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron.checkpoint.checkpoint_folder import new_iteration
+from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo
+from megatron.core.dist_checkpointing.checksum import checksum
+from megatron.core.dist_checkpointing.disk import SequentialFile, read_error
+from megatron.core.dist_checkpointing.index import (
+    INDEX_FILE,
+    CheckpointIndex,
+    StoredFile,
+    StoredPiece,
+    StoredTensor,
+    check_run_state,
+    encode_common,
+    read_index,
+    write_index,
+)
+from megatron.core.dist_checkpointing.mapping import dtype_name, dtype_of, piece_key
+from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES
+from megatron.core.dist_checkpointing.shard_file import ShardEntry, check_file, shard_header
+from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, RNG_PREFIX
+from megatron.core.dist_checkpointing.validation import check_geometry
+from megatron.core.errors import DamagedCheckpointError
+from megatron.core.object_store import as_path, local_copy
+from megatron.core.ranged_file import RangedFile, open_ranged
+from megatron.core.sharding import Box, describe_box, split_box, uncovered
+from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
+
+
+class NativeSource:
+    """Offer the tensors of an iteration's folder; a `CheckpointSource`.
+
+    A stored piece (at most 64 MiB, or a row) is read whole and compared with its checksum even where only a part of it
+    is wanted; the last one is kept for the next read. Without ``verify`` nothing is compared. Streams of random numbers
+    belong to the layout that ``common`` names; ``with_random_streams`` they are among the tensors, for a copy that
+    keeps it, and so are the scales of fp8, which belong to a run.
+
+    Raises:
+        DamagedCheckpointError: the index or a shard file is missing, cut short or changed.
+    """
+
+    def __init__(self, folder: str | Path, verify: bool = True, with_random_streams: bool = False) -> None:
+        self.folder = as_path(folder)
+        index = read_index(self.folder)
+        check_run_state(self.folder, index.common)
+        check_geometry(self.folder, index)
+        for name, file in index.files.items():
+            check_file(self.folder / name, file, index.pieces_of(name), verify)
+        if verify and not index.is_intact:
+            raise DamagedCheckpointError(f"{self.folder / INDEX_FILE}: does not match its checksum")
+        self.common: Mapping[str, Any] = index.common
+        self.stored: Mapping[str, StoredTensor] = {
+            name: tensor
+            for name, tensor in index.tensors.items()
+            if with_random_streams or not name.startswith((RNG_PREFIX, FLOAT8_PREFIX))
+        }
+        self.tensors = {
+            name: TensorInfo(tensor.global_shape, dtype_of(tensor.dtype)) for name, tensor in self.stored.items()
+        }
+        self.bytes_read = 0
+        self._verify = verify
+        self._files: dict[str, RangedFile] = {}
+        self._piece: StoredPiece | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a box of a tensor, or all of it.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+            DamagedCheckpointError: a file is missing, cut short or changed, or no piece holds a part of the box.
+        """
+        info = self.tensors[name]
+        box = info.whole if box is None else box
+        parts = [(piece, common) for piece in self.stored[name].pieces if (common := box.intersect(piece.box))]
+        gaps = uncovered(box, (common for _, common in parts))
+        if gaps:
+            raise DamagedCheckpointError(f"{self.folder}: no piece holds {name}{describe_box(gaps[0])}")
+        values = torch.empty(box.shape, dtype=info.dtype)
+        for piece, common in parts:
+            stored = self._bytes_of(piece).view(info.dtype).view(piece.box.shape)
+            place = common.relative_to(piece.box.offset)
+            values[common.relative_to(box.offset).slices] = stored[place.slices]
+        return values
+
+    def close(self) -> None:
+        """Close the shard files."""
+        for file in self._files.values():
+            file.close()
+        self._piece, self._buffer = None, torch.empty(0, dtype=torch.uint8)
+
+    def _bytes_of(self, piece: StoredPiece) -> torch.Tensor:
+        if piece is self._piece:
+            return self._buffer[: piece.num_bytes]
+        if self._buffer.numel() < piece.num_bytes:
+            self._buffer = torch.empty(piece.num_bytes, dtype=torch.uint8)
+        self._piece = None  # what the buffer holds is not whole until the end
+        data = self._buffer.numpy().data[: piece.num_bytes]
+        path = self.folder / piece.file
+        try:
+            received = self._fill(data, piece)
+        except OSError as error:
+            raise read_error(f"{path}: cannot read {piece.key}", error) from error
+        if received != piece.num_bytes:
+            raise DamagedCheckpointError(f"{path}: ends within {piece.key}")
+        if self._verify and checksum(data) != piece.checksum:
+            raise DamagedCheckpointError(f"{path}: the bytes of {piece.key} do not match their checksum")
+        self.bytes_read += received
+        self._piece = piece
+        return self._buffer[: piece.num_bytes]
+
+    def _fill(self, data: memoryview, piece: StoredPiece) -> int:
+        """Fill ``data`` with the piece's bytes; return how many the file had."""
+        if piece.file not in self._files:
+            self._files[piece.file] = open_ranged(self.folder / piece.file)  # closed by close()
+        return self._files[piece.file].fill(data, piece.start)
+
+
+@dataclass(frozen=True)
+class PlannedPiece:
+    """Name a box of a tensor that is to become one entry of a shard file."""
+
+    name: str
+    info: TensorInfo
+    box: Box
+
+    @property
+    def key(self) -> str:
+        """Return the entry's name in the file."""
+        return piece_key(self.name, self.info.global_shape, self.box)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the entry's values."""
+        return self.box.num_elements * self.info.dtype.itemsize
+
+    def describe(self) -> ShardEntry:
+        """Return the entry without values: a header needs the shape and the dtype only."""
+        return ShardEntry(self.key, torch.empty(self.box.shape, dtype=self.info.dtype, device="meta"))
+
+
+def plan_files(
+    tensors: Sequence[tuple[str, TensorInfo]], max_file_bytes: int, max_piece_bytes: int = MAX_PIECE_BYTES
+) -> list[list[PlannedPiece]]:
+    """Group tensors into files of about ``max_file_bytes``, wide types first; a tensor is never in two files."""
+    ordered = sorted(tensors, key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    files: list[list[PlannedPiece]] = []
+    room = 0
+    for name, info in ordered:
+        if not info.num_elements:
+            continue
+        if not files or info.num_bytes > room:
+            files.append([])
+            room = max_file_bytes
+        room -= info.num_bytes
+        boxes = split_box(info.whole, info.dtype.itemsize, max_piece_bytes)
+        files[-1] += [PlannedPiece(name, info, box) for box in boxes]
+    return files
+
+
+def write_streamed_shard(
+    path: Path, pieces: Sequence[PlannedPiece], source: CheckpointSource
+) -> tuple[StoredFile, list[tuple[str, StoredPiece]]]:
+    """Write one file and force it to disk; one tensor of the source is held at a time.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header = shard_header([piece.describe() for piece in pieces])
+    written = []
+    with SequentialFile(path, sum(piece.num_bytes for piece in pieces)) as file:
+        file.append(header)
+        for piece, values in _values_of(pieces, source):
+            start = file.num_bytes
+            crc = file.append(values.reshape(-1).view(torch.uint8).numpy())
+            stored = StoredPiece(piece.box, path.name, piece.key, start, file.num_bytes - start, f"{crc:08x}")
+            written.append((piece.name, stored))
+    return StoredFile(file.num_bytes, len(header), checksum(header)), written
+
+
+def _values_of(pieces: Sequence[PlannedPiece], source: CheckpointSource) -> Iterator[tuple[PlannedPiece, torch.Tensor]]:
+    """Yield each piece's values: views of a tensor that is read once, and let go before the next one is."""
+    name, whole = "", torch.empty(0)
+    for piece in pieces:
+        if piece.name != name:
+            whole = torch.empty(0)
+            name, whole = piece.name, source.read(piece.name)
+            assert (tuple(whole.shape), whole.dtype) == (piece.info.global_shape, piece.info.dtype), (
+                f"{name}: the source gave {dtype_name(whole.dtype)} {list(whole.shape)}"
+            )
+        # Pieces are cut along the first dimension, so that each is contiguous.
+        yield piece, whole[piece.box.slices]
+
+
+TokenizerWriter = Callable[[Path], bool]
+MAX_FILE_BYTES = 4 * 1024**3
+"""Size at which the next shard file begins; a larger tensor has a file of its own."""
+
+
+def write_native(
+    source: CheckpointSource,
+    directory: str | Path,
+    iteration: int | Literal["release"],
+    max_file_bytes: int = MAX_FILE_BYTES,
+    write_tokenizer: TokenizerWriter | None = None,
+) -> Path:
+    """Write the source's tensors and shared state as an iteration of ``directory`` and return the iteration's folder.
+
+    What is written loads at any layout: ``source.common`` says which one the run records. ``write_tokenizer`` is given
+    the iteration's folder to leave the tokenizer's record in, and returns whether there is one; without it the source's
+    own goes along. The tracker file is written last, when everything else is on disk; nothing of that name may be there
+    before.
+
+    Raises:
+        CheckpointError: the file system refused, or the shared state is not plain data.
+    """
+    needed = sum(info.num_bytes for info in source.tensors.values())
+    with new_iteration(Path(directory), iteration, f"{needed}") as folder:
+        _write_folder(source, folder, max_file_bytes, write_tokenizer)
+    return folder
+
+
+def _write_folder(
+    source: CheckpointSource, folder: Path, max_file_bytes: int, write_tokenizer: TokenizerWriter | None
+) -> None:
+    has_tokenizer = _copy_tokenizer(source, folder) if write_tokenizer is None else write_tokenizer(folder)
+    common = dict(source.common) | {"tokenizer": TOKENIZER_FOLDER if has_tokenizer else None}
+    encode_common(common)
+    pieces: dict[str, list[StoredPiece]] = {name: [] for name in source.tensors}
+    files = {}
+    for number, planned in enumerate(plan_files(list(source.tensors.items()), max_file_bytes)):
+        path = folder / f"shard_{number:05d}.safetensors"
+        files[path.name], written = write_streamed_shard(path, planned, source)
+        for name, piece in written:
+            pieces[name].append(piece)
+    tensors = {
+        name: StoredTensor(name, info.global_shape, dtype_name(info.dtype), tuple(pieces[name]))
+        for name, info in source.tensors.items()
+    }
+    write_index(folder, CheckpointIndex(tensors, files, common))
+
+
+def _copy_tokenizer(source: CheckpointSource, folder: Path) -> bool:
+    """Copy the tokenizer's record and files; return whether the source has them."""
+    recorded = source.common["tokenizer"]
+    if recorded is None:
+        return False
+    shutil.copytree(local_copy(source.folder / recorded), folder / TOKENIZER_FOLDER)
+    return True

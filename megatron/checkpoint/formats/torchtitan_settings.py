@@ -1,0 +1,64 @@
+"""Model settings that a torchtitan checkpoint does not record and the user has to give.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config_base import FieldSpec, field_specs
+from megatron.core.errors import CheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+
+NEEDED = ("num_attention_heads", "rotary_base", "norm_epsilon", "max_position_embeddings")
+"""Fields without which the model is not known: no shape of a weight tells them."""
+TOLD = (*NEEDED, "use_rope_scaling", "rope_scaling_factor", "rotary_interleaved")
+"""Fields that a weight's shape does not tell; the later ones may stay at their defaults."""
+
+
+def told_specs() -> tuple[FieldSpec, ...]:
+    """Return the descriptions of these fields, from which command lines make flags."""
+    config_class: type = GPTConfig
+    specs = {spec.name: spec for spec in field_specs(config_class)}
+    return tuple(specs[name] for name in TOLD)
+
+
+def require_told(values: Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:
+    """Return the fields that were told, among the ``values`` of a model.
+
+    Raises:
+        CheckpointError: one that is needed is not there; all of them are named by their flags.
+    """
+    told = {name: values[name] for name in TOLD if values is not None and values.get(name) is not None}
+    missing = [spec.flags[0] for spec in told_specs() if spec.name in NEEDED and spec.name not in told]
+    if missing:
+        raise CheckpointError(
+            f"{folder} is of torchtitan, whose files do not say {', '.join(missing)}; give what the model was trained "
+            "with (Llama 3: --rotary-base 500000 --norm-epsilon 1e-5), and --use-rope-scaling if positions are scaled"
+        )
+    wrong = [spec.typed(told[spec.name]) for spec in told_specs() if spec.name in NEEDED and not told[spec.name] > 0]
+    if wrong:
+        raise CheckpointError(f"{folder}: {', '.join(wrong)}: a number above 0 is expected")
+    return told
+
+
+def describe_told(values: Mapping[str, Any], folder: Path) -> str:
+    """Return a line that says what of the model was taken from flags."""
+    flags = " ".join(spec.typed(values[spec.name]) for spec in told_specs() if _is_said(spec, values[spec.name]))
+    return f"checkpoint {folder} is of torchtitan, whose files do not say this of the model, and it is taken as {flags}"
+
+
+def idle_lines(told: Mapping[str, Any]) -> list[str]:
+    """Return a line for each of these flags that a checkpoint of another format makes idle."""
+    return [
+        f"{spec.typed(told[spec.name])} has no effect: the checkpoint says it"
+        for spec in told_specs()
+        if told.get(spec.name) is not None
+    ]
+
+
+def _is_said(spec: FieldSpec, value: Any) -> bool:
+    return spec.name in NEEDED or value != spec.default

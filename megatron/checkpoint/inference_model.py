@@ -1,0 +1,222 @@
+"""Build a checkpoint's model for inference at any layout, or stream its layers one by one to compute logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo
+from megatron.core.config_base import config_from_dict
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.load import Progress, untold
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec
+from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, model_tensors
+from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_sizes import ONE_RANK, ParallelSizes
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.process_group import single_rank_group
+from megatron.core.sharding import spec_of, split_box
+from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.transformer.moe.expert_groups import ExpertGroups
+
+EVEN_PIPELINE: Final[Mapping[str, Any]] = {
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "pipeline_model_parallel_layout": None,
+    "pipeline_schedule": None,
+    "microbatch_group_size_per_virtual_pipeline_stage": None,
+}
+"""Fields of a model's configuration for one stage on each pipeline rank, of as many layers as the others."""
+
+
+def inference_config(config: GPTConfig, sizes: ParallelSizes, params_dtype: str | None = None) -> GPTConfig:
+    """Return a trained model's configuration at another layout, without what only training needs."""
+    return dataclasses.replace(
+        config,
+        **sizes.model_fields(),
+        sequence_parallel=False,
+        **EVEN_PIPELINE,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fp16=config.fp16 and params_dtype is None,
+        bf16=config.bf16 and params_dtype is None,
+        params_dtype=config.params_dtype if params_dtype is None else params_dtype,
+    )
+
+
+def inference_stage(num_layers: int, pipeline_model_parallel_size: int, rank: int) -> StageContents:
+    """Return what a pipeline rank holds: layers spread as evenly as they can be, the first stages one more.
+
+    Raises:
+        ConfigurationError: there are more stages than layers.
+    """
+    stages = pipeline_model_parallel_size
+    if stages > num_layers:
+        raise ConfigurationError(
+            f"{num_layers} layers do not reach for --pipeline-model-parallel-size {stages}; use {num_layers} or less"
+        )
+    each, rest = divmod(num_layers, stages)
+    start = rank * each + min(rank, rest)
+    end = start + each + (rank < rest)
+    return StageContents(tuple(range(start, end)), has_embedding=rank == 0, has_loss=rank == stages - 1)
+
+
+def build_inference_model(config: GPTConfig, state: ParallelState, device: Device) -> GPTModel:
+    """Return this rank's stage of a model with weights of 0, for a checkpoint to fill.
+
+    Raises:
+        ConfigurationError: there are more stages than layers.
+    """
+    contents = inference_stage(config.num_layers, state.pp.size, state.pp.rank)
+    # Nothing is drawn from the streams: there is no dropout.
+    rng = RngStreams(device, 0, state.place)
+    model = GPTModel(
+        config,
+        state.tp,
+        rng,
+        seed=None,
+        device=device.torch_device,
+        layer_numbers=contents.layer_numbers,
+        pre_process=contents.has_embedding,
+        post_process=contents.has_loss,
+        experts=ExpertGroups.of(state),
+    )
+    return model.eval()
+
+
+def load_model_from(
+    source: CheckpointSource,
+    state: ParallelState,
+    device: Device,
+    params_dtype: str | None = None,
+    progress: Progress = untold,
+) -> GPTModel:
+    """Return this rank's stage of a checkpoint's model, in its own precision or in ``params_dtype``.
+
+    Nothing communicates: every rank reads the boxes that it holds. ``progress`` learns how much of them is there.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape or cannot be read.
+        ConfigurationError: the model cannot be spread over so many stages.
+    """
+    trained = config_from_dict(GPTConfig, source.common["config"]["model"])
+    config = inference_config(trained, dataclasses.replace(state.sizes, dp=1, cp=1), params_dtype)
+    model = build_inference_model(config, state, device)
+    fill_model(model, source, progress)
+    return model
+
+
+def fill_model(model: GPTModel, source: CheckpointSource, progress: Progress = untold) -> None:
+    """Give every parameter its boxes of a checkpoint's tensors, converted to its dtype.
+
+    Raises:
+        CheckpointError: tensors are missing or have another shape, all of them named; or one cannot be read.
+    """
+    wanted = model_tensors([model])
+    if problems := _misfits(wanted, source.tensors):
+        raise CheckpointError(f"checkpoint {source.folder} does not fit its configuration: {'; '.join(problems)}")
+    done, total = 0, sum(tensor.data.nbytes for tensor in wanted)
+    with torch.no_grad():
+        for tensor in wanted:
+            for piece in tensor.pieces:
+                tensor.data[piece.local_box.slices] = source.read(tensor.name, piece.global_box).to(tensor.data)
+            done += tensor.data.nbytes
+            progress(done, total)
+
+
+def _misfits(wanted: list[ShardedTensor], stored: Mapping[str, TensorInfo]) -> list[str]:
+    problems = []
+    for tensor in wanted:
+        if tensor.name not in stored:
+            problems.append(f"{tensor.name} is missing")
+        elif stored[tensor.name].global_shape != tensor.global_shape:
+            problems.append(f"{tensor.name} is {stored[tensor.name].global_shape}, expected {tensor.global_shape}")
+    return problems
+
+
+MAX_READ_BYTES = 64 * 1024 * 1024
+_SEED = 20
+
+
+def sample_tokens(config: GPTConfig, length: int = 12) -> torch.Tensor:
+    """Return two sequences of tokens from all over the vocabulary, the same ones for every model of its size.
+
+    Shapes: ``-> [2, s]``; ``s`` is ``length``, or what the model's learned positions have room for.
+    """
+    if config.position_embedding_type == "learned_absolute":
+        length = min(length, config.max_position_embeddings)
+    generator = torch.Generator().manual_seed(_SEED)
+    return torch.randint(config.vocab_size, (2, length), generator=generator)
+
+
+def source_config(source: CheckpointSource) -> GPTConfig:
+    """Return the model that the source's configuration describes.
+
+    Raises:
+        ConfigurationError: it is no configuration of a model.
+    """
+    return config_from_dict(GPTConfig, source.common["config"]["model"])
+
+
+@torch.no_grad()
+def streamed_logits(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the source's model in float32, whatever its weights are stored in.
+
+    Embedding, layers and output layer are built, filled and dropped one after the other: no more than one of them is
+    in memory, in float32.
+
+    Shapes: ``tokens: [b, s] -> [b, s, v]`` float32, ``v`` without padding.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    config = inference_config(source_config(source), ONE_RANK, "float32")
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    hidden: torch.Tensor | None = None
+    for contents in _one_by_one(config.num_layers):
+        stage = _build_stage(config, contents)
+        _fill(stage, source)
+        hidden = stage(tokens, positions, hidden=hidden)
+        del stage
+    assert hidden is not None
+    return hidden[:, :, : config.vocab_size].transpose(0, 1)
+
+
+def _one_by_one(num_layers: int) -> Iterator[StageContents]:
+    yield StageContents(has_embedding=True)
+    for number in range(num_layers):
+        yield StageContents((number,))
+    yield StageContents(has_loss=True)
+
+
+def _build_stage(config: GPTConfig, contents: StageContents) -> GPTModel:
+    rng = RngStreams(Device("cpu"), _SEED, ONE_RANK.place())
+    return GPTModel(
+        config,
+        single_rank_group(),
+        rng,
+        seed=None,
+        layer_numbers=contents.layer_numbers,
+        pre_process=contents.has_embedding,
+        post_process=contents.has_loss,
+    ).eval()
+
+
+def _fill(stage: GPTModel, source: CheckpointSource) -> None:
+    for parameter in stage.parameters():
+        tensor = from_spec(spec_of(parameter).with_prefix(MODEL_PREFIX), parameter)
+        for piece in tensor.pieces:
+            for box in split_box(piece.global_box, parameter.element_size(), MAX_READ_BYTES):
+                room = tensor.view(box)
+                assert room is not None, "a part of a piece lies in that piece"
+                room.copy_(source.read(tensor.name, box))

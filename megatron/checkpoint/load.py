@@ -1,0 +1,608 @@
+"""Load a checkpoint into a run: choose and open it, check its configuration, and fill the run's state.
+
+All ranks agree on the newest complete checkpoint. Covers a change of precision (what each tensor is filled from) and
+the random number streams at any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.checkpoint.checkpoint_folder import (
+    TRACKER_FILE,
+    candidate_folders,
+    complete_iterations,
+    detect_format,
+    holds_tokenizer,
+    iteration_folder,
+    iteration_of_folder,
+    list_some,
+    lost_tracker,
+    saved_iterations,
+    weight_files,
+)
+from megatron.checkpoint.config_changes import (
+    ConfigChange,
+    compare_configs,
+    refuse_other_adapters,
+    without_new_adapters,
+)
+from megatron.checkpoint.formats.huggingface.model_record import MODEL_RECORD
+from megatron.checkpoint.formats.torchtitan_settings import describe_told
+from megatron.checkpoint.stored_checkpoint import is_release, open_stored
+from megatron.checkpoint.train_state import TrainProgress
+from megatron.config.training_config import CheckpointConfig
+from megatron.core.collectives import (
+    all_gather_objects,
+    any_rank,
+    broadcast_object,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+)
+from megatron.core.dist_checkpointing.index import CheckpointIndex
+from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, untold
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name, whole_tensor
+from megatron.core.dist_checkpointing.state_dict import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    Float8Scaling,
+    RunTensors,
+    average_choice,
+    float8_tensors,
+    model_tensors,
+    optimizer_tensors,
+    rng_name,
+)
+from megatron.core.dist_checkpointing.validation import STRICT, STRICTNESS, Strictness
+from megatron.core.distributed.weight_checks import not_finite
+from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.object_store import as_path, local_copy
+from megatron.core.parallel_sizes import GRID_AXES, SIZE_NAMES
+from megatron.core.parallel_state import ParallelState, describe_parallel_state
+from megatron.core.tensor_parallel.random import STREAM_AXES
+
+Log = Callable[[str], None]
+"""Prints a line, on rank 0 only."""
+Result = TypeVar("Result")
+
+
+def agree_on_candidates(directory: Path, ckpt_step: int | None, state: ParallelState, log: Log) -> list[Path]:
+    """Return the folders to try, newest first, as rank 0 sees them; none where there is no checkpoint.
+
+    A tracker file that does not name them is said in a line.
+
+    Raises:
+        CheckpointError: the iteration that is asked for is not there, or the tracker file is of no use.
+    """
+    seen = run_on_all_ranks(
+        lambda: candidate_folders(directory, ckpt_step) if state.world.is_first else [], state.world
+    )
+    found: list[Path] = broadcast_object(seen, state.world)
+    lost = lost_tracker(directory) if state.world.is_first and found and ckpt_step is None else None
+    if lost is not None and found[0] != directory:
+        log(f"WARNING: {lost}: taking the newest complete checkpoint beside it, {found[0].name}")
+    if not found:
+        _refuse_where_others_have_some(directory, state)
+    return found
+
+
+def _refuse_where_others_have_some(directory: Path, state: ParallelState) -> None:
+    here = (directory / TRACKER_FILE).exists() or bool(complete_iterations(directory))
+    if any_rank(here, state.world):
+        trackers = all_gather_objects(here, state.world)
+        raise CheckpointError(
+            f"rank {trackers.index(True)} finds checkpoints in {directory} and rank 0, on another machine, none: bring "
+            "back the folder of rank 0, or remove the others to begin anew"
+        )
+
+
+def agree_on_required_candidates(directory: Path, ckpt_step: int | None, state: ParallelState, log: Log) -> list[Path]:
+    """Return the folders to try as rank 0 sees them; at least one.
+
+    Raises:
+        CheckpointError: there is none. On every rank alike.
+    """
+    folders = agree_on_candidates(directory, ckpt_step, state, log)
+    if not folders:
+        raise CheckpointError(f"{directory} holds no checkpoint: there is no file {TRACKER_FILE} in it")
+    return folders
+
+
+def refuse_random_weights(directory: Path, options: CheckpointConfig, state: ParallelState) -> None:
+    """Refuse to start from random weights where ``--load`` means others, as rank 0 sees the folder.
+
+    Random ones are meant where a run will save to the same folder, or where the folder holds nothing but a tokenizer.
+
+    Raises:
+        CheckpointError: the run asked for a checkpoint or none at all. On every rank alike.
+    """
+    reason = _reason_against_random(directory, options) if state.world.is_first else None
+    reason = broadcast_object(reason, state.world)
+    if reason is not None:
+        raise CheckpointError(f"--load {directory} {reason}")
+
+
+def _reason_against_random(directory: Path, options: CheckpointConfig) -> str | None:
+    exists = directory.exists()
+    found = f"holds no checkpoint (there is no file {TRACKER_FILE} in it)" if exists else "does not exist"
+    broken = [step for step in saved_iterations(directory) if any(iteration_folder(directory, step).iterdir())]
+    if broken:
+        return (
+            f"{found}, but the folders of iterations ({list_some(broken)}) without a complete checkpoint; bring back "
+            "what they lack, or remove them to begin a new run"
+        )
+    given = {
+        "--exit-on-missing-checkpoint": options.exit_on_missing_checkpoint,
+        "--finetune": options.finetune,
+        "--use-checkpoint-args": options.use_checkpoint_args and not exists,
+        "--no-load-optim": options.no_load_optim and not exists,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            return f"{found}, and {name} is given; name the folder that a run saved to, or that holds a model"
+    weights = weight_files(directory)
+    if weights:
+        named = ", ".join(weights[:4]) + (" ..." if len(weights) > 4 else "")
+        return (
+            f"holds weights that cannot be read ({named}): there is no {TRACKER_FILE} of a run and no config.json of a "
+            "Hugging Face model beside them"
+        )
+    is_own = options.save is not None and as_path(options.save).resolve() == directory.resolve()
+    if is_own or holds_tokenizer(directory):
+        return None
+    return f"{found}; name the folder that a run saved to, or that holds a model, or that of --save to begin a new run"
+
+
+def warn_of_random_weights(directory: Path, log: Log) -> None:
+    """Say that a run starts from random weights."""
+    log(f"WARNING: could not find the metadata file {directory / TRACKER_FILE}")
+    log("    will not load any checkpoints and will start from random")
+
+
+def first_undamaged(folders: Sequence[Path], load: Callable[[Path], Result], log: Log) -> Result:
+    """Return what ``load`` makes of the first folder that is not damaged; every rank takes the same one.
+
+    Raises:
+        CheckpointError: all are damaged.
+    """
+    for folder, older in zip(folders, [*folders[1:], None]):
+        try:
+            return load(folder)
+        except DamagedCheckpointError as error:
+            if len(folders) == 1:
+                raise
+            if older is None:
+                raise CheckpointError(f"all {len(folders)} checkpoints are damaged; the oldest: {error}") from error
+            log(f"WARNING: checkpoint {folder} is damaged ({_one_line(error)}); falling back to {older}")
+    raise AssertionError("there is at least one candidate")
+
+
+def _one_line(error: Exception) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines())
+
+
+MAIN_PREFIX = OPTIMIZER_PREFIX + "main_param."
+
+
+@dataclass(frozen=True, eq=False)
+class PrecisionChange:
+    """Hold a run's tensors under the names of what fills them, and the namespaces that are filled.
+
+    ``is_needed`` is the same on every rank: some weight is stored in another precision. ``line`` says so.
+    """
+
+    tensors: Sequence[ShardedTensor]
+    namespaces: Sequence[str]
+    is_needed: bool = False
+    line: str | None = None
+
+
+def plan_precision(
+    tensors: Sequence[ShardedTensor], namespaces: Sequence[str], index: CheckpointIndex, state: ParallelState
+) -> PrecisionChange:
+    """Return what fills the tensors of a run; collective.
+
+    Weights that are stored in another precision come from the checkpoint's main parameters where it has them, and main
+    parameters that it lacks from its weights where these have their precision. No value is rounded on its way to a
+    main parameter.
+    """
+    changed = [
+        (index.tensors[tensor.name].dtype, dtype_name(tensor.data.dtype))
+        for tensor in tensors
+        if tensor.name.startswith(MODEL_PREFIX)
+        and tensor.name in index.tensors
+        and index.tensors[tensor.name].dtype != dtype_name(tensor.data.dtype)
+    ]
+    if not any_rank(bool(changed), state.world):
+        return PrecisionChange(tensors, namespaces)
+    renamed = [replace(tensor, name=_origin(tensor, index)) for tensor in tensors]
+    has_main_params = any(name.startswith(MAIN_PREFIX) for name in index.tensors)
+    if has_main_params:
+        namespaces = [MAIN_PREFIX if namespace == MODEL_PREFIX else namespace for namespace in namespaces]
+    line = None
+    if changed:
+        origin = "main parameters" if has_main_params else "weights"
+        stored, own = changed[0]
+        line = f"precision: the checkpoint's weights are {stored}, this run's {own}: converted from its {origin}"
+    return PrecisionChange(renamed, namespaces, True, line)
+
+
+def _origin(tensor: ShardedTensor, index: CheckpointIndex) -> str:
+    own = dtype_name(tensor.data.dtype)
+    if tensor.name.startswith(MODEL_PREFIX):
+        main = MAIN_PREFIX + tensor.name.removeprefix(MODEL_PREFIX)
+        is_stored_so = tensor.name in index.tensors and index.tensors[tensor.name].dtype == own
+        return main if main in index.tensors and not is_stored_so else tensor.name
+    if tensor.name.startswith(MAIN_PREFIX) and tensor.name not in index.tensors:
+        weight = index.tensors.get(MODEL_PREFIX + tensor.name.removeprefix(MAIN_PREFIX))
+        if weight is not None and weight.dtype == own:
+            return weight.name
+    return tensor.name
+
+
+@dataclass(frozen=True, eq=False)
+class Float8Choice:
+    """Hold the tensors of delayed scaling that go on from a checkpoint, or the line that says why they begin anew."""
+
+    tensors: tuple[ShardedTensor, ...]
+    line: str | None
+
+
+def choose_float8(index: CheckpointIndex, float8: Float8Scaling | None, state: ParallelState) -> Float8Choice:
+    """Choose to go on where the checkpoint has a history of the same layers and length."""
+    tensors = tuple(float8_tensors(float8, state))
+    stored = [index.tensors.get(tensor.name) for tensor in tensors]
+    if all(have is not None and have.global_shape == want.global_shape for have, want in zip(stored, tensors)):
+        return Float8Choice(tensors, None)
+    if any(have is None for have in stored):
+        reason = "the checkpoint holds none"
+    else:
+        reason = "those of the checkpoint have another --fp8-amax-history-len"
+    return Float8Choice((), f"fp8: scales and amax histories begin anew, since {reason}")
+
+
+@dataclass(frozen=True, eq=False)
+class StreamChoice:
+    """Hold room for the streams that go on, what fills it, and a line about those that do not; None where all do."""
+
+    streams: Mapping[str, torch.Tensor]
+    tensors: tuple[ShardedTensor, ...]
+    line: str | None
+
+
+def choose_streams(
+    index: CheckpointIndex, own: Mapping[str, torch.Tensor], state: ParallelState, iteration: int
+) -> StreamChoice:
+    """Choose the streams of ``own`` that the checkpoint can continue.
+
+    A stream goes on where the grid has kept its size along every axis along which the stream differs: dropout that is
+    equal on all tensor-parallel ranks goes on at another tensor-parallel size. A run on another kind of device, or of
+    a checkpoint that holds no streams, continues none.
+    """
+    old, new = index.common["layout"], state.sizes.record()
+    changed = {axis for axis, size in SIZE_NAMES.items() if old.get(size) != new[size]}
+    place = {axis: 0 if axis in changed else at for axis, at in state.place.items()}
+    streams, tensors = {}, []
+    for stream, values in own.items():
+        stored = index.tensors.get(rng_name(stream, place))
+        is_like = stored is not None and (stored.global_shape, stored.dtype) == (
+            tuple(values.shape),
+            dtype_name(values.dtype),
+        )
+        if is_like and changed.isdisjoint(STREAM_AXES.get(stream, GRID_AXES)):
+            streams[stream] = torch.empty_like(values)
+            tensors.append(whole_tensor(rng_name(stream, place), streams[stream]))
+    begun = [stream for stream in own if stream not in streams]
+    if not begun:
+        return StreamChoice(streams, tuple(tensors), None)
+    names = [SIZE_NAMES[axis] for axis in GRID_AXES if axis in changed]
+    reasons = [f"{name} {old.get(name)} -> {new[name]}" for name in names]
+    return StreamChoice(
+        streams,
+        tuple(tensors),
+        f"random number streams: {', '.join(begun)} start anew, from the seed and iteration {iteration}"
+        f" ({', '.join(reasons) or 'the checkpoint holds none of this device'})"
+        + (f"; {', '.join(streams)} go on" if streams else ""),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint:
+    """Hold what a load gives beside the tensors that it filled in place.
+
+    ``begins_anew`` says that the weights alone count, of a release or with ``--finetune``. ``scheduler`` is None where
+    the optimizer's state was not loaded. ``rng`` holds the random number streams that go
+    on, for `RngStreams.resume`; it is None where all stay as they were seeded. ``config`` is the configuration that
+    the checkpoint was saved with, ``model_record`` what it says of the Hugging Face folder that the model came from.
+    """
+
+    folder: Path
+    progress: TrainProgress
+    config: Mapping[str, Any]
+    begins_anew: bool
+    optimizer_loaded: bool
+    scheduler: Mapping[str, Any] | None
+    rng: Mapping[str, torch.Tensor] | None
+    model_record: Mapping[str, Any] | None = None
+
+
+def load_checkpoint(
+    directory: str | Path,
+    tensors: RunTensors,
+    state: ParallelState,
+    options: CheckpointConfig,
+    config: Mapping[str, Any],
+    log: Log,
+    check_schedule: Callable[[Mapping[str, Any]], None] = lambda state: None,
+    told: Progress = untold,
+) -> LoadedCheckpoint | None:
+    """Fill a run's tensors in place from the newest complete checkpoint that the tracker file points at.
+
+    The directory may also be a checkpoint itself. A damaged checkpoint is passed over for the next older one, unless
+    ``options.ckpt_step`` names it. Returns None, after a warning, where there is none and the run may start from random
+    weights. ``config`` is the run's own configuration; differences are logged. ``check_schedule`` is called with the
+    scheduler's state before any tensor is read, and may refuse it. ``told`` learns how far the reading is.
+
+    Raises:
+        CheckpointError: there is none and random weights are not meant; it is of another model; all are damaged. On
+            every rank alike.
+    """
+    directory = as_path(directory)
+    folders = agree_on_candidates(directory, options.ckpt_step, state, log)
+    if not folders:
+        refuse_random_weights(directory, options, state)
+        warn_of_random_weights(directory, log)
+        return None
+
+    filled: set[str] = set()
+
+    def load(folder: Path) -> LoadedCheckpoint:
+        log(_describe_choice(directory, folder))
+        return _load_folder(folder, tensors, state, options, config, log, filled, check_schedule, told)
+
+    loaded = first_undamaged(folders, load, log)
+    log(f"  successfully loaded checkpoint from {directory} at iteration {loaded.progress.iteration}")
+    return loaded
+
+
+def load_model_weights(
+    directory: str | Path,
+    models: Sequence[torch.nn.Module],
+    state: ParallelState,
+    log: Log,
+    ckpt_step: int | None = None,
+    verify: bool = True,
+    allow_cast: bool = False,
+    told: Progress = untold,
+) -> Path:
+    """Fill the models' weights in place and return the folder that they came from.
+
+    With ``allow_cast`` weights stored in another dtype are converted. ``told`` learns how far the reading is.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is of another model, or all are damaged.
+    """
+
+    def load(folder: Path) -> Path:
+        stored = open_stored(folder, state, verify)
+        stored.load(model_tensors(models), (MODEL_PREFIX,), allow_cast=allow_cast, progress=told)
+        return folder
+
+    return first_undamaged(agree_on_required_candidates(as_path(directory), ckpt_step, state, log), load, log)
+
+
+def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = print) -> dict[str, Any]:
+    """Return the plain values of a checkpoint: progress, config, layout, optimizer, scheduler, tokenizer.
+
+    ``folder`` (a Path) is added, and ``tokenizer`` is the Path of the tokenizer's files or None. Only this process
+    reads; nothing communicates.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or all are damaged.
+    """
+    alone = describe_parallel_state(0, 1)
+
+    def load(folder: Path) -> dict[str, Any]:
+        common = dict(open_stored(folder, alone).index.common)
+        tokenizer = common["tokenizer"]
+        return common | {"folder": folder, "tokenizer": None if tokenizer is None else local_copy(folder / tokenizer)}
+
+    return first_undamaged(agree_on_required_candidates(as_path(directory), ckpt_step, alone, log), load, log)
+
+
+def _load_folder(
+    folder: Path,
+    tensors: RunTensors,
+    state: ParallelState,
+    options: CheckpointConfig,
+    config: Mapping[str, Any],
+    log: Log,
+    filled: set[str],
+    check_schedule: Callable[[Mapping[str, Any]], None],
+    told: Progress,
+) -> LoadedCheckpoint:
+    """Load one folder. ``filled`` collects the tensors that a damaged one may have filled before it was given up."""
+    verify, strictness = options.verify_checkpoint, STRICTNESS[options.dist_ckpt_strictness]
+    stored = open_stored(folder, state, verify, config.get("model"))
+    log(f" checkpoint version {stored.version}")
+    begins_anew = options.finetune or is_release(folder)
+    common = stored.index.common
+    changes = _compare_configuration(folder, stored.config, config, strictness)
+    refuse_other_adapters(folder, stored.config, config)
+    optimizer = None if begins_anew or options.no_load_optim else tensors.optimizer
+    if optimizer is not None and common["optimizer"] is None:
+        raise CheckpointError(
+            f"checkpoint {folder} holds no optimizer state; add --no-load-optim to begin with a new one, or --finetune"
+        )
+    if optimizer is not None and common["scheduler"] is not None:
+        check_schedule(common["scheduler"])
+    progress = TrainProgress() if begins_anew else _progress_of(folder, common)
+    described, namespaces = model_tensors(tensors.models), [MODEL_PREFIX]
+    described = without_new_adapters(described, folder, stored.index.tensors, config, begins_anew)
+    if optimizer is not None:
+        averages = average_choice(optimizer_tensors(optimizer), stored.index)
+        described += averages.tensors
+        namespaces += averages.namespaces
+    change = plan_precision(described, namespaces, stored.index, state)
+    described = list(change.tensors)
+    if optimizer is not None and strictness.allows_missing:
+        _check_main_params(folder, described, stored.index, state)
+    choice = None
+    if not begins_anew and not options.no_load_rng:
+        choice = choose_streams(stored.index, tensors.rng, state, progress.iteration)
+        described += choice.tensors
+    scaling = choose_float8(stored.index, None if begins_anew else tensors.float8, state)
+    described += scaling.tensors
+    if strictness.allows_missing:
+        _check_untouched(folder, described, stored.index, filled, state)
+        filled.update(stored.index.tensors)
+    loaded = stored.load(described, change.namespaces, strictness, change.is_needed, told)
+    _check_finite(folder, described, state)
+    if detect_format(folder) == "torchtitan":
+        log(describe_told(config["model"], folder))
+    for field in changes:
+        log(f"configuration changed since the checkpoint: {field}")
+    if change.line is not None:
+        log(change.line)
+    _report_misfits(loaded, strictness, log)
+    for line in (None if choice is None else choice.line, scaling.line):
+        if line is not None:
+            log(line)
+    if tensors.float8 is not None:
+        tensors.float8.loaded()
+    if optimizer is not None:
+        scalars = dict(common["optimizer"])
+        if change.is_needed:
+            # A loss scale belongs to a precision.
+            scalars["grad_scaler"] = optimizer.scalar_state()["grad_scaler"]
+        optimizer.load_scalar_state(scalars)
+        if averages.line is not None:
+            log(averages.line)
+            optimizer.restart_average()
+    return LoadedCheckpoint(
+        folder=folder,
+        progress=progress,
+        config=stored.config,
+        begins_anew=begins_anew,
+        optimizer_loaded=optimizer is not None,
+        scheduler=None if optimizer is None else common["scheduler"],
+        rng=None if choice is None else choice.streams,
+        model_record=common.get(MODEL_RECORD),
+    )
+
+
+def _progress_of(folder: Path, common: Mapping[str, Any]) -> TrainProgress:
+    try:
+        return TrainProgress(**common["progress"])
+    except TypeError as error:
+        raise DamagedCheckpointError(f"{folder}: what it records of its run's progress is none ({error})") from error
+
+
+def _describe_choice(directory: Path, folder: Path) -> str:
+    """Return Megatron's line on what is about to be loaded."""
+    iteration = iteration_of_folder(folder)
+    if iteration is None:
+        return f" loading release checkpoint from {directory}"
+    return f" loading checkpoint from {directory} at iteration {iteration}"
+
+
+def _compare_configuration(
+    folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], strictness: Strictness
+) -> tuple[ConfigChange, ...]:
+    """Return what differs and is no reason to refuse the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    changes = compare_configs(old, new)
+    refused = (*changes.shape, *changes.weights) if strictness == STRICT else changes.shape
+    if refused:
+        fields = "; ".join(f"{change}{_remedy(change)}" for change in refused)
+        raise CheckpointError(f"checkpoint {folder} is of another model (checkpoint -> this run): {fields}")
+    return (*changes.weights, *changes.other)
+
+
+def _remedy(change: ConfigChange) -> str:
+    """Return what to do about a model with more rows than its tokenizer has tokens, as published ones often have."""
+    if change.field != "model.vocab_size" or change.old <= change.new:
+        return ""
+    return f" (if only the tokenizer is smaller than the model, add --extra-vocab-size {change.old - change.new})"
+
+
+def _check_main_params(
+    folder: Path, tensors: Sequence[ShardedTensor], index: CheckpointIndex, state: ParallelState
+) -> None:
+    """Refuse to leave a main parameter at its initial value where its weight is loaded: training would undo the load.
+
+    Raises:
+        CheckpointError: the checkpoint holds weights without their main parameters. On every rank alike.
+    """
+    prefix = MAIN_PREFIX
+    lost = [
+        tensor.name
+        for tensor in tensors
+        if tensor.name.startswith(prefix)
+        and tensor.name not in index.tensors
+        and MODEL_PREFIX + tensor.name.removeprefix(prefix) in index.tensors
+    ]
+    error = None
+    if lost:
+        error = CheckpointError(
+            f"checkpoint {folder} holds weights without their main parameters ({', '.join(sorted(set(lost))[:4])}"
+            f"{'' if len(set(lost)) <= 4 else ' ...'}); add --no-load-optim"
+        )
+    raise_on_all_ranks(error, state.world)
+
+
+def _check_untouched(
+    folder: Path, tensors: Sequence[ShardedTensor], index: CheckpointIndex, filled: Set[str], state: ParallelState
+) -> None:
+    """Refuse a checkpoint that lacks a tensor which a damaged one, tried before it, may have filled.
+
+    Such a tensor no longer has its initial value.
+
+    Raises:
+        CheckpointError: a tensor that this checkpoint lacks is in the damaged one. On every rank alike.
+    """
+    lost = sorted({tensor.name for tensor in tensors if tensor.name not in index.tensors and tensor.name in filled})
+    error = None
+    if lost:
+        error = CheckpointError(
+            f"checkpoint {folder} lacks {', '.join(lost[:4])}{'' if len(lost) <= 4 else ' ...'}, which the damaged one "
+            "after it may have filled in part; name the older one with --ckpt-step to begin from initial values"
+        )
+    raise_on_all_ranks(error, state.world)
+
+
+def _check_finite(folder: Path, tensors: Sequence[ShardedTensor], state: ParallelState) -> None:
+    """Refuse to train from what is not finite, as from a damaged checkpoint: an older one may be whole.
+
+    Raises:
+        DamagedCheckpointError: a tensor holds such values. On every rank alike.
+    """
+    bad = {id(data) for data in not_finite([tensor.data for tensor in tensors])}
+    names = sorted({tensor.name for tensor in tensors if id(tensor.data) in bad})
+    error = None
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        error = DamagedCheckpointError(
+            f"checkpoint {folder} holds values that are not finite, in {', '.join(names[:4])}{more}; no training can "
+            "go on from them: choose an older one with --ckpt-step"
+        )
+    raise_on_all_ranks(error, state.world)
+
+
+def _report_misfits(loaded: LoadedTensors, strictness: Strictness, log: Log) -> None:
+    if loaded.left_alone:
+        log(f"WARNING: the checkpoint lacks {len(loaded.left_alone)} tensors of this run; left at their initial value:")
+        for name in loaded.left_alone:
+            log(f"    {name}")
+    if loaded.passed_over and strictness.lists_unexpected:
+        log(f"WARNING: the checkpoint has {len(loaded.passed_over)} tensors that this run lacks:")
+        for name in loaded.passed_over:
+            log(f"    {name}")

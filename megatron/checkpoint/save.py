@@ -1,0 +1,378 @@
+"""Save a run: what goes into a checkpoint, and how ranks write and publish it, with the tokenizer's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.checkpoint.checkpoint_folder import iteration_folder
+from megatron.checkpoint.formats.huggingface.model_record import MODEL_RECORD
+from megatron.checkpoint.formats.megatron.rank_planner import FLOAT8_SCALING
+from megatron.checkpoint.formats.megatron.run_checkpoint import (
+    TorchDistShare,
+    TorchShare,
+    plan_torch_dist_share,
+    plan_torch_share,
+)
+from megatron.checkpoint.load import Log
+from megatron.checkpoint.recovery import SaveFolders
+from megatron.checkpoint.storage import Retention, SavePlace, place_of
+from megatron.checkpoint.train_state import TrainProgress
+from megatron.config.training_config import CheckpointConfig
+from megatron.core.collectives import broadcast_object, run_on_all_ranks
+from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
+from megatron.core.dist_checkpointing.disk import sync_folder, write_error
+from megatron.core.dist_checkpointing.index import INDEX_FILE, encode_common
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.planner import SavePlan, SavePlanner
+from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
+from megatron.core.dist_checkpointing.state_dict import (
+    RunTensors,
+    float8_tensors,
+    model_tensors,
+    optimizer_tensors,
+    rng_tensors,
+)
+from megatron.core.errors import MegatronError, TokenizerError
+from megatron.core.object_store import ObjectPath
+from megatron.core.parallel_state import ParallelState, gather_from_world
+from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
+
+
+def write_tokenizer_files(folder: Path, write_tokenizer: Callable[[Path], None] | None) -> str | None:
+    """Leave the tokenizer in a checkpoint's folder; return why it cannot be, which is no reason to lose the checkpoint.
+
+    Raises:
+        CheckpointWriteError: the file system refused.
+    """
+    if write_tokenizer is None:
+        return None
+    tokenizer = folder / TOKENIZER_FOLDER
+    if isinstance(folder, ObjectPath):
+        return _upload_tokenizer(tokenizer, write_tokenizer)
+    try:
+        tokenizer.mkdir()
+        write_tokenizer(tokenizer)
+        for path in tokenizer.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(tokenizer)
+    except TokenizerError as failure:
+        shutil.rmtree(tokenizer, ignore_errors=True)
+        return str(failure)
+    except OSError as failure:
+        raise write_error(tokenizer, failure) from failure
+    return None
+
+
+def _upload_tokenizer(target: Path, write_tokenizer: Callable[[Path], None]) -> str | None:
+    """Write the tokenizer into a folder of this machine and copy its files into the store."""
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as name:
+        local = Path(name) / TOKENIZER_FOLDER
+        local.mkdir()
+        try:
+            write_tokenizer(local)
+            for path in local.iterdir():
+                (target / path.name).write_bytes(path.read_bytes())
+        except TokenizerError as failure:
+            return str(failure)
+        except OSError as failure:
+            raise write_error(target, failure) from failure
+    return None
+
+
+def warn_of_missing_tokenizer(warnings: Sequence[str | None], log: Log) -> bool:
+    """Return whether a machine could not record the tokenizer, and log it."""
+    found = list(filter(None, warnings))
+    if found:
+        log(f"WARNING: the checkpoint is saved without its tokenizer: {found[0]}")
+    return bool(found)
+
+
+_THREAD_NAME = "checkpoint writer"
+Result = TypeVar("Result")
+Share = TypeVar("Share", TorchShare, TorchDistShare)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonState:
+    """Hold the plain values that a run saves beside its tensors.
+
+    ``config`` is the configuration as JSON values, ``scheduler`` the scheduler's state, ``model_record`` what is known
+    of the Hugging Face folder that the model came from. ``write_tokenizer`` is given a folder to leave the tokenizer's
+    files in; the first rank of each folder calls it, in the thread that writes.
+    """
+
+    progress: TrainProgress
+    config: Mapping[str, Any]
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    model_record: Mapping[str, Any] | None = None
+    write_tokenizer: Callable[[Path], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTarget:
+    """Hold where the checkpoints of a run go, and who does what there.
+
+    The ``planner`` keeps the plan of the native format from one save to the next. With an ``area`` the tensors are
+    copied into it first, and may change as soon as the first step has been taken. Checkpoints of the iterations
+    ``kept`` are not this run's to remove. The oldest checkpoint ``on_trial``, which is not yet known to train, outlives
+    retention. ``number`` counts the saves of the run.
+    """
+
+    directory: Path
+    folders: SaveFolders
+    state: ParallelState
+    options: CheckpointConfig
+    log: Log
+    planner: SavePlanner
+    area: StagingArea | None = None
+    kept: frozenset[int] = frozenset()
+    on_trial: frozenset[int] = frozenset()
+    number: int = 0
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this rank does what is done once in its folder."""
+        return self.folders.is_leader(self.state.rank)
+
+    @property
+    def place(self) -> SavePlace:
+        """Return where this save is written and published."""
+        return place_of(self.directory, self.folders.token, self.number)
+
+    def saving_folder(self, iteration: int) -> Path:
+        """Return the folder that this run writes an iteration's checkpoint into."""
+        return self.place.folder(iteration)
+
+
+def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) -> Iterator[BackgroundTask[Any]]:
+    """Save a checkpoint in steps that all ranks take together, each as soon as the tasks before it are done everywhere.
+
+    Yields this rank's task between two steps. Only the steps communicate, so that whoever takes them decides from
+    which thread; only the tasks touch the shards, so that training may go on beside them.
+
+    Raises:
+        CheckpointWriteError: the checkpoint could not be written, on every rank alike.
+    """
+    directory, iteration = target.directory, common.progress.iteration
+    content = _plain_content(tensors, common, target)
+    target.log(f"saving checkpoint at iteration {iteration:7d} to {directory}")
+    try:
+        run_on_all_ranks(lambda: _create_folder(target, iteration), target.state.world)
+        if target.options.ckpt_format == "torch":
+            yield from _torch_steps(tensors, common, target, content)
+        elif target.options.ckpt_format == "torch_dist":
+            yield from _torch_dist_steps(tensors, common, target, content)
+        else:
+            yield from _native_steps(tensors, common, target, content)
+    except MegatronError:
+        if target.is_leader:
+            target.place.give_up(iteration)
+        raise
+    target.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
+    removing = BackgroundTask(lambda: apply_retention(target, iteration), _THREAD_NAME)
+    yield removing
+    for warning in filter(None, _results(removing, target.state)):
+        target.log(warning)
+
+
+def _native_steps(
+    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+) -> Iterator[BackgroundTask[Any]]:
+    """Write and publish a checkpoint of the native format."""
+    state, iteration = target.state, common.progress.iteration
+    folder = target.saving_folder(iteration)
+    described = _described(tensors, target)
+    plan = target.planner.plan(described)
+    share = take_share(plan, described, state.rank, state.world_size, target.place.tag)
+    if target.area is not None:
+        share = share.staged(target.area)
+    write_tokenizer = common.write_tokenizer if target.is_leader else None
+    writing = BackgroundTask(lambda: _write(folder, share, write_tokenizer), _THREAD_NAME)
+    yield writing
+    written = _results(writing, state)
+    shares = [share for share, _ in written]
+    if warn_of_missing_tokenizer([warning for _, warning in written], target.log):
+        content = {**content, "tokenizer": None}
+    if not target.folders.is_shared:
+        # Every machine writes the index.
+        plan, shares, content = broadcast_object((plan, shares, content), state.world)
+    finishing = BackgroundTask(lambda: _finish_folder(target, iteration, plan, shares, content), _THREAD_NAME)
+    yield finishing
+    _results(finishing, state)
+    if not target.folders.is_shared:
+        # Every machine has the whole index by now: from here on any of them can complete the checkpoint.
+        publishing = BackgroundTask(lambda: _publish(target, iteration), _THREAD_NAME)
+        yield publishing
+        _results(publishing, state)
+
+
+def _planned_share(
+    plan: Callable[
+        [Path, Mapping[str, Any], Sequence[ShardedTensor], Mapping[str, torch.Tensor], ParallelState], Share
+    ],
+    tensors: RunTensors,
+    target: SaveTarget,
+    content: Mapping[str, Any],
+    folder: Path,
+) -> Share:
+    """Return what this rank writes of one of Megatron's formats, staged where training goes on meanwhile."""
+    rng = {} if target.options.no_save_rng else tensors.rng
+    if tensors.float8 is not None:
+        content = {**content, FLOAT8_SCALING: {n: each.clone() for n, each in tensors.float8.tensors().items()}}
+    share = plan(folder, content, _saved_state(tensors, target), rng, target.state)
+    return share if target.area is None else share.staged(target.area)
+
+
+def _torch_steps(
+    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+) -> Iterator[BackgroundTask[Any]]:
+    """Write and publish a checkpoint of Megatron's own format."""
+    iteration = common.progress.iteration
+    folder = target.saving_folder(iteration)
+    share = _planned_share(plan_torch_share, tensors, target, content, folder)
+    write_tokenizer = common.write_tokenizer if target.is_leader else None
+    recording = BackgroundTask(lambda: write_tokenizer_files(folder, write_tokenizer), _THREAD_NAME)
+    yield recording
+    warn_of_missing_tokenizer(_results(recording, target.state), target.log)
+    for work in (
+        share.create,
+        share.add,
+        share.finish,
+        lambda: _publish(target, iteration),
+    ):
+        task = BackgroundTask(work, _THREAD_NAME)
+        yield task
+        _results(task, target.state)
+
+
+def _torch_dist_steps(
+    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+) -> Iterator[BackgroundTask[Any]]:
+    """Write and publish a checkpoint of Megatron's torch_dist format."""
+    iteration = common.progress.iteration
+    folder = target.saving_folder(iteration)
+    share = _planned_share(plan_torch_dist_share, tensors, target, content, folder)
+    write_tokenizer = common.write_tokenizer if target.is_leader else None
+    writing = BackgroundTask(lambda: (share.write(), write_tokenizer_files(folder, write_tokenizer)), _THREAD_NAME)
+    yield writing
+    results = _results(writing, target.state)
+    warn_of_missing_tokenizer([warning for _, warning in results], target.log)
+
+    def finish() -> None:
+        if target.is_leader:
+            share.complete([entry for entries, _ in results for entry in entries])
+        _publish(target, iteration)
+
+    finishing = BackgroundTask(finish, _THREAD_NAME)
+    yield finishing
+    _results(finishing, target.state)
+
+
+def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget) -> dict[str, Any]:
+    """Return the shared state, as it is now.
+
+    Raises:
+        TypeError: a value is not plain data; nothing has been written yet.
+    """
+    optimizer = None if target.options.no_save_optim else tensors.optimizer
+    content = {
+        "progress": {name: value for name, value in dataclasses.asdict(common.progress).items() if value is not None},
+        "config": common.config,
+        "layout": target.state.sizes.record(),
+        "optimizer": None if optimizer is None else optimizer.scalar_state(),
+        "scheduler": None if optimizer is None else common.scheduler,
+        "tokenizer": None if common.write_tokenizer is None else TOKENIZER_FOLDER,
+    }
+    if common.model_record is not None:
+        content[MODEL_RECORD] = common.model_record
+    copy: dict[str, Any] = json.loads(encode_common(content))
+    return copy
+
+
+def _described(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:
+    rng = {} if target.options.no_save_rng else tensors.rng
+    described = _saved_state(tensors, target) + rng_tensors(rng, target.state)
+    return described + float8_tensors(tensors.float8, target.state)
+
+
+def _saved_state(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:
+    described = model_tensors(tensors.models)
+    if tensors.optimizer is not None and not target.options.no_save_optim:
+        described += optimizer_tensors(tensors.optimizer)
+    return described
+
+
+def _create_folder(target: SaveTarget, iteration: int) -> None:
+    if target.is_leader:
+        try:
+            target.folders.check_owner()
+            target.place.create(iteration)
+        except OSError as failure:
+            raise write_error(target.saving_folder(iteration), failure) from failure
+
+
+def _write(
+    folder: Path, share: RankShare, write_tokenizer: Callable[[Path], None] | None
+) -> tuple[WrittenShare, str | None]:
+    warning = write_tokenizer_files(folder, write_tokenizer)
+    return share.write(folder), warning
+
+
+def _finish_folder(
+    target: SaveTarget, iteration: int, plan: SavePlan, shares: Sequence[WrittenShare], content: Mapping[str, Any]
+) -> None:
+    """Write the index and, where all ranks share the folder, publish it."""
+    if not target.is_leader:
+        return
+    folder = target.saving_folder(iteration)
+    try:
+        target.place.finish(iteration, build_index(plan, shares, content, target.place.tag))
+        if not target.folders.is_shared:
+            # After an interruption the hidden folder itself may have to be found again.
+            sync_folder(target.directory)
+    except OSError as failure:
+        raise write_error(folder / INDEX_FILE, failure) from failure
+    if target.folders.is_shared:
+        _publish(target, iteration)
+
+
+def _publish(target: SaveTarget, iteration: int) -> None:
+    if target.is_leader:
+        try:
+            target.folders.check_owner()
+            target.place.publish(iteration)
+        except OSError as failure:
+            raise write_error(iteration_folder(target.directory, iteration), failure) from failure
+
+
+def apply_retention(target: SaveTarget, iteration: int) -> str | None:
+    """Remove what the retention rule gives up after the save of an iteration; return a warning where it cannot be."""
+    if target.is_leader:
+        options = target.options
+        retention = Retention(options.num_newest_kept, options.kept_multiple, target.kept, target.on_trial)
+        try:
+            target.folders.check_owner()
+            target.place.remove_expired(iteration, retention)
+        except OSError as error:
+            return f"WARNING: could not remove an old checkpoint in {target.directory}: {error.strerror}"
+    return None
+
+
+def _results(task: BackgroundTask[Result], state: ParallelState) -> list[Result]:
+    """Return what every rank's task returned, in the order of the ranks, on the first rank; nothing on the others.
+
+    Raises:
+        MegatronError: a task failed for a reason that its rank can name; on every rank alike.
+    """
+    return gather_from_world(run_on_all_ranks(task.result, state.world), state)

@@ -1,0 +1,199 @@
+"""Open a checkpoint folder of any format, as a source of tensors or to fill a run's tensors on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.checkpoint.checkpoint_folder import FORMAT_MARKS, RELEASE, detect_format, refuse_objects
+from megatron.checkpoint.checkpoint_source import CheckpointSource
+from megatron.checkpoint.formats.adapters import NO_ADAPTERS, PeftSource
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.formats.megatron.rank_planner import CHECKPOINT_VERSION
+from megatron.checkpoint.formats.megatron.run_checkpoint import SourceCheckpoint, index_of, open_torch_checkpoint
+from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
+from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource
+from megatron.checkpoint.formats.native import NativeSource
+from megatron.checkpoint.formats.peft_settings import base_of
+from megatron.checkpoint.formats.torchtitan import TorchtitanSource
+from megatron.core.collectives import run_on_all_ranks
+from megatron.core.config_base import IDENTITY, field_specs
+from megatron.core.dist_checkpointing.index import CheckpointIndex, check_run_state
+from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, load_index, load_tensors, untold
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.validation import STRICT, Strictness
+from megatron.core.errors import CheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.object_store import as_path
+from megatron.core.parallel_state import ParallelState
+
+
+def open_checkpoint(
+    folder: str | Path,
+    verify: bool = True,
+    vocab_size: int | None = None,
+    told: Mapping[str, Any] | None = None,
+    base: Path | None = None,
+) -> CheckpointSource:
+    """Open a folder that holds the files of one checkpoint, of any format; without ``verify`` checksums are ignored.
+
+    ``vocab_size`` is the number of tokens without padding, for a torch file that does not tell it; ``told`` is what a
+    torchtitan folder does not say of its model; ``base`` is the folder of the model that adapters of peft are of, where
+    it is not the one that they name.
+
+    Raises:
+        CheckpointError: there is no checkpoint in it, or it is damaged.
+    """
+    folder = as_path(folder)
+    found = detect_format(folder)
+    refuse_objects(folder, found)
+    if found == "native":
+        return NativeSource(folder, verify)
+    if found in ("torch", "torch_dist"):
+        megatron_source = MegatronTorchSource if found == "torch" else TorchDistSource
+        return _checked(megatron_source(folder, vocab_size), verify)
+    if found == "torchtitan":
+        return _checked(TorchtitanSource(folder, told), verify)
+    if found == "peft":
+        return PeftSource(folder, open_checkpoint(base_of(folder) if base is None else base, verify))
+    if found == "hf":
+        return HuggingFaceSource(folder)
+    raise CheckpointError(f"{folder} holds no checkpoint: no {', '.join(mark for mark, _ in FORMAT_MARKS)} is in it")
+
+
+def _checked(source: MegatronTorchSource | TorchDistSource | TorchtitanSource, verify: bool) -> CheckpointSource:
+    try:
+        if verify:
+            source.check_storages()
+    except CheckpointError:
+        source.close()
+        raise
+    return source
+
+
+class StoredCheckpoint(Protocol):
+    """Offer a checkpoint to a run that loads it; every rank holds one of the same folder."""
+
+    @property
+    def index(self) -> CheckpointIndex:
+        """Return what the checkpoint holds: names, shapes and dtypes of tensors, and what all ranks share."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Return what the checkpoint records of its run's configuration; other fields are unknown."""
+
+    @property
+    def version(self) -> float:
+        """Return the checkpoint_version of Megatron's files in which rows have the order that they have here."""
+        ...
+
+    def load(
+        self,
+        tensors: Sequence[ShardedTensor],
+        namespaces: Sequence[str],
+        strictness: Strictness = STRICT,
+        allow_cast: bool = False,
+        progress: Progress = untold,
+    ) -> LoadedTensors:
+        """Fill every rank's tensors in place; see `load_tensors`."""
+
+
+@dataclass(frozen=True, eq=False)
+class NativeCheckpoint:
+    """Offer a folder of the native format."""
+
+    folder: Path
+    index: CheckpointIndex
+    state: ParallelState
+    verify: bool
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Return the configuration of the run that saved it."""
+        config: Mapping[str, Any] = self.index.common["config"]
+        return config
+
+    @property
+    def version(self) -> float:
+        """Return the version whose order of rows the native format has."""
+        return CHECKPOINT_VERSION
+
+    def load(
+        self,
+        tensors: Sequence[ShardedTensor],
+        namespaces: Sequence[str],
+        strictness: Strictness = STRICT,
+        allow_cast: bool = False,
+        progress: Progress = untold,
+    ) -> LoadedTensors:
+        """Fill every rank's tensors in place."""
+        wanted = (tensors, namespaces, self.state, self.verify, allow_cast, strictness)
+        return load_tensors(self.folder, self.index, *wanted, progress)
+
+
+def is_release(folder: Path) -> bool:
+    """Return whether a folder holds a model and no run that could go on."""
+    return folder.name == RELEASE or detect_format(folder) in ("hf", "peft", "torchtitan")
+
+
+def open_stored(
+    folder: Path, state: ParallelState, verify: bool = True, model: Mapping[str, Any] | None = None
+) -> StoredCheckpoint:
+    """Open a folder of any format, collectively.
+
+    ``model`` is the run's configuration of it: files of Megatron hold padding beside the vocabulary and do not say how
+    much, and the oldest say nothing but shapes.
+
+    Raises:
+        CheckpointError: it is damaged, or not a checkpoint that can be loaded. On every rank alike.
+    """
+    found = detect_format(folder)
+    refuse_objects(folder, found)
+    if found in ("torch", "torch_dist"):
+        return open_torch_checkpoint(folder, state, verify, model)
+    if found == "torchtitan":
+        return _open_torchtitan(folder, state, verify, model)
+    if found == "hf":
+        return _open_hugging_face(folder, state)
+    if found == "peft":
+        return _offer_model(run_on_all_ranks(lambda: open_checkpoint(folder, verify), state.world), state)
+    index = load_index(folder, state.world, verify)
+    check_run_state(folder, index.common)
+    return NativeCheckpoint(folder, index, state, verify)
+
+
+def _open_hugging_face(folder: Path, state: ParallelState) -> SourceCheckpoint:
+    """Open a Hugging Face folder on every rank.
+
+    Raises:
+        InputError: it lacks files, or is of a model that is not supported. On every rank alike.
+    """
+    return _offer_model(run_on_all_ranks(lambda: HuggingFaceSource(folder), state.world), state)
+
+
+def _open_torchtitan(
+    folder: Path, state: ParallelState, verify: bool, model: Mapping[str, Any] | None
+) -> SourceCheckpoint:
+    """Open a torchtitan folder on every rank, checked as by `open_torch_checkpoint`.
+
+    ``model`` is the run's configuration of it, which has what the files do not say.
+
+    Raises:
+        CheckpointError: a file is damaged, or of another model. On every rank alike.
+    """
+    source = run_on_all_ranks(lambda: TorchtitanSource(folder, model), state.world)
+    if verify:
+        run_on_all_ranks(lambda: source.check_storages(state.world.rank, state.world.size), state.world)
+    return _offer_model(source, state)
+
+
+def _offer_model(source: CheckpointSource, state: ParallelState) -> SourceCheckpoint:
+    """Return a model that no run can go on from; its configuration is known as far as it makes the model."""
+    model = source.common["config"]["model"]
+    fields = [spec.name for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY]
+    if model["lora_rank"]:
+        fields += NO_ADAPTERS
+    config = {"model": {name: model[name] for name in fields}}
+    return SourceCheckpoint(source, index_of(source, {}), {}, state, config)

@@ -1,1 +1,0 @@
-"""Checkpoints converted, compared and listed, one tensor at a time."""

@@ -1,1 +1,0 @@
-"""Low-rank adapters in checkpoints: merged into their model, and exchanged with the peft package."""

@@ -1,1 +1,0 @@
-"""Hugging Face model folders: read as checkpoints, written from them, loaded for use."""

@@ -1,1 +1,0 @@
-"""What several architectures of Hugging Face models share: rotary positions, experts, kinds of layers."""

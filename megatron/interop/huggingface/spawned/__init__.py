@@ -1,1 +1,0 @@
-"""A model over processes that a plain Python program starts for itself."""

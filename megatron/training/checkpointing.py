@@ -1,0 +1,499 @@
+"""Resume a run from its checkpoint and save it while it trains, synchronously or in the background."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.checkpoint_folder import iteration_folder, saved_iterations
+from megatron.checkpoint.last_good import TrialPeriod, mark_known, newest_known, point_tracker
+from megatron.checkpoint.load import Log, load_checkpoint
+from megatron.checkpoint.recovery import SaveFolders, prepare_save_directory
+from megatron.checkpoint.save import CommonState, SaveTarget, apply_retention, save_in_steps
+from megatron.checkpoint.train_state import TrainState
+from megatron.config.run_config import RunConfig
+from megatron.config.training_config import NATIVE_FORMAT, CheckpointConfig
+from megatron.core.collectives import any_rank, broadcast_object, run_on_all_ranks
+from megatron.core.config_base import config_from_dict
+from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
+from megatron.core.dist_checkpointing.disk import CheckpointWriteError
+from megatron.core.dist_checkpointing.load import Progress, untold
+from megatron.core.dist_checkpointing.planner import SavePlanner
+from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.errors import CheckpointError, TrainingError
+from megatron.core.object_store import as_path
+from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, conflicting_fields
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.tokenizer_record import record_tokenizer
+from megatron.training.initialize import Runtime
+from megatron.training.loggers.startup_lines import describe_schedule_values
+from megatron.training.model_setup import TrainingParts, schedule_of
+
+_FLAGS: Mapping[str, str] = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "decoupled_max_lr": "--decoupled-lr",
+    "decoupled_min_lr": "--decoupled-min-lr",
+    "init_lr": "--lr-warmup-init",
+    "lr_decay_style": "--lr-decay-style",
+    "lr_wsd_decay_style": "--lr-wsd-decay-style",
+    "start_wd": "--start-weight-decay",
+    "end_wd": "--end-weight-decay",
+    "wd_incr_style": "--weight-decay-incr-style",
+}
+_LENGTHS: Mapping[str, str] = {
+    "lr_warmup_steps": "--lr-warmup",
+    "lr_decay_steps": "--lr-decay",
+    "wsd_decay_steps": "--lr-wsd-decay",
+    "wd_incr_steps": "--train",
+}
+
+
+@dataclass(frozen=True)
+class _Conflict:
+    """Hold a flag's value in the checkpoint and in this run; ``can_be_given`` where the former is one of the flag's."""
+
+    flag: str
+    stored: str
+    given: str
+    can_be_given: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.stored} → {self.given}"
+
+
+def check_schedule(state: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse a scheduler's stored ``state`` where the run has another schedule and no flag says which one holds.
+
+    Raises:
+        CheckpointError: so it is; the message names the flags that would give the stored schedule.
+    """
+    if config.scheduler.override_opt_param_scheduler or config.scheduler.use_checkpoint_opt_param_scheduler:
+        return
+    stored, given = config_from_dict(ScheduleConfig, state["schedule"]), schedule_of(config)
+    names = conflicting_fields(stored, given, int(state["num_samples"]))
+    if not names:
+        return
+    conflicts = list(dict.fromkeys(_conflicts(names, stored, given, config)))
+    remedy = ""
+    if all(conflict.can_be_given for conflict in conflicts):
+        remedy = f"{' '.join(f'{c.flag} {c.stored}' for c in conflicts)} to go on as it was, "
+    raise CheckpointError(
+        f"the schedule differs from the checkpoint's ({'; '.join(map(str, conflicts))}); give {remedy}"
+        "--override-opt-param-scheduler to use the new one or --use-checkpoint-opt-param-scheduler to keep the old one"
+        f"{_earlier_checkpoint(stored, given, int(state['num_samples']), config)}"
+    )
+
+
+def _earlier_checkpoint(stored: ScheduleConfig, given: ScheduleConfig, num_samples: int, config: RunConfig) -> str:
+    """Say from which checkpoints the given schedule goes on by itself, where this one is already in the decay of WSD.
+
+    A decay that is under way cannot begin again later without a leap of the learning rate.
+    """
+    if stored.lr_decay_style != "WSD" or stored.wsd_decay_steps is None:
+        return ""
+    start = stored.lr_decay_steps - stored.wsd_decay_steps
+    if num_samples <= start or conflicting_fields(stored, given, start):
+        return ""
+    by_samples = bool(config.training.train_samples)
+    place = f"{start} samples" if by_samples else f"{start / config.training.global_batch_size:.10g} iterations"
+    return (
+        f"; its WSD decay began after {place}: a checkpoint from before (--ckpt-step) goes on with the new one as it is"
+    )
+
+
+def _conflicts(
+    names: Sequence[str], stored: ScheduleConfig, given: ScheduleConfig, config: RunConfig
+) -> Iterator[_Conflict]:
+    fraction = config.scheduler.lr_warmup_fraction
+    for name in names:
+        old, new = getattr(stored, name), getattr(given, name)
+        if name == "lr_warmup_steps" and fraction is not None:
+            old_fraction = old / stored.lr_decay_steps if stored.lr_decay_steps else 0.0
+            if not math.isclose(old_fraction, fraction):
+                yield _Conflict("--lr-warmup-fraction", str(old_fraction), str(fraction))
+        elif name in _LENGTHS:
+            yield _length_conflict(_LENGTHS[name], old, new, config)
+        elif name in ("start_wd", "end_wd") and given.wd_incr_style == stored.wd_incr_style == "constant":
+            yield _Conflict("--weight-decay", str(old), str(new))
+        else:
+            yield _Conflict(_FLAGS[name], str(old), str(new))
+
+
+def _length_conflict(flag: str, old: float | None, new: float | None, config: RunConfig) -> _Conflict:
+    """Return lengths of a schedule in iterations where the run has its own in them and both are whole ones."""
+    batch, unit = config.training.global_batch_size, "iters"
+    if config.training.train_samples:
+        batch, unit = 1, "samples"
+    # The length of the whole run is the user's to choose.
+    can_be_given = old is not None and old % batch == 0 and flag != "--train"
+    stored, given = ("none" if value is None else f"{value / batch:.10g}" for value in (old, new))
+    return _Conflict(f"{flag}-{unit}", stored, given, can_be_given)
+
+
+class CheckpointSaver:
+    """Save into one directory, one checkpoint at a time; every method is called by all ranks together.
+
+    With ``options.async_save`` a save returns when the tensors are copied. One thread of each rank then writes the
+    copy, and `poll`, called between iterations, takes the next step of the save as soon as all ranks' threads are
+    through; the next save, and `finish`, wait for it. The threads themselves never communicate.
+
+    ``last_seconds`` is how long the newest complete save took, and ``published`` the iteration of the checkpoint that
+    the run would go on from; both are None before there is one.
+
+    A checkpoint that the file system does not take is reported and given up: what was saved before is still in place,
+    and training goes on. Checkpoints that were there before are never removed, unless the run goes on from them.
+    """
+
+    def __init__(
+        self, directory: Path, folders: SaveFolders, runtime: Runtime, options: CheckpointConfig, log: Log
+    ) -> None:
+        self._state = runtime.state
+        self._log = log
+        self._is_async = options.async_save
+        self._target = SaveTarget(
+            directory=directory,
+            folders=folders,
+            state=runtime.state,
+            options=options,
+            log=log,
+            planner=SavePlanner(runtime.state),
+            area=StagingArea(runtime.device.synchronize) if options.async_save else None,
+            kept=frozenset(saved_iterations(directory)),
+        )
+        self._steps: Iterator[BackgroundTask[Any]] = iter(())
+        self._task: BackgroundTask[Any] | None = None
+        self._iteration = 0
+        self._began = 0.0
+        self.last_seconds: float | None = None
+        self.published: int | None = None
+        self._failure: CheckpointWriteError | None = None
+
+    @property
+    def is_saving(self) -> bool:
+        """Return whether a save is under way."""
+        return self._task is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the newest save was given up."""
+        return self._failure is not None
+
+    def go_on_from(self, folder: Path) -> None:
+        """Take what is in the directory for this run's own where the checkpoint that it goes on from is there."""
+        if folder.parent.resolve() == self._target.directory.resolve():
+            self._target = replace(self._target, kept=frozenset())
+
+    def protect(self, iterations: Set[int]) -> None:
+        """Never remove the checkpoints of these iterations."""
+        self._target = replace(self._target, kept=self._target.kept | iterations)
+
+    def close(self) -> None:
+        """Let another run have the directory; no save is under way, or what it writes is of no use."""
+        self._target.folders.release()
+
+    def wait_for_thread(self) -> None:
+        """Wait until this rank's thread has written what it was given; whatever comes of it."""
+        if self._task is not None:
+            self._task.wait()
+
+    def save(self, tensors: RunTensors, common: CommonState, on_trial: frozenset[int] = frozenset()) -> None:
+        """Save a checkpoint, or begin to; the oldest of those ``on_trial`` outlives retention."""
+        self.finish()
+        self._began = time.monotonic()
+        self._iteration = common.progress.iteration
+        self._target = replace(
+            self._target,
+            kept=self._target.kept - {self._iteration},
+            on_trial=on_trial,
+            number=self._target.number + 1,
+        )
+        self._steps = save_in_steps(tensors, common, self._target)
+        self._failure = None
+        self._advance()
+        if not self._is_async:
+            self.finish()
+
+    def poll(self) -> None:
+        """Take the next step of a save that is under way where all ranks are ready for it; never wait for the disk."""
+        if self._task is not None and not any_rank(not self._task.is_done, self._state.world):
+            self._advance()
+
+    def note_known(self, iteration: int, num_finite: int) -> bool:
+        """Mark a checkpoint as known to train and let retention give up older ones.
+
+        Return whether it was there, or will never be: with ``options.async_save`` it can still be written.
+        """
+        directory = self._target.directory
+        if self._iteration == iteration and self.is_saving:
+            return False
+        if self._target.is_leader and iteration_folder(directory, iteration).is_dir():
+            try:
+                self._target.folders.check_owner()
+                mark_known(directory, iteration, num_finite)
+            except OSError as error:
+                self._log(f"WARNING: could not mark iteration {iteration} as known to train: {error.strerror}")
+                return True
+            if not self.is_saving and self._iteration:
+                target = replace(self._target, on_trial=self._target.on_trial - {iteration})
+                if warning := apply_retention(target, self._iteration):
+                    self._log(warning)
+        return True
+
+    def go_back(self, iteration: int) -> None:
+        """Let the folder's tracker file name an older checkpoint, which the run goes back to.
+
+        Raises:
+            CheckpointError: the file system refuses. On every rank alike.
+            FolderInUseError: another run took the folder over. On every rank alike.
+        """
+        self.finish()
+        run_on_all_ranks(lambda: self._point_tracker(iteration), self._state.world)
+        self.published = iteration
+
+    def finish(self) -> None:
+        """Wait until no save is under way."""
+        while self._task is not None:
+            self._advance()
+
+    def check_last(self) -> None:
+        """Refuse to call a run done whose last checkpoint could not be written.
+
+        Raises:
+            TrainingError: the newest save failed, on every rank alike.
+        """
+        if self._failure is not None:
+            raise TrainingError(f"the last checkpoint, of iteration {self._iteration}, was not saved: {self._failure}")
+
+    def _point_tracker(self, iteration: int) -> None:
+        if self._target.is_leader:
+            try:
+                self._target.folders.check_owner()
+                point_tracker(self._target.directory, iteration)
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot go back to iteration {iteration} in {self._target.directory}: {error.strerror}"
+                ) from error
+
+    def _advance(self) -> None:
+        try:
+            self._task = next(self._steps, None)
+            if self._task is None:
+                self.last_seconds = time.monotonic() - self._began
+                self.published = self._iteration
+        except CheckpointWriteError as failure:
+            self._task = None
+            self._failure = failure
+            self._log(
+                f"WARNING: the checkpoint of iteration {self._iteration} was not saved: {failure}; what was saved "
+                "before is still in place"
+            )
+
+
+def open_saver(options: CheckpointConfig, runtime: Runtime, log: Log) -> CheckpointSaver | None:
+    """Prepare the folder of ``--save`` and return what saves into it; None where it is not given.
+
+    Raises:
+        CheckpointError: the folder cannot be created or written to, or the format needs one folder for all ranks. On
+            every rank alike.
+    """
+    if options.save is None:
+        return None
+    folders = prepare_save_directory(options.save, runtime.state, log)
+    if options.ckpt_format != NATIVE_FORMAT and not folders.is_shared:
+        folders.release()
+        # Their files belong together, or hold what ranks of several machines write.
+        raise CheckpointError(
+            f"--ckpt-format {options.ckpt_format} needs a folder that all machines share, and --save {options.save} is "
+            "a folder of its own on each; change --save, or save in the native format and convert"
+        )
+    return CheckpointSaver(as_path(options.save), folders, runtime, options, log)
+
+
+@dataclass(eq=False)
+class RunCheckpoints:
+    """Save a run and resume it, as ``--save`` and ``--load`` say; ``saver`` is None without ``--save``.
+
+    What a loaded checkpoint says of the Hugging Face folder that its model came from is passed on to those saved.
+    ``told`` learns how far the reading of one is.
+    """
+
+    config: RunConfig
+    runtime: Runtime
+    parts: TrainingParts
+    tokenizer: Tokenizer
+    saver: CheckpointSaver | None
+    log: Callable[[str], None]
+    told: Progress = untold
+    model_record: Mapping[str, Any] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Begin to count the finite iterations after each checkpoint."""
+        self._trial = TrialPeriod(self.config.faults.known_to_train_after)
+        self._own: set[int] = set()
+
+    def resume(self) -> TrainState:
+        """Fill everything from the newest checkpoint of ``--load`` and return where the run stands.
+
+        A run without ``--load``, or whose folder holds no checkpoint yet, stands at its beginning.
+        """
+        options = self.config.checkpoint
+        return TrainState() if options.load is None else self._load(options)
+
+    def go_back(self) -> TrainState | None:
+        """Fill everything from the newest checkpoint of ``--save`` that is known to train; None where there is none.
+
+        The tracker file names it from then on. Every rank must call.
+        """
+        iteration = self.newest_known()
+        if iteration is None or self.saver is None:
+            return None
+        self.saver.go_back(iteration)
+        self._trial.go_back(iteration)
+        self._own = {saved for saved in self._own if saved <= iteration}
+        return self._load(self.config.checkpoint.resumed(iteration))
+
+    def go_on(self, model_record: Mapping[str, Any] | None, has_saved: bool) -> None:
+        """Go on, without loading, in a run that passes ``model_record`` on and ``has_saved`` itself."""
+        self.model_record, options = model_record, self.config.checkpoint
+        if options.save is not None and self.saver is not None and (has_saved or options.save == options.load):
+            self.saver.go_on_from(as_path(options.save) / "copies")
+
+    def newest_known(self) -> int | None:
+        """Return the newest checkpoint of ``--save`` that is known to train, as the first rank sees it; collective.
+
+        Only those that this process has saved count, and the one that it was resumed from.
+        """
+        options = self.config.checkpoint
+        found = None
+        if options.save is not None and self.runtime.is_reporter:
+            # Others are of data that it may not have at hand, or of another run.
+            directory = as_path(options.save)
+            found = newest_known(directory, self._own.intersection(saved_iterations(directory)))
+        known: int | None = broadcast_object(found, self.runtime.state.world)
+        return known
+
+    def note_step(self, iteration: int, is_finite: bool) -> None:
+        """Take note of an iteration that ended, and mark the checkpoints that are known to train now."""
+        if self.saver is None:
+            return
+        for saved in self._trial.observe(iteration, is_finite):
+            if self.saver.note_known(saved, self._trial.needed):
+                self._trial.settle(saved)
+
+    def _load(self, options: CheckpointConfig) -> TrainState:
+        """Fill everything from the checkpoint of ``options.load``."""
+        assert options.load is not None
+        loaded = load_checkpoint(
+            options.load,
+            self.tensors(),
+            self.runtime.state,
+            options,
+            self.config.to_dict(),
+            self.log,
+            self._check_schedule,
+            self.told,
+        )
+        if loaded is None:
+            return TrainState()
+        self.model_record = loaded.model_record
+        if self.saver is not None and not loaded.begins_anew:
+            self.saver.go_on_from(loaded.folder)
+        if not loaded.optimizer_loaded:
+            self.parts.optimizer.reload_main_params()
+            if loaded.begins_anew and not options.finetune:
+                self.log(f"{loaded.folder} holds a model: training begins at iteration 0, with new optimizer state")
+            elif not loaded.begins_anew:
+                self.log(
+                    f"--no-load-optim: training goes on at iteration {loaded.progress.iteration}, with new optimizer "
+                    "state and the learning-rate schedule from its beginning"
+                )
+        if loaded.rng is not None:
+            self.runtime.rng.resume(loaded.rng, loaded.progress.iteration)
+        if loaded.scheduler is not None:
+            changes = self.parts.scheduler.load_state_dict(
+                loaded.scheduler,
+                override=self.config.scheduler.override_opt_param_scheduler,
+                use_checkpoint=self.config.scheduler.use_checkpoint_opt_param_scheduler,
+            )
+            for change in changes:
+                self.log(f"schedule changed since the checkpoint: {change}")
+        if options.save is not None and not loaded.begins_anew and as_path(options.save) == as_path(options.load or ""):
+            self._trial.begin(loaded.progress.iteration)
+            self._own.add(loaded.progress.iteration)
+        return TrainState.from_progress(loaded.progress)
+
+    def save(self, train_state: TrainState) -> bool:
+        """Save a checkpoint, or with ``--async-save`` begin to; return whether that has come about, as far as known."""
+        if self.saver is None:
+            return False
+        common = CommonState(
+            progress=train_state.freeze(),
+            config=self.config.to_dict(),
+            scheduler=self.parts.scheduler.state_dict(),
+            model_record=self.model_record,
+            write_tokenizer=self._write_tokenizer,
+        )
+        self._trial.begin(train_state.iteration)
+        self.saver.save(self.tensors(), common, self._trial.waiting)
+        if self.saver.has_failed:
+            return False
+        self._own.add(train_state.iteration)
+        return True
+
+    def poll(self) -> None:
+        """Let a save that is under way go on, without waiting for it; to be called between iterations."""
+        if self.saver is not None:
+            self.saver.poll()
+
+    def finish(self) -> None:
+        """Wait until the last save is complete or given up."""
+        if self.saver is not None:
+            self.saver.finish()
+
+    @property
+    def last_seconds(self) -> float | None:
+        """Return how long the newest complete save took, until it was published; None before there is one."""
+        return None if self.saver is None else self.saver.last_seconds
+
+    @property
+    def published(self) -> int | None:
+        """Return the iteration of the checkpoint that the run would go on from, None before it has saved one."""
+        return None if self.saver is None else self.saver.published
+
+    def check_last(self) -> None:
+        """Refuse to call a run done whose last checkpoint could not be written.
+
+        Raises:
+            TrainingError: the newest save failed, on every rank alike.
+        """
+        if self.saver is not None:
+            self.saver.check_last()
+
+    def close(self) -> None:
+        """Let another run have the folder of ``--save``."""
+        if self.saver is not None:
+            self.saver.close()
+
+    def _check_schedule(self, state: Mapping[str, Any]) -> None:
+        check_schedule(state, self.config)
+        self.log(describe_schedule_values(state, self.config))
+
+    def tensors(self) -> RunTensors:
+        """Return what a checkpoint of this moment holds."""
+        for chunk in self.parts.ddp_chunks:
+            chunk.finish_param_gather()
+        return RunTensors(
+            models=self.parts.chunks,
+            optimizer=self.parts.optimizer,
+            rng=self.runtime.rng.state_dict(),
+            float8=self.parts.float8,
+        )
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        # The record makes the folder of this name itself.
+        record_tokenizer(self.tokenizer, folder.parent)

@@ -1,1 +1,0 @@
-"""A run's checkpoints: when one is saved, which one is loaded, and what it fills."""
