@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron.commands.training.pretrain import main
+from megatron.cli.pretrain import main
 from megatron.training.exit_reason import run_program
 from megatron.training.gpt import forward_step, provide_datasets, provide_model
 

@@ -28,8 +28,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "megatron.corpus._json_lines",
-            sources=["megatron/corpus/json_lines.cpp"],
+            "megatron.data._json_lines",
+            sources=["megatron/data/json_lines.cpp"],
             include_dirs=[pybind11.get_include()],
             language="c++",
             extra_compile_args=["-O3", "-g0", "-std=c++17", "-fvisibility=hidden"],

@@ -115,6 +115,6 @@ print(f"validation loss: {validation[0]['lm_loss']:.3f} at iteration {validation
 if not loss < first["lm_loss"] - 1.0:
     sys.exit("the loss did not fall: something is wrong with this run")
 PYTHON
-"$python" -m megatron.commands plot "$run/checkpoint" --output "$run/quickstart.html"
+"$python" -m megatron plot "$run/checkpoint" --output "$run/quickstart.html"
 echo "the page with the curves and with what the model wrote on the way: $run/quickstart.html"
 echo "text, data, checkpoints, metrics and the whole log: $run/"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.commands.data.merge_datasets import main
+from megatron.cli.merge_datasets import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.commands.generation.run_text_generation_server import main
+from megatron.cli.run_text_generation_server import main
 from megatron.training.exit_reason import run_program
 
 if __name__ == "__main__":

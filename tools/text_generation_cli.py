@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.commands.generation.text_generation_cli import main
+from megatron.cli.text_generation_cli import main
 from megatron.training.exit_reason import run_program
 
 if __name__ == "__main__":

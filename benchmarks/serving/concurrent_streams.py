@@ -51,7 +51,7 @@ def main() -> None:
             check=True,
             capture_output=True,
         )
-        command = [sys.executable, "-m", "megatron.commands", "serve", "--load", folder, *SERVING.split()]
+        command = [sys.executable, "-m", "megatron", "serve", "--load", folder, *SERVING.split()]
         server = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None

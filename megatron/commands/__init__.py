@@ -1,1 +1,1 @@
-"""The commands of the project, one file each; the scripts in tools/ call them."""
+"""The former name of `megatron.cli`, for `python -m megatron.commands` in scripts."""

@@ -12,8 +12,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron.core.errors import InputError
 from megatron.core.inference.prompt_batch import Score, ScoredRow
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.evaluation.model_ranks import ModelRanks, TextQuestion
-from megatron.evaluation.text_encoding import TextEncoding
+from megatron.evaluation.model_ranks import ModelRanks, TextEncoding, TextQuestion
 
 MAX_NEW_TOKENS = 256
 """Tokens of an answer where a task does not say how many; those of the package's own models."""

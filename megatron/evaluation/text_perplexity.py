@@ -11,8 +11,7 @@ from typing import Any
 
 from megatron.core.errors import InputError
 from megatron.core.inference.prompt_batch import ScoredRow
-from megatron.evaluation.model_ranks import ModelRanks
-from megatron.evaluation.text_encoding import TextEncoding
+from megatron.evaluation.model_ranks import ModelRanks, TextEncoding
 
 _LINES = (".jsonl", ".json")
 _AT_ONCE = 64

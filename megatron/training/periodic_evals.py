@@ -19,8 +19,7 @@ from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_li
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.evaluation.harness_tasks import HarnessTasks, TaskChoice, figures_of
-from megatron.evaluation.model_ranks import ModelRanks, Show
-from megatron.evaluation.text_encoding import TextEncoding
+from megatron.evaluation.model_ranks import ModelRanks, Show, TextEncoding
 from megatron.training.initialize import Runtime
 from megatron.training.loggers.log_lines import LiveLine
 from megatron.training.loggers.metrics import MetricsWriter

@@ -8,7 +8,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.verification.attention_cells import ATTENTION_SHAPES
 from megatron.verification.cells import (
     DATA,
     EXCHANGES,
@@ -20,10 +19,16 @@ from megatron.verification.cells import (
     Layout,
     make_cell,
 )
-from megatron.verification.expert_cells import DISPATCHERS, EXPERT_SHAPES, ExpertLayout, make_expert_cell
-from megatron.verification.latent_cells import LATENT_SHAPES
-from megatron.verification.prediction_cells import PREDICTION_SHAPES
-from megatron.verification.recipe_cells import (
+from megatron.verification.model_cells import (
+    ATTENTION_SHAPES,
+    DISPATCHERS,
+    EXPERT_SHAPES,
+    LATENT_SHAPES,
+    PREDICTION_SHAPES,
+    ExpertLayout,
+    make_expert_cell,
+)
+from megatron.verification.training_cells import (
     CLIPPING,
     FUSED_LORA,
     GROUPS,
@@ -32,10 +37,11 @@ from megatron.verification.recipe_cells import (
     MUP,
     STILL,
     UNSPLIT_MUON,
+    WEIGHTS,
     Z_LOSS,
+    hybrid,
     with_optimizer_on_host,
 )
-from megatron.verification.sharding_cells import WEIGHTS, hybrid
 
 
 def fuzz(seed: int, count: int) -> list[Cell]:

@@ -1,17 +1,27 @@
-"""Train one configuration for a few steps on this rank and report everything that must not depend on the layout."""
+"""Train one configuration for a few steps on this rank and report everything that must not depend on the layout.
+
+The samples are a function of their number alone. Gradients and parameters are reported as fragments, from which global
+tensors are assembled and compared element by element.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from megatron.checkpoint.train_state import TrainState
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
+from megatron.core.datasets.gpt_dataset import GPTSample, make_sample
+from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.device import Device
-from megatron.core.sharding import held_of
+from megatron.core.sharding import Box, ParamSpec, held_of
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.batch_source import BatchSource
@@ -19,8 +29,148 @@ from megatron.training.data_plan import dataset_config
 from megatron.training.initialize import Runtime, make_runtime
 from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
 from megatron.training.training_step import ForwardStep, TrainingStep
-from megatron.verification.fragments import Fragment, fragments_of
-from megatron.verification.synthetic_samples import SyntheticDataset
+
+_NUM_SAMPLES = 1 << 16
+_DOCUMENT_ENDS = 0.15
+
+
+class SyntheticDataset:
+    """Give samples of random tokens, cut into documents; training reads them in order.
+
+    ``uneven`` samples count between one token and all of them; every third counts only its first two, so that a
+    context-parallel rank can be left with nothing.
+    """
+
+    def __init__(self, dataset_config: GPTDatasetConfig, uneven: bool) -> None:
+        self._config = dataset_config
+        self._uneven = uneven
+
+    def __len__(self) -> int:
+        return _NUM_SAMPLES
+
+    def source_of(self, index: int) -> str:
+        """Say that the data is made up; ``index`` does not matter here."""
+        return "random tokens"
+
+    def __getitem__(self, index: int) -> GPTSample:
+        config = self._config
+        assert config.vocab_size is not None
+        assert config.eod_token_id is not None
+        generator = np.random.default_rng((config.random_seed, index))
+        length = config.sequence_length
+        text = generator.integers(0, config.vocab_size, length + 1)
+        text[generator.random(length + 1) < _DOCUMENT_ENDS] = config.eod_token_id
+        mask = np.ones(length, np.float32)
+        if self._uneven:
+            mask[2 if index % 3 == 0 else int(generator.integers(1, length + 1)) :] = 0.0
+        return make_sample(text, length + 1, config, np.arange(length), mask)
+
+
+Array = NDArray[np.float64]
+
+_GRADIENT_FLOOR = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """Hold one box of a global tensor as one rank has it."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+    values: Array
+    rank: int
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Name the first element in which a rank's tensor differs from the reference, and by how much the tensor does."""
+
+    name: str
+    rank: int
+    index: tuple[int, ...]
+    actual: float
+    expected: float
+    relative_difference: float
+
+    def describe(self) -> str:
+        """Return one line."""
+        return (
+            f"{self.name}: rank {self.rank}, first differing element {list(self.index)}: {self.actual!r} instead of "
+            f"{self.expected!r}; relative difference of the tensor {self.relative_difference:.3e}"
+        )
+
+
+def fragments_of(spec: ParamSpec, tensor: torch.Tensor, rank: int, name: str | None = None) -> list[Fragment]:
+    """Cut a local tensor of a parameter's shape into the boxes that it holds of the global one; padding is left out."""
+    return [
+        Fragment(
+            name or spec.name,
+            spec.global_shape,
+            piece.global_box,
+            tensor.detach()[piece.local_box.slices].to(torch.float64).cpu().numpy().copy(),
+            rank,
+        )
+        for piece in spec.pieces
+    ]
+
+
+def assemble(fragments: Iterable[Fragment]) -> dict[str, Array]:
+    """Return the global tensors; elements that no rank holds are NaN."""
+    tensors: dict[str, Array] = {}
+    for fragment in fragments:
+        whole = tensors.setdefault(fragment.name, np.full(fragment.global_shape, np.nan))
+        whole[fragment.box.slices] = fragment.values
+    return tensors
+
+
+def gradient_floor(reference: Mapping[str, Array]) -> float:
+    """Return the size below which a gradient tensor's difference is not held against its own size.
+
+    A key's bias has a gradient that is zero in exact arithmetic: what remains is rounding of the other gradients.
+    """
+    return _GRADIENT_FLOOR * max(float(np.abs(tensor).max()) for tensor in reference.values())
+
+
+def compare(
+    fragments: Iterable[Fragment], reference: Mapping[str, Array], tolerance: float, floor: float = 0.0
+) -> tuple[list[Mismatch], float]:
+    """Compare every rank's boxes, copies included, with the reference; return the mismatches and the worst difference.
+
+    Two tensors agree where ``max |a - b| <= tolerance * max(max |b|, floor)``, taken per global tensor.
+    """
+    mismatches = []
+    worst = 0.0
+    seen: dict[str, int] = {}
+    for fragment in fragments:
+        expected_whole = reference.get(fragment.name)
+        if expected_whole is None:
+            mismatches.append(Mismatch(f"{fragment.name} (unknown)", fragment.rank, (), np.nan, np.nan, np.inf))
+            continue
+        expected = expected_whole[fragment.box.slices]
+        seen[fragment.name] = seen.get(fragment.name, 0) + fragment.values.size
+        scale = max(float(np.abs(expected_whole).max()), floor) or 1.0
+        difference = np.abs(fragment.values - expected)
+        # A NaN is further off than any number.
+        largest = float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0)) / scale
+        worst = max(worst, largest)
+        if largest > tolerance:
+            mismatches.append(_first_difference(fragment, expected, tolerance * scale, largest))
+    for name, tensor in reference.items():
+        if seen.get(name, 0) < tensor.size:
+            mismatches.append(Mismatch(f"{name} (held by no rank in part)", -1, (), np.nan, np.nan, np.inf))
+            worst = np.inf
+    return mismatches, worst
+
+
+def _first_difference(fragment: Fragment, expected: Array, allowed: float, relative: float) -> Mismatch:
+    off = ~(np.abs(fragment.values - expected) <= allowed)
+    place = tuple(int(i) for i in np.argwhere(off)[0])
+    index = tuple(start + i for start, i in zip(fragment.box.offset, place))
+    return Mismatch(
+        fragment.name, fragment.rank, index, float(fragment.values[place]), float(expected[place]), relative
+    )
+
 
 NUM_STEPS = 3
 CPU = Device("cpu")

@@ -10,8 +10,7 @@ from megatron.core.errors import ConfigurationError, TrainingError
 from megatron.training.model_setup import ModelProvider
 from megatron.training.training_step import ForwardStep
 from megatron.verification.cells import Cell
-from megatron.verification.fragments import Array, assemble, compare, gradient_floor
-from megatron.verification.run_cell import CellResult, run_cell
+from megatron.verification.run_cell import Array, CellResult, assemble, compare, gradient_floor, run_cell
 from megatron.verification.worker_pool import Job, WorkerPool
 
 

@@ -16,7 +16,7 @@ from megatron.checkpoint.comparison import ConversionMismatchError, compare_sour
 from megatron.checkpoint.conversion import convert
 from megatron.checkpoint.formats.native import NativeSource
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
-from megatron.commands.checkpoint.convert import parse_arguments
+from megatron.cli.convert import parse_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.errors import CheckpointError
 from tests.e2e.toy_run import exact_figures, newest, toy_args

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
-from megatron.commands.checkpoint import diff, inspect
+from megatron.cli import diff_checkpoints, inspect_checkpoint
 from megatron.core.errors import ConfigurationError
 from tests.e2e.test_convert import run_converter
 from tests.e2e.test_resume_layouts import assert_same_content
@@ -58,10 +58,10 @@ def test_layouts_of_experts_are_converted_compared_and_shown(
     run_converter(tmp_path / "a", tmp_path / "b", "--saver torch_dist --target-expert-parallel-size 1")
     run_converter(tmp_path / "b", tmp_path / "c", "--saver native --target-tensor-parallel-size 1")
     for folder in (spread / "torch_dist" / "iter_0000002", *(tmp_path / name for name in "abc")):
-        assert diff.main([str(start), str(folder), "--weights-only"]) == 0, folder
-        assert diff.main([str(start), str(folder)]) == 0, folder
+        assert diff_checkpoints.main([str(start), str(folder), "--weights-only"]) == 0, folder
+        assert diff_checkpoints.main([str(start), str(folder)]) == 0, folder
     capsys.readouterr()
-    assert inspect.main([str(tmp_path / "a"), "--verify"]) == 0
+    assert inspect_checkpoint.main([str(tmp_path / "a"), "--verify"]) == 0
     shown = capsys.readouterr().out
     assert "expert_model_parallel_size: 4" in shown
     assert re.search(r"optimizer\.exp_avg\.decoder\.layers\.1\.mlp\.experts\.linear_fc1\.weight +4x16x16 ", shown)
@@ -69,7 +69,7 @@ def test_layouts_of_experts_are_converted_compared_and_shown(
     content = torch.load(path, weights_only=False)
     content["model"]["decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight"][2, 3] += 1.0
     torch.save(content, path)
-    assert diff.main([str(start), str(tmp_path / "a")]) == 1
+    assert diff_checkpoints.main([str(start), str(tmp_path / "a")]) == 1
     assert "model.decoder.layers.1.mlp.experts.linear_fc2.weight: 1 of 512" in capsys.readouterr().out
 
 

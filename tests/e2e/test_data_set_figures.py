@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.pictures.plot import main
+from megatron.cli.plot import main
 from tests.e2e.test_validation_sets import write_text
 from tests.e2e.toy_run import DATA, toy_args
 from tests.harness.forked_training import ForkedRun, fork_training

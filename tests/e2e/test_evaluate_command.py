@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.commands.generation import evaluate
+from megatron.cli import evaluate
 from megatron.core.process_group import single_rank_group
 from tests.e2e.test_text_generation import GPT2_SHAPE, byte_level_flags, call_tool, run_config, save
 from tests.harness.faults import Faults

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.commands.generation import evaluate
+from megatron.cli import evaluate
 from tests.e2e.test_convert import run_converter
 from tests.e2e.test_text_generation import GPT2_SHAPE, LLAMA_SHAPE, byte_level_flags, call_tool, save
 from tests.harness.faults import Faults

@@ -42,7 +42,7 @@ def commands(folder: Path, *, recorded: bool = False) -> Path:
     """Make a folder for PATH with `megatron` and `torchrun`, or with a `megatron` that prints its words as JSON."""
     folder.mkdir()
     python = shlex.quote(sys.executable)
-    starts = {"megatron": f"{python} -m megatron.commands", "torchrun": f"{python} -m torch.distributed.run"}
+    starts = {"megatron": f"{python} -m megatron", "torchrun": f"{python} -m torch.distributed.run"}
     starts["python"] = python
     if recorded:
         starts = {"megatron": f"{python} -c 'import json, sys; print(json.dumps(sys.argv[1:]))'"}

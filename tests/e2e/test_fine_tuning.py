@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.commands.data import inspect_batch
+from megatron.cli import inspect_batch
 from megatron.core.datasets.conversation_file import mask_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tests.e2e.test_text_generation import call_tool

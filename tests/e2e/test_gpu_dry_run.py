@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.commands.planning.gpu_dry_run import main, ranks_to_run
+from megatron.cli.gpu_dry_run import main, ranks_to_run
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.planner.simulation.pretended_cuda import find_compiler
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.reliability.inject_faults import main
+from megatron.cli.inject_faults import main
 from tests.harness.training_run import REPOSITORY, CommandResult, run_command
 
 TOOL = REPOSITORY / "tools" / "inject_faults.py"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.commands.data.inspect_batch import main
+from megatron.cli.inspect_batch import main
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tests.e2e.toy_run import toy_args
 from tests.harness.forked_training import fork_training

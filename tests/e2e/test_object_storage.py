@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.checkpoint import diff, inspect
-from megatron.commands.training.continued_run import ContinuedRun
+from megatron.cli import diff_checkpoints, inspect_checkpoint
+from megatron.cli.train import ContinuedRun
 from megatron.core.dist_checkpointing.index import read_index
 from tests.e2e.toy_run import DATA, exact_figures, toy_args
 from tests.harness.distributed import RankFailure
@@ -45,11 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_that_saves_to_a_store_and_is_killed_goes_on_bitwise(folder: Path, capsys) -> None:
     url = f"file://{folder}/store/run"
-    assert diff.main([str(folder / "checkpoints"), url]) == 1
+    assert diff_checkpoints.main([str(folder / "checkpoints"), url]) == 1
     said = capsys.readouterr().out
     assert "different: 1 difference\n" in said, said  # the name of the data
     assert f"data_path: ['{DATA}'] -> ['file://{DATA}']" in said, said
-    assert inspect.main([url, "--verify"]) == 0, capsys.readouterr()
+    assert inspect_checkpoint.main([url, "--verify"]) == 0, capsys.readouterr()
     assert "match their checksums" in capsys.readouterr().out
 
 

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra serve is not installed: no fastapi")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed: no uvicorn")
 
-from megatron.commands.generation import chat
+from megatron.cli import chat
 from megatron.core.inference.inference_request import GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.serving.job_queue import Job

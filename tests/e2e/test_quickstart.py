@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.data import preprocess_data
-from megatron.commands.generation import text_generation_cli
+from megatron.cli import preprocess_data, text_generation_cli
 from tests.e2e.test_text_generation import call_tool
 from tests.e2e.toy_run import newest, toy_args
 from tests.harness.forked_training import fork_training

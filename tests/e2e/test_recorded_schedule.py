@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.planning.visualize_pipeline import main
+from megatron.cli.visualize_pipeline import main
 from megatron.core.pipeline_parallel.schedules import Pass
 from megatron.core.pipeline_parallel.timeline import read_timeline
 from tests.e2e.toy_run import toy_args

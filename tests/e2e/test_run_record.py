@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.commands.training import train
-from megatron.commands.training.continued_run import ContinuedRun
+from megatron.cli import train
+from megatron.cli.train import ContinuedRun
 from megatron.config.arguments import resolve_arguments
 from megatron.config.printed_config import format_config
 from megatron.core.errors import ConfigurationError

@@ -208,7 +208,7 @@ def test_a_second_run_in_the_folder_is_refused(store: Store, outputs: str, tmp_p
 
 
 WHOLE = """
-from megatron.commands.checkpoint import inspect
+from megatron.cli import inspect_checkpoint as inspect
 from megatron.core.object_store import as_path
 from megatron.checkpoint.checkpoint_folder import saved_iterations
 found = saved_iterations(as_path("s3://bucket/killed"))

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra serve is not installed: no fastapi")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed: no uvicorn")
 
-from megatron.commands.generation import serve
+from megatron.cli import serve
 from tests.e2e.test_text_generation import LLAMA_SHAPE, NULL_TOKENIZER, expected_text, save
 from tests.harness.free_port import free_port
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY
@@ -50,7 +50,7 @@ def ask(port: int, path: str, body: object) -> tuple[int, dict[str, object]]:
 )
 def test_processes_answer_and_end_on_a_signal(llama: Path, words: str, num_processes: int, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret\n")
-    command = [sys.executable, "-m", "megatron.commands", "serve", "--load", str(llama), "--port", "0", *words.split()]
+    command = [sys.executable, "-m", "megatron", "serve", "--load", str(llama), "--port", "0", *words.split()]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment |= {"OMP_NUM_THREADS": "1", "MEGATRON_DEVICE": "cpu", "MASTER_ADDR": "127.0.0.1"}
     environment |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.commands.generation import text_generation_cli
+from megatron.cli import text_generation_cli
 from megatron.config.arguments import parse_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.dist_checkpointing.state_dict import RunTensors

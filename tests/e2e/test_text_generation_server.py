@@ -23,7 +23,7 @@ import torch
 
 from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.commands.generation import run_text_generation_server
+from megatron.cli import run_text_generation_server
 from megatron.core.dist_checkpointing.state_dict import RunTensors
 from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.engine import InferenceEngine

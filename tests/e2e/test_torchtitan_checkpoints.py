@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.comparison import diff_checkpoints
-from megatron.commands.checkpoint import convert, diff, inspect
+from megatron.cli import convert, inspect_checkpoint
+from megatron.cli import diff_checkpoints as diff
 from tests.e2e.test_convert import run_converter
 from tests.e2e.test_text_generation import call_tool
 from tests.e2e.toy_run import toy_args
@@ -54,12 +55,12 @@ def test_a_folder_becomes_a_native_one_and_a_model_of_hugging_faces(titan: Path,
 def test_the_commands_name_the_flags_that_are_needed(
     titan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inspect.main([str(titan), *TOLD_FLAGS.split()]) == 0
+    assert inspect_checkpoint.main([str(titan), *TOLD_FLAGS.split()]) == 0
     printed = capsys.readouterr().out
     assert "format: torchtitan's format" in printed
     assert "num_query_groups: 2" in printed
     for main, words in (
-        (inspect.main, [str(titan)]),
+        (inspect_checkpoint.main, [str(titan)]),
         (diff.main, [str(titan), str(titan)]),
         (convert.main, ["--loader", "torchtitan", "--load-dir", str(titan), "--save-dir", str(tmp_path / "x")]),
     ):

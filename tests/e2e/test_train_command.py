@@ -15,7 +15,7 @@ from tests.e2e.toy_run import newest, toy_args
 from tests.harness.faults import Faults
 from tests.harness.training_run import LAUNCHER_VARIABLES, REPOSITORY, launch_prefix
 
-MEGATRON = [sys.executable, "-m", "megatron.commands"]
+MEGATRON = [sys.executable, "-m", "megatron"]
 FAULTY = str(REPOSITORY / "tests/harness/faults.py")
 ENDLESS = "--train-iters 100000 --lr-decay-iters 100 --save-interval 100000"
 
@@ -166,7 +166,7 @@ def test_under_torchrun_the_reason_of_a_failure_is_the_last_line_too(command, tm
     ],
 )
 def test_ranks_that_cannot_be_are_refused_in_one_line(words: str, reason: str, capsys) -> None:
-    from megatron.commands.training.train import main
+    from megatron.cli.train import main
 
     assert main(words.split()) == 2
     assert capsys.readouterr().err == f"error: {reason}\n"

@@ -9,7 +9,7 @@ import torch
 
 from megatron.checkpoint.conversion import convert
 from megatron.checkpoint.formats.native import NativeSource
-from megatron.commands.checkpoint.convert import parse_arguments
+from megatron.cli.convert import parse_arguments
 from megatron.core.errors import ConfigurationError
 from tests.e2e.toy_run import newest, toy_args
 from tests.harness.forked_training import fork_training

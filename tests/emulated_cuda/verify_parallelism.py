@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.commands.reliability import verify_parallelism
+from megatron.cli import verify_parallelism
 from megatron.verification.cells import MAX_WORLD_SIZE
 from tests.emulated_cuda.activation import activate
 from tests.emulated_cuda.build import BuildError, built_libraries

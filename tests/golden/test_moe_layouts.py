@@ -38,10 +38,9 @@ from megatron.training.initialize import Runtime, make_runtime
 from megatron.training.model_setup import TrainingParts, build_training_parts
 from megatron.training.training_step import BegunStep, TrainingStep
 from megatron.verification.cells import Layout
-from megatron.verification.expert_cells import ExpertLayout
-from megatron.verification.fragments import Fragment, compare, gradient_floor
-from megatron.verification.run_cell import gradient_fragments
-from megatron.verification.sharding_cells import fully_sharded
+from megatron.verification.model_cells import ExpertLayout
+from megatron.verification.run_cell import Fragment, compare, gradient_floor, gradient_fragments
+from megatron.verification.training_cells import fully_sharded
 from tests.golden.test_moe_golden import FOLDER, TOLERANCE, moe_settings, reference_tensor
 from tests.harness.closeness import assert_tensors_close
 from tests.harness.distributed import run_distributed

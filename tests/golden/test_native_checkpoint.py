@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import pretrain_gpt
-from megatron.commands.checkpoint.diff import main as diff
+from megatron.cli.diff_checkpoints import main as diff
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.index import StoredTensor, read_index
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.doctor.benchmarks import OPERATIONS, REDUCING, REDUCTIONS, measure_collective
 from megatron.core.device import select_device
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
-from megatron.doctor.bandwidth import OPERATIONS, REDUCING, REDUCTIONS, measure_collective
 from megatron.training.initialize import initialize_distributed, read_launch_environment, shut_down
 from tests.harness.training_run import CommandResult, launch_prefix, run_command
 

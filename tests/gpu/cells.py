@@ -11,9 +11,9 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron.core.device import Device
 from megatron.verification.cells import Cell, matrix
-from megatron.verification.expert_cells import expert_matrix
+from megatron.verification.model_cells import expert_matrix
 from megatron.verification.run_cell import CellResult, run_cell
-from megatron.verification.sharding_cells import sharding_matrix
+from megatron.verification.training_cells import sharding_matrix
 from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool
 

@@ -77,7 +77,7 @@ def gpu() -> str | None:
 
 def _doctor_findings(folder: Path) -> list[str]:
     """Return what the doctor warns of; it measures copies and matmuls, which take minutes on emulated devices."""
-    from megatron.doctor.examination import Request, examine
+    from megatron.cli.doctor.examination import Request, examine
 
     found = examine(Request(os.environ, LaunchEnvironment(), folder))
     return [finding.describe() for finding in found if finding.status in ("warning", "wrong")]

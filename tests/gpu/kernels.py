@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.cli.doctor.benchmarks import time_work
 from megatron.core.device import Device
 from megatron.core.ops.attention_backend import load_flash_attention, select_attention_core
 from megatron.core.ops.attention_block import AttentionBlocks, BlockMask
@@ -32,7 +33,6 @@ from megatron.core.transformer.rotary_pos_embedding import (
     split_and_rotate,
     split_projection,
 )
-from megatron.doctor.bandwidth import time_work
 
 ALLOWED = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Relative difference, in the norm of the whole tensor, of a result or a gradient from that of the twin."""

@@ -17,15 +17,13 @@ from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.serving.generation_api import ApiTranslator
 from megatron.serving.generation_service import run_service
 from megatron.serving.job_queue import JobQueue
 from megatron.serving.openai.application import Application
-from megatron.serving.openai.guard import Guard, Limits
+from megatron.serving.openai.guard import Guard, Limits, Metrics
 from megatron.serving.openai.http_server import HttpServer
-from megatron.serving.openai.metrics import Metrics
 from megatron.serving.openai.translator import Translator
-from megatron.serving.put_api import PutApi
+from megatron.serving.text_generation_server import ApiTranslator, PutApi
 from tests.unit.core.datasets.conversations.small_chat import write_chat_folder
 from tests.unit.core.inference.small_models import build, odd_config
 

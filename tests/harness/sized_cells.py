@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from megatron.verification.cells import Cell, Layout
-from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
-from megatron.verification.latent_cells import make_latent_cell
-from megatron.verification.prediction_cells import make_prediction_cell
+from megatron.verification.model_cells import ExpertLayout, make_expert_cell, make_latent_cell, make_prediction_cell
 
 SIZES = (
     *("--hidden-size", "128", "--ffn-hidden-size", "256", "--num-attention-heads", "4", "--num-query-groups", "4"),

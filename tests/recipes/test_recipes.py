@@ -58,7 +58,8 @@ config = resolve_cell(sharded.flags, 4, "float32")
 assert record_step(config, 0, *parts) == step_traffic(config, 0, (9, 0))
 """,
     "checkpoint_format": """
-from megatron.commands.checkpoint import convert, diff
+from megatron.cli import convert
+from megatron.cli import diff_checkpoints as diff
 from tests.unit.conversion.small_checkpoint import small_common, write_small
 write_small(pathlib.Path("native"), small_common())
 assert convert.main("--load-dir native --saver raw --save-dir raw".split()) == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.pop(0)  # this folder's inspect.py must not be found in place of Python's own
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.commands.checkpoint.inspect import main
+from megatron.cli.inspect_checkpoint import main
 
 if __name__ == "__main__":
     sys.exit(main())

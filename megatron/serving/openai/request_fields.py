@@ -1,4 +1,4 @@
-"""The fields of OpenAI's /v1/completions and /v1/chat/completions, read from a request's body."""
+"""The fields and errors of OpenAI's /v1/completions and /v1/chat/completions requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,35 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from megatron.core.inference.sampling_config import MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_TEMPERATURE
-from megatron.serving.openai.api_error import ApiError, bad_value
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """Report a request that is not answered: an HTTP status, and one line for the client."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def content(self) -> dict[str, Any]:
+        """Return the body of the response."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_value(name: str, wanted: str, value: object) -> ApiError:
+    """Return what to tell of a field whose value cannot be."""
+    shown = repr(value)
+    return ApiError(400, f"{name} must be {wanted}, and is {shown[:60]}{'…' if len(shown) > 60 else ''}", param=name)
+
 
 MAX_CHOICES = 128
 """Prompts x choices of a request."""

@@ -16,9 +16,8 @@ from megatron.core.inference.inference_request import GenerationRequest, StopRul
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.serving.openai.api_error import ApiError
-from megatron.serving.openai.choice_text import ChoiceText
-from megatron.serving.openai.request_fields import Message, Prompt, RequestFields
+from megatron.serving.openai.answer_forms import ChoiceText
+from megatron.serving.openai.request_fields import ApiError, Message, Prompt, RequestFields
 
 _MARK = "marked text of an answer"
 

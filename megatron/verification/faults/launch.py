@@ -1,18 +1,167 @@
-"""One start of a training command: its processes, what it printed, and how far it is."""
+"""The training command under test: its folders, its processes, its output and its progress."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError, MegatronError
-from megatron.training.fault_tolerance.processes import ProcessIdentity
-from megatron.verification.faults.process_tree import descendants, end_all, identities, ranks_of
+from megatron.training.fault_tolerance.processes import KEEPER_NAME, ProcessIdentity, identify, name_of, parent_of
+from megatron.training.gpt import training_script
+from megatron.verification.faults import spoiled_script
+
+
+def descendants(root: int) -> list[int]:
+    """Return the processes below one, parents before their children."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            children.setdefault(parent_of(int(name)), []).append(int(name))
+    found = list(children.get(root, ()))
+    for pid in found:
+        found += children.get(pid, ())
+    return found
+
+
+def ranks_of(root: int) -> dict[int, int]:
+    """Return the processes of the ranks that a command runs here, by rank.
+
+    A rank is what has ``RANK`` in its environment and whose parent has not, or is a rank's keeper. A command that
+    started none is rank 0.
+    """
+    processes = [pid for pid in descendants(root) if name_of(pid) != KEEPER_NAME]
+    numbers = {pid: number for pid in processes if (number := _rank_variable(pid)) is not None}
+    ranks = {number: pid for pid, number in numbers.items() if parent_of(pid) not in numbers}
+    return ranks or {0: root}
+
+
+def identities(pids: Iterable[int]) -> set[ProcessIdentity]:
+    """Return who processes are that still run."""
+    return {who for who in map(identify, pids) if who.is_alive}
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def end_all(processes: Iterable[ProcessIdentity]) -> None:
+    """Kill those that still run."""
+    for process in processes:
+        if process.is_alive:
+            send(process.pid, signal.SIGKILL)
+
+
+def _rank_variable(pid: int) -> int | None:
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    values = [value for value in variables if value.startswith(b"RANK=")]
+    return int(values[0][5:]) if values and values[0][5:].isdigit() else None
+
+
+MOST_DATA_BYTES = 2**30
+_SMALL_RUN = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --tokenizer-type NullTokenizer --vocab-size 255 --init-method-std 0.06 --seed 1234 --distributed-backend gloo
+    --micro-batch-size 2 --global-batch-size 4 --lr 3e-3 --split 1,0,0 --eval-iters 0
+    --log-interval 1 --save-interval 5 --keep-last 3 --hang-report-seconds 5
+"""
+_SMALL_DOCUMENTS, _SMALL_DOCUMENT_TOKENS = 400, 100
+
+
+@dataclass(frozen=True)
+class AttackedCommand:
+    """Hold the words of a training command that takes more of its flags at its end."""
+
+    words: tuple[str, ...]
+
+    def in_folder(self, folder: Path) -> list[str]:
+        """Return the command with ``--save``, ``--load`` and the metrics file in a folder; the last value counts."""
+        save = str(folder / "checkpoints")
+        return [*self.words, "--save", save, "--load", save, "--metrics-jsonl", str(folder / "metrics.jsonl")]
+
+    def spoilable(self) -> AttackedCommand:
+        """Return the command with its script run by `spoiled_script`.
+
+        Raises:
+            ConfigurationError: no word of it is a script.
+        """
+        for place, word in enumerate(self.words):
+            if word.endswith(".py") and Path(word).is_file():
+                words = (*self.words[:place], spoiled_script.__file__, *self.words[place:])
+                return AttackedCommand(words)
+        raise ConfigurationError(
+            "--corrupt weight and --corrupt gradient need a command with a Python script in it (pretrain_gpt.py, "
+            f"say), and none of these words is one: {' '.join(self.words)}"
+        )
+
+    def with_own_data(self, folder: Path) -> tuple[AttackedCommand, tuple[Path, ...]]:
+        """Return the command on copies of its data in a folder, and the copies' files of tokens.
+
+        Raises:
+            ConfigurationError: it has no ``--data-path``, or too much data to copy.
+        """
+        start = self.words.index("--data-path") + 1 if "--data-path" in self.words else len(self.words)
+        words = list(self.words)
+        copies: list[Path] = []
+        for place in range(start, len(words)):
+            if words[place].startswith("--"):
+                break
+            source = Path(f"{words[place]}.bin")
+            if not source.is_file():  # the weight of a blend
+                continue
+            if source.stat().st_size > MOST_DATA_BYTES:
+                raise ConfigurationError(
+                    f"--corrupt sample works on a copy, and {source} has {source.stat().st_size} bytes, more than "
+                    f"{MOST_DATA_BYTES}; give the command less data"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            words[place] = str(folder / f"{len(copies)}")
+            shutil.copyfile(source, f"{words[place]}.bin")
+            shutil.copyfile(source.with_suffix(".idx"), f"{words[place]}.idx")
+            copies.append(Path(f"{words[place]}.bin"))
+        if not copies:
+            raise ConfigurationError(
+                "--corrupt sample needs a command with --data-path PREFIX, whose PREFIX.bin it copies"
+            )
+        return AttackedCommand(tuple(words)), tuple(copies)
+
+
+def small_command(folder: Path, num_processes: int, iterations: int, flags: Sequence[str]) -> AttackedCommand:
+    """Return a training of a small model on made-up data, which is written to a folder.
+
+    Raises:
+        OSError: the data cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = folder / "made_up"
+    generator = np.random.default_rng(1)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(_SMALL_DOCUMENTS):
+            builder.add_document(generator.integers(0, 255, _SMALL_DOCUMENT_TOKENS))
+        builder.finalize()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    words = [sys.executable, *(launcher if num_processes > 1 else ()), str(training_script()), *_SMALL_RUN.split()]
+    words += ["--train-iters", str(iterations), "--lr-decay-iters", str(iterations), "--data-path", str(prefix)]
+    return AttackedCommand((*words, "--data-cache-path", str(folder / "cache"), *flags))
+
 
 POLL_S = 0.1
 _TRAINS = "[before the start of training step]"

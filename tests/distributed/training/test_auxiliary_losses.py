@@ -6,8 +6,7 @@ import pytest
 
 import pretrain_gpt
 from megatron.verification.cells import BASE_FLAGS
-from megatron.verification.fragments import assemble, compare, gradient_floor
-from megatron.verification.run_cell import CellResult, run_cell
+from megatron.verification.run_cell import CellResult, assemble, compare, gradient_floor, run_cell
 from tests.harness.distributed import run_distributed
 from tests.harness.penalized_layers import provide_penalized_gpt
 

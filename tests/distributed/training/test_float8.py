@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.formats.native import NativeSource
-from megatron.commands.checkpoint import convert
+from megatron.cli import convert
 from tests.distributed.training.float8_runs import RECIPES, SHAPE, Float8Runs, losses, scaling
 from tests.e2e.toy_run import assert_same_checkpoints, exact_figures, newest, toy_args
 from tests.harness.forked_training import fork_training

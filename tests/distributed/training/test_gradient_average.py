@@ -19,8 +19,7 @@ from megatron.training import model_setup
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
 from megatron.verification.cells import BASE_FLAGS
-from megatron.verification.fragments import Fragment
-from megatron.verification.run_cell import CPU, CellResult, resolve_cell, run_cell
+from megatron.verification.run_cell import CPU, CellResult, Fragment, resolve_cell, run_cell
 from tests.harness.distributed import run_distributed
 from tests.unit.core.distributed.toy_model import ToyModel, batch
 

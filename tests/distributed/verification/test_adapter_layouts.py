@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.verification.cells import MODULES, Cell, Layout, make_cell
-from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
-from megatron.verification.recipe_cells import ATTENTION_LORA, FUSED_LORA, LORA, SPLIT_LORA, adapter_matrix
+from megatron.verification.model_cells import ExpertLayout, make_expert_cell
+from megatron.verification.training_cells import ATTENTION_LORA, FUSED_LORA, LORA, SPLIT_LORA, adapter_matrix
 from megatron.verification.verifier import Verifier
 
 SPREAD = ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.verification.attention_cells import attention_matrix, make_attention_cell
 from megatron.verification.cells import Cell, Layout
-from megatron.verification.expert_cells import ExpertLayout
+from megatron.verification.model_cells import ExpertLayout, attention_matrix, make_attention_cell
 from megatron.verification.verifier import Verifier
 
 CELLS = (

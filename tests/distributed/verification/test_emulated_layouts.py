@@ -11,22 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.reliability import verify_parallelism
-from megatron.verification.cells import (
-    BASE_FLAGS,
-    DROPOUT,
-    IN_PARTS,
-    MODULES,
-    Cell,
-    Layout,
-    make_cell,
-)
-from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
-from megatron.verification.latent_cells import make_latent_cell
-from megatron.verification.prediction_cells import make_prediction_cell
+from megatron.cli import verify_parallelism
+from megatron.verification.cells import BASE_FLAGS, DROPOUT, IN_PARTS, MODULES, Cell, Layout, make_cell
+from megatron.verification.model_cells import ExpertLayout, make_expert_cell, make_latent_cell, make_prediction_cell
 from megatron.verification.random_cells import fuzz
-from megatron.verification.recipe_cells import FUSED_LORA, MUON, with_optimizer_on_host
-from megatron.verification.sharding_cells import fully_sharded
+from megatron.verification.training_cells import FUSED_LORA, MUON, fully_sharded, with_optimizer_on_host
 from tests.distributed.verification import planted_faults
 from tests.emulated_cuda.build import BuildError, built_libraries
 from tests.emulated_cuda.cell_server import EmulatedVerifier

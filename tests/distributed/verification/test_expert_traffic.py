@@ -15,7 +15,7 @@ from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
 from megatron.training.training_step import TrainingStep
 from megatron.verification.collective_recorder import CollectiveRecorder
-from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
+from megatron.verification.model_cells import ExpertLayout, make_expert_cell
 from megatron.verification.run_cell import make_source, resolve_cell
 from megatron.verification.traffic import Traffic, Volume
 from tests.harness.distributed import run_distributed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.verification.cells import Cell, Layout
-from megatron.verification.latent_cells import latent_matrix, make_latent_cell
+from megatron.verification.model_cells import latent_matrix, make_latent_cell
 from megatron.verification.verifier import Verifier
 
 CELLS = (

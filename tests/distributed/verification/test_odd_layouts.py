@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.verification.cells import Cell
-from megatron.verification.odd_cells import odd_matrix
+from megatron.verification.training_cells import odd_matrix
 from megatron.verification.verifier import Verifier
 
 DEFAULT = ("qwen-mtp packed tp1 pp1 cp3-a2a", "mixtral plain", "gpt2 plain tp1 pp3 ")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.verification.cells import Cell, Layout, make_cell
-from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
-from megatron.verification.recipe_cells import MUON, MUON_WITH_LION, optimizer_matrix
+from megatron.verification.model_cells import ExpertLayout, make_expert_cell
+from megatron.verification.training_cells import MUON, MUON_WITH_LION, optimizer_matrix
 from megatron.verification.verifier import Verifier
 
 SHARDED = Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", overlap=True)

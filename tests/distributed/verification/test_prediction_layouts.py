@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.verification.cells import DROPOUT, Cell, Layout
-from megatron.verification.prediction_cells import make_prediction_cell, prediction_matrix
+from megatron.verification.model_cells import make_prediction_cell, prediction_matrix
 from megatron.verification.verifier import Verifier
 
 CELLS = (

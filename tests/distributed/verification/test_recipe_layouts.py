@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.verification.cells import Cell, Layout, make_cell
-from megatron.verification.recipe_cells import (
+from megatron.verification.training_cells import (
     CLIPPING,
     GROUPS,
     HEAD_MUP,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.verification.cells import DROPOUT, Cell, Layout, make_cell
-from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
-from megatron.verification.sharding_cells import fully_sharded, hybrid, sharding_matrix
+from megatron.verification.model_cells import ExpertLayout, make_expert_cell
+from megatron.verification.training_cells import fully_sharded, hybrid, sharding_matrix
 from megatron.verification.verifier import Verifier
 
 FULL = ("full", "uniform", "1")

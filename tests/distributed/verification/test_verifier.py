@@ -26,7 +26,7 @@ from megatron.verification.cells import (
     matrix,
     with_micro_batch_size,
 )
-from megatron.verification.expert_cells import ExpertLayout, expert_matrix, make_expert_cell
+from megatron.verification.model_cells import ExpertLayout, expert_matrix, make_expert_cell
 from megatron.verification.random_cells import fuzz
 from megatron.verification.verifier import CellReport, Verifier
 from megatron.verification.worker_pool import WorkerPool

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.data import preprocess_data
+from megatron.cli import preprocess_data
 from megatron.core.datasets.conversation_file import mask_prefix
 from tests.e2e.script_choices.choices import Choices
 from tests.harness.forked_training import ForkedRun, fork_training

@@ -8,14 +8,14 @@ RECORDED = "recorded"
 
 APART: dict[str, tuple[str, str]] = {
     # Methods of the same names that have nothing to do with a device.
-    "megatron/commands/training/rank_launcher.py:": (HOST, "processes of a launcher"),
+    "megatron/cli/rank_launcher.py:": (HOST, "processes of a launcher"),
     "megatron/checkpoint/conversion.py:": (HOST, "a description of sizes"),
     "megatron/checkpoint/checkpoint_source.py:": (HOST, "a description of sizes"),
     "megatron/core/datasets/micro_batch_reader.py:ReadAhead": (HOST, "threads that read samples"),
-    "megatron/corpus/": (HOST, "processes that prepare data"),
+    "megatron/data/": (HOST, "processes that prepare data"),
     "megatron/checkpoint/formats/": (HOST, "processes, and descriptions of sizes"),
     "megatron/core/console.py:": (HOST, "the thread that draws"),
-    "megatron/pictures/": (HOST, "a server of records"),
+    "megatron/plotting/": (HOST, "a server of records"),
     "megatron/serving/job_queue.py:": (HOST, "threads of a server"),
     "megatron/checkpoint/local_copies.py:": (HOST, "descriptions of files and sizes"),
     "megatron/checkpoint/load.py:": (HOST, "a description of sizes"),
@@ -31,7 +31,7 @@ APART: dict[str, tuple[str, str]] = {
     "megatron/core/device.py:Device.time_calls:": (TIMING, "the time of some calls"),
     "megatron/core/device.py:_mark_current_stream:": (TIMING, "how far the device has come, for the hang watchdog"),
     "megatron/core/timers.py:": (TIMING, "timers of the training loop"),
-    "megatron/doctor/bandwidth.py:": (TIMING, "bandwidths; the values are not read"),
+    "megatron/cli/doctor/benchmarks.py:": (TIMING, "bandwidths; the values are not read"),
     "megatron/training/loggers/profiling.py:": (TIMING, "the end of a profile, and the times of a pipeline's passes"),
     "megatron/training/loggers/stragglers.py:": (TIMING, "the times of an iteration's parts"),
 }

@@ -11,13 +11,11 @@ import pytest
 
 pytest.importorskip("tree_sitter_bash", reason="tree-sitter-bash is not installed")
 
-from megatron.adoption.adopted_command import AdoptedCommand
-from megatron.adoption.adoption import adopt_file
-from megatron.adoption.launch import _TOOLS, CONVERT, PRETRAIN, launch_of
-from megatron.adoption.placeholders import without_placeholders
-from megatron.adoption.report import report_data
-from megatron.adoption.translation import flag_groups, translate
-from megatron.commands.adopt import CHECKS, main
+from megatron.cli.adopt.adopt import CHECKS, main
+from megatron.cli.adopt.adopted_command import _TOOLS, CONVERT, PRETRAIN, AdoptedCommand, launch_of
+from megatron.cli.adopt.adoption import adopt_file, report_data
+from megatron.cli.adopt.shell_values import without_placeholders
+from megatron.cli.adopt.translation import flag_groups, translate
 from megatron.config.arguments import all_flags
 from megatron.config.unknown_flags import foreign_flags
 from tests.unit.adoption.example_scripts import DEEPSPEED, MEGATRON, PAI, TWO_STEPS

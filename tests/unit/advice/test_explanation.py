@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.commands.arguments.planned_run import read_planned_run
-from megatron.commands.planning.explain import main
+from megatron.cli.explain import main
+from megatron.cli.planner_arguments import read_planned_run
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.planner.explanation import Explanation, explain, first_rank
 from megatron.planner.gpu import H100

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron.commands.planning.explain import main
+from megatron.cli.explain import main
 from megatron.planner.stage_memory import MEMORY_PARTS
 from tests.harness.browser import browse, require_browser
 from tests.unit.advice.planned_words import SMALL

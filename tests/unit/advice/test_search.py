@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.arguments.planned_run import read_planned_run
-from megatron.commands.planning.plan import main
+from megatron.cli.plan import main
+from megatron.cli.planner_arguments import read_planned_run
 from megatron.config.arguments import resolve_arguments
 from megatron.config.config_sources import preset_names, preset_words
 from megatron.planner.choice import Choice

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.arguments.planned_run import read_planned_run
-from megatron.commands.planning.plan import main
+from megatron.cli.plan import main
+from megatron.cli.planner_arguments import read_planned_run
 from megatron.planner.balanced_split import balanced_splits, output_layers
 from megatron.planner.choice import Choice
 from megatron.planner.plan import Plan

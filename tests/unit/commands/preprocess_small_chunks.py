@@ -17,8 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from megatron.commands.data import preprocess_data
-from megatron.corpus.preprocessing import chunks
+from megatron.cli import preprocess_data
+from megatron.data import input_chunks
 
 STEPS = ("replace", "write", "pwrite", "ftruncate", "mkdir", "rmdir", "unlink", "open", "fsync")
 
@@ -72,7 +72,7 @@ def die_everywhere(flags: list[str]) -> None:
 
 if __name__ == "__main__":
     # Slots for tokens become as small: a longer line does not fit into one.
-    chunks.CHUNK_BYTES = preprocess_data.CHUNK_BYTES = int(sys.argv[1])
+    input_chunks.CHUNK_BYTES = preprocess_data.CHUNK_BYTES = int(sys.argv[1])
     if sys.argv[2:3] == ["--die-everywhere"]:
         die_everywhere(sys.argv[3:])
     else:

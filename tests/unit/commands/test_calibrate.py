@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.planning import calibrate
-from megatron.commands.planning.explain import main as explain
+from megatron.cli import calibrate
+from megatron.cli.doctor import benchmarks
+from megatron.cli.explain import main as explain
 from megatron.core.errors import ConfigurationError
-from megatron.doctor import rates
 from megatron.planner.gpu import H100
 from megatron.planner.gpu_file import gpu_to_json, read_gpu
 from tests.unit.advice.planned_words import SMALL
@@ -20,9 +20,9 @@ from tests.unit.advice.planned_words import SMALL
 def test_a_measured_machine_is_planned_with_its_own_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = rates.Sizes(products=((64, 32, 48), (96, 64, 32)), attention_length=64, copied_bytes=1 << 16)
+    small = benchmarks.Sizes(products=((64, 32, 48), (96, 64, 32)), attention_length=64, copied_bytes=1 << 16)
     monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
-    monkeypatch.setattr(rates, "ON_CPU", small)
+    monkeypatch.setattr(benchmarks, "ON_CPU", small)
     file = tmp_path / "machine.json"
     assert calibrate.main(["--output", str(file)]) == 0
     gpu = read_gpu(file)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.data import clean_dataset
+from megatron.cli import clean_dataset
 
 TOOL = Path(__file__).parents[3] / "tools" / "clean_dataset.py"
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "97")

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from megatron.commands.__main__ import COMMANDS, main
-from megatron.commands.arguments.completion import print_completion
-from megatron.commands.planning import plan
+from megatron.cli import plan
+from megatron.cli.__main__ import COMMANDS, main
+from megatron.cli.completion import print_completion
 
 FRONT = ("train", "preprocess", "generate", "serve", "convert", "inspect", "plan", "verify", "doctor", "adopt")
 
@@ -30,7 +30,7 @@ def test_help_has_a_line_for_every_command(monkeypatch: pytest.MonkeyPatch, caps
     ("called", "usage"),
     [
         (["/usr/bin/megatron", "plan"], "usage: megatron plan ["),
-        (["/a/megatron/commands/__main__.py", "chat"], "usage: python -m megatron.commands chat ["),
+        (["/a/megatron/cli/__main__.py", "chat"], "usage: python -m megatron chat ["),
         (["tools/plan.py"], "usage: plan.py ["),
     ],
 )

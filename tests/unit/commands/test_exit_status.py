@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron.commands.arguments.command_line import exit_status_of
+from megatron.cli.arguments import exit_status_of
 from tests.harness.training_run import REPOSITORY
 
 PRINTED = (
@@ -18,7 +18,7 @@ PRINTED = (
 
 COMMAND = """
 import sys
-from megatron.commands.arguments.command_line import exit_status_of
+from megatron.cli.arguments import exit_status_of
 
 def work():
     sys.stdin.read()
@@ -64,7 +64,7 @@ def test_another_pipe_that_breaks_is_an_error(capsys: pytest.CaptureFixture[str]
 def test_what_a_command_is_asked_for_may_be_read_in_part(words: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "megatron.commands", *words.split()]
+    command = [sys.executable, "-m", "megatron", *words.split()]
     ended = subprocess.run(command, cwd=REPOSITORY, stdout=writing, stderr=subprocess.PIPE, check=False)
     os.close(writing)
     assert ended.stderr == b""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.commands.data import inspect_dataset
+from megatron.cli import inspect_dataset
 from megatron.core.datasets import indexed_dataset
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
@@ -15,7 +15,7 @@ from megatron.core.datasets.indexed_dataset import (
     checksums_path,
     write_checksums,
 )
-from megatron.corpus.inspection.statistics import count_tokens, describe_ends, describe_lengths, document_lengths
+from megatron.data.dataset_inspection import count_tokens, describe_ends, describe_lengths, document_lengths
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "60")
 BLOCK = 64

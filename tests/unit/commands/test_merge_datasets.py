@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.commands.data import merge_datasets
-from megatron.commands.data.merge_datasets import merge
+from megatron.cli import merge_datasets
+from megatron.cli.merge_datasets import merge
 from megatron.core.datasets import indexed_dataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, checksums_path, verify_checksums
 from megatron.core.errors import DataError

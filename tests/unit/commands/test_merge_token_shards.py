@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.commands.data.merge_datasets import main
+from megatron.cli.merge_datasets import main
 from megatron.core.datasets.indexed_dataset import IndexedDataset, verify_checksums
-from megatron.corpus import token_shards
+from megatron.data import token_shards
 
 END = 50256
 # The third shard begins within a document.

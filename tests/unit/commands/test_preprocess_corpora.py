@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.data import preprocess_data
+from megatron.cli import preprocess_data
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.errors import DataError
-from megatron.corpus.preprocessing.input_files import find_input
+from megatron.data.input_files import find_input
 from tests.unit.commands.test_preprocess_input import NULL, documents, preprocess
 
 TEXTS = [f"{n} {n + 1}\n{n % 7}" if n % 5 else "" for n in range(40)]

@@ -17,9 +17,9 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, verify_checksums
 from megatron.core.errors import DataError
-from megatron.corpus.preprocessing.input_files import find_input
-from megatron.corpus.preprocessing.progress import Progress
-from megatron.corpus.preprocessing.tokenized_chunk import load_splitter
+from megatron.data.input_files import find_input
+from megatron.data.leader import Progress
+from megatron.data.tokenized_chunk import load_splitter
 
 TOOL = Path(__file__).parents[3] / "tools" / "preprocess_data.py"
 DRIVER = Path(__file__).with_name("preprocess_small_chunks.py")

@@ -19,9 +19,8 @@ import psutil
 import pytest
 
 from megatron.core.errors import DataError
-from megatron.corpus.preprocessing.chunks import Chunk
-from megatron.corpus.preprocessing.worker import Failure
-from megatron.corpus.preprocessing.worker_pool import WorkerPool
+from megatron.data.input_chunks import Chunk
+from megatron.data.worker_pool import Failure, WorkerPool
 
 DRIVER = Path(__file__).with_name("preprocess_small_chunks.py")
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--append-eod"]
@@ -231,7 +230,7 @@ def test_damaged_work_is_done_again(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.corpus.preprocessing import work_folder
+    from megatron.data import work_folder
 
     monkeypatch.setattr(work_folder, "_LOCK_WAIT_S", 0.1)
     first = work_folder.WorkFolder(str(tmp_path / "x"), {"input": []}, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.commands.planning.report_theoretical_memory import main
+from megatron.cli.report_theoretical_memory import main
 
 LLAMA_7B = """
     --num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 --bf16

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.arguments import verified_plan
-from megatron.commands.arguments.planned_run import read_planned_run
-from megatron.commands.arguments.verified_plan import check_agreement, describe_verified, verify_fitting_plan
-from megatron.commands.planning.plan import main
+from megatron.cli import planner_arguments
+from megatron.cli.plan import main
+from megatron.cli.planner_arguments import check_agreement, describe_verified, read_planned_run, verify_fitting_plan
 from megatron.core.errors import ConfigurationError, InputError, MegatronError
 from megatron.planner.gpu import H100
 from megatron.planner.simulation.pretended_cuda import find_compiler
@@ -85,6 +84,6 @@ def test_a_plan_whose_dry_run_needs_more_memory_is_not_proposed(monkeypatch: pyt
     words = (*MODEL, "--global-batch-size", "2", "--micro-batch-size", "1", "--lr", "1e-4", "--mock-data")
     config = read_planned_run((*words, "--train-iters", "5"), 1).config
     large = dataclasses.replace(VERIFIED, peak_bytes=78 * GIB)
-    monkeypatch.setattr(verified_plan, "verify_plan", lambda config, gpu: [large])
+    monkeypatch.setattr(planner_arguments, "verify_plan", lambda config, gpu: [large])
     with pytest.raises(ConfigurationError, match="stage 1 needs 84198 of 81559 MiB in the dry run, planned were 10470"):
         verify_fitting_plan(config, H100)

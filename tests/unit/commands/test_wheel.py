@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.__main__ import COMMANDS
+from megatron.cli.__main__ import COMMANDS
 from tests.harness.training_run import CommandResult, run_command
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +43,7 @@ def run_module(installed: Path, *words: str) -> CommandResult:
 @pytest.mark.long
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_runs_from_the_wheel_alone(installed: Path, name: str) -> None:
-    result = run_module(installed, "megatron.commands", name, "--help").check()
+    result = run_module(installed, "megatron", name, "--help").check()
     assert result.stdout.startswith("usage: ")
 
 
@@ -54,15 +54,15 @@ def test_the_training_script_and_the_extensions_are_in_the_wheel(installed: Path
     found = run_command([sys.executable, "-c", program], cwd=installed.parent, env={"PYTHONPATH": str(installed)})
     assert found.check().stdout.startswith(str(installed))
     assert list(installed.glob("megatron/core/datasets/_helpers*"))
-    assert list(installed.glob("megatron/corpus/_json_lines*"))
+    assert list(installed.glob("megatron/data/_json_lines*"))
 
 
 def test_every_script_of_the_tools_has_a_command_and_new_commands_have_no_script() -> None:
     named = {
-        line.split()[1].removeprefix("megatron.commands.")
+        line.split()[1].removeprefix("megatron.cli.")
         for script in (ROOT / "tools").rglob("*.py")
         for line in script.read_text().splitlines()
-        if line.startswith("from megatron.commands.")
+        if line.startswith("from megatron.cli.")
     }
     without_a_script = {COMMANDS[name] for name in ("train", "serve", "chat", "evaluate", "plot", "dashboard")}
     assert not named & without_a_script
@@ -70,6 +70,6 @@ def test_every_script_of_the_tools_has_a_command_and_new_commands_have_no_script
 
 
 def test_an_unknown_command_is_one_line_and_status_2() -> None:
-    result = run_command([sys.executable, "-m", "megatron.commands", "preproces"], cwd=ROOT)
+    result = run_command([sys.executable, "-m", "megatron", "preproces"], cwd=ROOT)
     assert result.returncode == 2
     assert result.stderr == "error: there is no command 'preproces'; did you mean preprocess?\n"

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.checkpoint.formats.megatron.torch_dist_writer import write_torch_dist
 from megatron.checkpoint.formats.megatron.torch_format import write_megatron_torch
 from megatron.checkpoint.formats.native import write_native
-from megatron.commands.checkpoint import convert, diff, inspect
+from megatron.cli import convert, diff_checkpoints, inspect_checkpoint
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE
 from tests.harness.training_run import run_command
 from tests.unit.conversion.small_checkpoint import small_common, small_source, write_small
@@ -25,8 +25,8 @@ TOOLS = Path(__file__).parents[3] / "tools" / "checkpoint"
 
 
 MAINS: dict[str, Callable[[list[str]], int]] = {
-    "inspect.py": inspect.main,
-    "diff.py": diff.main,
+    "inspect.py": inspect_checkpoint.main,
+    "diff.py": diff_checkpoints.main,
     "convert.py": convert.main,
 }
 

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from megatron.corpus.json_lines import ExtractTexts, JsonLines, find_compiled_reader, list_lines, read_json_lines
+from megatron.data.json_lines import ExtractTexts, JsonLines, find_compiled_reader, list_lines, read_json_lines
 
 COMPILED = find_compiled_reader()
 PARTS = [

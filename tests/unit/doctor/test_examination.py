@@ -15,10 +15,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from megatron.commands.reliability.doctor import main
-from megatron.core.device import Device
-from megatron.core.process_group import CollectiveCall
-from megatron.doctor.bandwidth import (
+from megatron.cli.doctor.benchmarks import (
     OPERATIONS,
     REDUCING,
     REDUCTIONS,
@@ -28,13 +25,22 @@ from megatron.doctor.bandwidth import (
     measure_peer_copies,
     time_work,
 )
-from megatron.doctor.environment import examine_environment
-from megatron.doctor.finding import Finding
-from megatron.doctor.machine import count_cores, examine_machine
-from megatron.doctor.network import examine_network, gloo_interfaces, nccl_interfaces
-from megatron.doctor.ranks import RankFacts, compare_ranks
-from megatron.doctor.software import examine_software
-from megatron.doctor.storage import examine_data, examine_save, file_system_of
+from megatron.cli.doctor.doctor import main
+from megatron.cli.doctor.examination import RankFacts, compare_ranks
+from megatron.cli.doctor.host_checks import (
+    Finding,
+    count_cores,
+    examine_data,
+    examine_machine,
+    examine_network,
+    examine_save,
+    file_system_of,
+    gloo_interfaces,
+    nccl_interfaces,
+)
+from megatron.cli.doctor.software_checks import examine_environment, examine_software
+from megatron.core.device import Device
+from megatron.core.process_group import CollectiveCall
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import tensor_parallel_group
 from tests.harness.training_run import REPOSITORY, launch_prefix, run_command
@@ -104,7 +110,7 @@ def test_the_file_system_of_a_path_is_the_nearest(path: str, kind: str) -> None:
 
 
 def test_a_folder_to_save_to_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("megatron.doctor.storage.PROBE_BYTES", 2**20)
+    monkeypatch.setattr("megatron.cli.doctor.host_checks.PROBE_BYTES", 2**20)
     findings = list(examine_save(tmp_path / "not" / "there", f"x {tmp_path.resolve()} overlay rw 0 0\n"))
     assert "goes with the container" in findings[0].text
     assert findings[0].status == "warning"
@@ -210,7 +216,7 @@ def test_copies_to_a_device_are_timed() -> None:
 
 def test_the_command_answers_in_lines_and_in_json(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "0")
-    monkeypatch.setattr("megatron.doctor.software.why_not_importable", lambda module: None)
+    monkeypatch.setattr("megatron.cli.doctor.software_checks.why_not_importable", lambda module: None)
     assert main(["--data-path", "0.3", str(tmp_path / "none")]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "wrong   port: MASTER_PORT is '0'; give a number from 1 to 65535" in lines

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.doctor.finding import Finding
-from megatron.doctor.gpus import FIELDS, TorchCuda, examine_gpus, parse_driver
+from megatron.cli.doctor.gpus import FIELDS, TorchCuda, examine_gpus, parse_driver
+from megatron.cli.doctor.host_checks import Finding
 
 UNITS = {
     "memory.total": "MiB",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, FP8, LLAMA_8B
-from megatron.commands.planning import gpu_dry_run
+from megatron.cli import gpu_dry_run
 from megatron.config.notes import BF16, PREDICTED_MS
 from megatron.planner.gpu import A100, B200, H100, H200
 from megatron.planner.simulation.gemms import Gemm

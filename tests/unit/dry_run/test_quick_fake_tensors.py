@@ -18,7 +18,7 @@ from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
 load_pretended_cuda()
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron.commands.arguments.planned_run import read_planned_run
+from megatron.cli.planner_arguments import read_planned_run
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner import pieces
 from megatron.planner.plan import Plan

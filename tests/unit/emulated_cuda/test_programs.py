@@ -62,7 +62,7 @@ def test_served_text_is_that_of_the_cpu(llama: Path) -> None:
     port = free_port()
     environment = emulated_environment(1, triton=False)
     environment = {name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES}
-    command = [sys.executable, "-m", "megatron.commands", "serve", "--load", str(llama), "--port", str(port)]
+    command = [sys.executable, "-m", "megatron", "serve", "--load", str(llama), "--port", str(port)]
     server = subprocess.Popen(command, cwd=REPOSITORY, env=environment | {"OMP_NUM_THREADS": "1"})
     try:
         body = {"model": "", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}

@@ -7,8 +7,7 @@ from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tokenizers.tokenizer import NullTokenizer
-from megatron.evaluation.model_ranks import ModelRanks, TextQuestion
-from megatron.evaluation.text_encoding import TextEncoding
+from megatron.evaluation.model_ranks import ModelRanks, TextEncoding, TextQuestion
 from tests.unit.core.inference.small_models import build, odd_config
 
 PROMPTS = ((5, 7), (9, 11, 2), (40,), (3, 3), (88, 1))

@@ -13,14 +13,14 @@ from urllib.parse import quote
 
 import pytest
 
-from megatron.commands.pictures.dashboard import main
+from megatron.cli.dashboard import main
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, write_index
 from megatron.core.flight_recorder import Communication
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.timeline import write_timeline
-from megatron.pictures import run_folder
-from megatron.pictures.dashboard_server import DashboardServer, address
+from megatron.plotting import run_folder
+from megatron.plotting.dashboard_server import DashboardServer, address
 from megatron.training.fault_tolerance.hang_report import Culprit, Diagnosis, HangReport, read_hang_report
 from megatron.training.fault_tolerance.processes import ProcessName
 from megatron.training.fault_tolerance.rank_state import RankState

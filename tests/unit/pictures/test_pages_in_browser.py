@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron.commands.pictures.plot import main
-from megatron.pictures.dashboard_server import DashboardServer, address
+from megatron.cli.plot import main
+from megatron.plotting.dashboard_server import DashboardServer, address
 from tests.harness.browser import browse, require_browser
 from tests.unit.pictures.test_plot import titles, write_run
 

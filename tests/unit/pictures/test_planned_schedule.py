@@ -9,7 +9,7 @@ import pytest
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, ScheduleError, simulate
 from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
-from megatron.pictures.planned_schedule import planned_timeline
+from megatron.plotting.run_folder import planned_timeline
 
 
 def test_a_late_pass_is_planned_with_the_usual_time_of_its_kind() -> None:

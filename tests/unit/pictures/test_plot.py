@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatron.commands.pictures.plot import main
-from megatron.pictures.chart import MOST_POINTS, charts_of, means, thinned
-from megatron.pictures.chart_svg import COLORS, draw_chart, number, ticks
-from megatron.pictures.metrics_record import read_metrics, read_several
-from megatron.pictures.run_page import to_page
+from megatron.cli.plot import main
+from megatron.plotting.chart import COLORS, MOST_POINTS, charts_of, draw_chart, means, number, thinned, ticks
+from megatron.plotting.metrics_record import read_metrics, read_several
+from megatron.plotting.run_page import to_page
 
 
 def write_run(folder: Path, iterations: int = 30, **more: Any) -> Path:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron.commands.arguments.planned_run import read_planned_run
+from megatron.cli.planner_arguments import read_planned_run
 from megatron.config.run_config import RunConfig
 from megatron.planner.bounds import Bounds
 from megatron.planner.gpu import H100

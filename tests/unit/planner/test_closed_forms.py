@@ -5,21 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron.config.run_config import RunConfig
-from megatron.verification.attention_cells import make_attention_cell
-from megatron.verification.cells import (
-    FAMILY_SHAPES,
-    IN_PARTS,
-    MODULES,
-    TP_OVERLAP,
-    Cell,
-    Layout,
-    make_cell,
-    matrix,
-)
-from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
+from megatron.verification.cells import FAMILY_SHAPES, IN_PARTS, MODULES, TP_OVERLAP, Cell, Layout, make_cell, matrix
+from megatron.verification.model_cells import ExpertLayout, make_attention_cell, make_expert_cell
 from megatron.verification.run_cell import resolve_cell
-from megatron.verification.sharding_cells import fully_sharded, hybrid
 from megatron.verification.traffic import Traffic, Volume
+from megatron.verification.training_cells import fully_sharded, hybrid
 from tests.closed_forms.step_traffic import step_traffic
 from tests.harness.step_traffic import assert_same_traffic
 

@@ -24,7 +24,7 @@ from megatron.planner.prediction import predict
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.training.theoretical_memory_usage import model_size
 from megatron.verification.cells import BASE_FLAGS
-from megatron.verification.latent_cells import LATENT_SHAPES
+from megatron.verification.model_cells import LATENT_SHAPES
 
 STAGES = (
     StageContents((0, 1), has_embedding=True, has_loss=True),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.commands.arguments.planned_run import read_planned_run
+from megatron.cli.planner_arguments import read_planned_run
 from megatron.config.run_config import RunConfig
 from megatron.core.models.gpt import chunk_parameters
 from megatron.core.models.gpt.gpt_model import GPTModel

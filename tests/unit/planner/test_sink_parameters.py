@@ -14,8 +14,8 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.verification.attention_cells import ATTENTION_SHAPES
 from megatron.verification.cells import BASE_FLAGS
+from megatron.verification.model_cells import ATTENTION_SHAPES
 from megatron.verification.run_cell import resolve_cell
 
 

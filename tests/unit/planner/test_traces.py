@@ -24,14 +24,15 @@ load_pretended_cuda()
 import torch
 torch.set_num_threads(1)
 import torch.nn.functional as F
-from megatron.commands.planning import explain, plan as plan_command
+from megatron.cli import explain
+from megatron.cli import plan as plan_command
 from megatron.core.layer_output import LayerOutput
 from megatron.core.models.gpt import chunk_parameters
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
 from megatron.core.transformer.mlp import MLP
-from megatron.commands.arguments.planned_run import read_planned_run
+from megatron.cli.planner_arguments import read_planned_run
 from megatron.planner import pieces, trace_store
 from megatron.planner.plan import Plan
 from tests.closed_forms.saved_activations import saved_bytes

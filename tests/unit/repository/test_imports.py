@@ -17,17 +17,17 @@ from tests.unit.repository.source_tree import REPOSITORY, module_name, package_f
 OWNERS: dict[str, tuple[str, ...]] = {
     "argparse": (
         "megatron/config/arguments.py",
-        "megatron/commands/",
+        "megatron/cli/",
         "megatron/checkpoint/formats/megatron/torch_file_writer.py",
     ),
     "os.environ": (
-        "megatron/commands/reliability/doctor.py",
-        "megatron/commands/data/preprocess_data.py",
-        "megatron/commands/reliability/verify_parallelism.py",
+        "megatron/cli/doctor/doctor.py",
+        "megatron/cli/preprocess_data.py",
+        "megatron/cli/verify_parallelism.py",
         "megatron/training/initialize.py",
         "megatron/core/device.py",
         "megatron/checkpoint/formats/huggingface/parallelize.py",
-        "megatron/commands/training/rank_launcher.py",
+        "megatron/cli/rank_launcher.py",
     ),
     "os.getenv": ("megatron/training/initialize.py", "megatron/core/device.py"),
     "torch.cuda": (
@@ -35,7 +35,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/cuda_graph.py",
         "megatron/core/device.py",
         "megatron/core/timers.py",
-        "megatron/doctor/gpus.py",
+        "megatron/cli/doctor/gpus.py",
         "megatron/planner/simulation/dry_run.py",
         "megatron/planner/simulation/fake_world.py",
     ),
@@ -53,7 +53,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/training/fault_tolerance/rendezvous.py",
         "megatron/verification/collective_recorder.py",
         "megatron/verification/worker_pool.py",
-        "megatron/commands/training/rank_launcher.py",
+        "megatron/cli/rank_launcher.py",
     ),
     # Optional or heavy packages: each is known to one file, so that its absence is handled in one place.
     "apex": ("megatron/core/optimizer/inner_optimizer.py",),
@@ -172,7 +172,7 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
         relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in package_files()
     }
     graph = imports_among(names)
-    assert graph["megatron.commands.data.preprocess_data"]
+    assert graph["megatron.cli.preprocess_data"]
     assert find_cycle(graph) == ()
 
 

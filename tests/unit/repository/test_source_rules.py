@@ -44,9 +44,7 @@ def test_a_tool_is_the_name_of_a_command_and_no_more() -> None:
         assert len(text.splitlines()) <= LONGEST_SCRIPT, relative(path)
         # The GPU window takes the tests along, which the package has not: its command is theirs.
         command = (
-            r"tests\.gpu\.window\.command"
-            if path.stem == "gpu_window"
-            else rf"megatron\.commands\.([a-z]+\.)?{path.stem}"
+            r"tests\.gpu\.window\.command" if path.stem == "gpu_window" else rf"megatron\.cli\.([a-z]+\.)?{path.stem}"
         )
         assert re.search(rf"^from {command} import main$", text, re.MULTILINE), path
 

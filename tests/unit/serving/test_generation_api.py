@@ -10,7 +10,7 @@ from megatron.core.inference.beam_search import BeamConfig, Hypothesis
 from megatron.core.inference.inference_request import Continuation, TokenPairs
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT, byte_characters
-from megatron.serving.generation_api import ApiRequest, ApiTranslator, BadRequest, read_body
+from megatron.serving.text_generation_server import ApiRequest, ApiTranslator, BadRequest, read_body
 from tests.unit.core.inference.small_models import odd_config
 
 

@@ -14,9 +14,8 @@ import pytest
 
 from megatron.core.inference.inference_request import Continuation, NewToken, PromptEnded, PromptSearched
 from megatron.core.tokenizers.tokenizer import NullTokenizer
-from megatron.serving.generation_api import ApiTranslator, BadRequest, read_body
-from megatron.serving.generation_http import GenerationServer
 from megatron.serving.job_queue import Job
+from megatron.serving.text_generation_server import ApiTranslator, BadRequest, GenerationServer, read_body
 from tests.harness.bounded import bad_cases
 from tests.harness.mutations import VALUES, mutated_json
 from tests.unit.core.inference.small_models import odd_config

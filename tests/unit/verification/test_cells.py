@@ -8,20 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.reliability.verify_parallelism import choose_cells, main, parse_arguments
+from megatron.cli.verify_parallelism import choose_cells, main, parse_arguments
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.errors import ConfigurationError
-from megatron.verification.attention_cells import attention_matrix
 from megatron.verification.cells import DATA, EXCHANGES, MAX_WORLD_SIZE, Cell, Layout, make_cell, matrix
-from megatron.verification.expert_cells import expert_matrix
-from megatron.verification.latent_cells import latent_matrix
-from megatron.verification.odd_cells import odd_matrix
-from megatron.verification.prediction_cells import prediction_matrix
+from megatron.verification.model_cells import attention_matrix, expert_matrix, latent_matrix, prediction_matrix
 from megatron.verification.random_cells import fuzz
-from megatron.verification.recipe_cells import recipe_matrix
 from megatron.verification.run_cell import resolve_cell
-from megatron.verification.sharding_cells import hybrid, sharding_matrix
+from megatron.verification.training_cells import hybrid, odd_matrix, recipe_matrix, sharding_matrix
 
 ROOT = Path(__file__).resolve().parents[3]
 

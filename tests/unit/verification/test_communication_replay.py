@@ -12,7 +12,7 @@ import torch
 
 import pretrain_gpt
 from megatron.checkpoint.inference_model import inference_stage
-from megatron.commands.reliability import verify_parallelism
+from megatron.cli import verify_parallelism
 from megatron.core import collectives
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError, TrainingError
@@ -33,8 +33,7 @@ from megatron.verification.communication_replay import (
     Operation,
     communication_problems,
 )
-from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
-from megatron.verification.prediction_cells import make_prediction_cell
+from megatron.verification.model_cells import ExpertLayout, make_expert_cell, make_prediction_cell
 from megatron.verification.random_cells import fuzz
 from megatron.verification.run_cell import resolve_cell
 from tests.unit.core.inference.small_models import build, odd_config

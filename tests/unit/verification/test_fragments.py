@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.sharding import Box, ParamSpec, even_pieces, stacked_pieces
-from megatron.verification.fragments import Fragment, assemble, compare, fragments_of, gradient_floor
+from megatron.verification.run_cell import Fragment, assemble, compare, fragments_of, gradient_floor
 
 WHOLE = np.arange(1.0, 36.0).reshape(5, 7)
 

@@ -18,7 +18,7 @@ from megatron.training.batch_source import BatchSource
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
 from megatron.training.training_step import TrainingStep
-from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
+from megatron.verification.model_cells import ExpertLayout, make_expert_cell
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.distributed import run_distributed
 

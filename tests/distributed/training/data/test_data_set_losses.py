@@ -27,8 +27,7 @@ from megatron.training.loggers.log_lines import StepReport
 from megatron.training.model_setup import build_training_parts
 from megatron.training.training_step import TrainingStep
 from megatron.verification.cells import BASE_FLAGS, DATA
-from megatron.verification.run_cell import CPU, resolve_cell
-from megatron.verification.synthetic_samples import SyntheticDataset
+from megatron.verification.run_cell import CPU, SyntheticDataset, resolve_cell
 from tests.harness.distributed import run_distributed
 
 NUM_STEPS, CONSUMED = 2, 7

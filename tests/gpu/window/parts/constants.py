@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from megatron.cli.doctor.benchmarks import measure_host_copies
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.triton_support import triton_works
-from megatron.doctor.bandwidth import measure_host_copies
 from tests.gpu.window.clock import KernelClock, host_microseconds
 from tests.gpu.window.parts.environment import gpu_settings
 from tests.gpu.window.window import Unsupported, Window

@@ -8,9 +8,8 @@ from typing import Any, cast
 import pretrain_gpt
 from megatron.core.device import Device
 from megatron.core.errors import TrainingError
-from megatron.verification.attention_cells import attention_matrix
 from megatron.verification.cells import Cell
-from megatron.verification.latent_cells import latent_matrix
+from megatron.verification.model_cells import attention_matrix, latent_matrix
 from megatron.verification.run_cell import CellResult, run_cell
 from megatron.verification.verifier import TOLERANCES, Verifier
 from megatron.verification.worker_pool import Job, WorkerPool

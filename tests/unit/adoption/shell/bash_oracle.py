@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.adoption.shell.script import ShellScript
-from megatron.adoption.shell.state import readable
+from megatron.cli.adopt.shell_script import ShellScript
+from megatron.cli.adopt.shell_values import readable
 
 STUBS = ("torchrun", "deepspeed", "srun", "python", "launch")
 # Writes the words it was called with as one JSON line.

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from megatron.adoption.shell.arithmetic import Arithmetic, UnknownNumber
+from megatron.cli.adopt.shell_expansion import Arithmetic, UnknownNumber
 
 VALUES = {"A": "7", "B": "A + 1", "N": "-3"}
 BINARY = ["+", "-", "*", "/", "%", "<<", ">>", "<", "<=", "==", "!=", ">", ">=", "&", "|", "^", "&&", "||"]

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("tree_sitter_bash", reason="tree-sitter-bash is not installed")
 
-from megatron.adoption.shell import syntax
-from megatron.adoption.shell.script import ShellScript
-from megatron.adoption.shell.state import readable
+from megatron.cli.adopt import shell_syntax
+from megatron.cli.adopt.shell_script import ShellScript
+from megatron.cli.adopt.shell_values import readable
 from megatron.core.errors import ConfigurationError
 
 
@@ -81,6 +81,6 @@ def test_what_cannot_be_read_is_noted() -> None:
 
 
 def test_without_the_parser_one_line_says_what_to_install(monkeypatch) -> None:
-    monkeypatch.setattr(syntax, "_HAS_PARSER", False)
+    monkeypatch.setattr(shell_syntax, "_HAS_PARSER", False)
     with pytest.raises(ConfigurationError, match="pip install tree-sitter tree-sitter-bash"):
-        syntax.require_parser()
+        shell_syntax.require_parser()

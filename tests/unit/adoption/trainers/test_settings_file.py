@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adoption.adopted_command import AdoptedCommand
-from megatron.adoption.adoption import adopt_file
-from megatron.adoption.trainers import settings
-from megatron.commands.adopt import CHECKS, main
+from megatron.cli.adopt import trainer_settings
+from megatron.cli.adopt.adopt import CHECKS, main
+from megatron.cli.adopt.adopted_command import AdoptedCommand
+from megatron.cli.adopt.adoption import adopt_file
 from megatron.config.arguments import all_flags
 from tests.unit.adoption.example_scripts import NANOTRON, OLMO_CORE, TORCHTITAN
 
@@ -115,7 +115,7 @@ def test_olmo_core(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trainer", ["torchtitan", "nanotron", "OLMo-core"])
 def test_the_table_names_flags_that_exist(trainer: str) -> None:
-    rows = settings._table(trainer).values()
+    rows = trainer_settings._table(trainer).values()
     assert rows
     words = {word for row in rows for word in row.becomes.split() if word.startswith("--")}
     assert words <= set(all_flags())

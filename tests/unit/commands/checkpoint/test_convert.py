@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.checkpoint.conversion_request import idle_flags
-from megatron.commands.checkpoint.convert import NO_EFFECT, parse_arguments
+from megatron.cli.convert import NO_EFFECT, parse_arguments
 
 FOLDERS = ["--load-dir", "a", "--save-dir", "b"]
 TYPED = """

@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.commands.checkpoint import convert, diff, inspect
-from megatron.commands.reliability import doctor
+from megatron.cli import convert, diff_checkpoints, inspect_checkpoint
+from megatron.cli.doctor import doctor
 from tests.harness.object_faults import empty_memory_store
 
 
 @pytest.mark.parametrize(
     ("command", "words", "line"),
     [
-        (inspect.main, "s3:///x", "argument DIR: s3:///x names no bucket; write s3://BUCKET/FOLDER"),
-        (inspect.main, "memory://x", "memory://x is not a folder; name one that holds a checkpoint"),
-        (diff.main, "memory://x ftp://host/x", "argument B: ftp:// is not a store that can be used"),
-        (diff.main, "memory://x memory://y", "memory://x is not a folder"),
+        (inspect_checkpoint.main, "s3:///x", "argument DIR: s3:///x names no bucket; write s3://BUCKET/FOLDER"),
+        (inspect_checkpoint.main, "memory://x", "memory://x is not a folder; name one that holds a checkpoint"),
+        (diff_checkpoints.main, "memory://x ftp://host/x", "argument B: ftp:// is not a store that can be used"),
+        (diff_checkpoints.main, "memory://x memory://y", "memory://x is not a folder"),
         (convert.main, "--load-dir memory://x --save-dir y", "memory://x is not a folder"),
         (convert.main, "--load-dir s3://id:hunter2@b/x --save-dir y", "s3://*** holds a credential or a port"),
         (convert.main, "--load-dir x --save-dir memory://y", "argument --save-dir: no URL can be used here"),

@@ -12,9 +12,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.verification.attention_cells import ATTENTION_SHAPES
 from megatron.verification.cells import BASE_FLAGS, FAMILY_SHAPES, SHAPES
-from megatron.verification.latent_cells import LATENT_SHAPES
+from megatron.verification.model_cells import ATTENTION_SHAPES, LATENT_SHAPES
 from megatron.verification.run_cell import resolve_cell
 
 # Of unequal length, so that some rows are padded, and longer and shorter than the window of 5.

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from megatron.corpus.cleaning.shingles import SignatureMaker, shingles, similarity
+from megatron.data.deduplication import SignatureMaker, shingles, similarity
 
 
 def test_runs_of_words_without_case_and_punctuation() -> None:

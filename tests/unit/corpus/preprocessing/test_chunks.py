@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import DataError
-from megatron.corpus.preprocessing import chunks
-from megatron.corpus.preprocessing.chunks import Chunk, cut_input
-from megatron.corpus.preprocessing.input_files import InputFile, find_input
+from megatron.data import input_chunks
+from megatron.data.input_chunks import Chunk, cut_input
+from megatron.data.input_files import InputFile, find_input
 
 TEXTS = [f"{number} {'word ' * (number % 7)}" for number in range(90)]
 
@@ -52,7 +52,7 @@ def cut(files: list[InputFile], done: Chunk | None = None) -> list[Chunk]:
 def test_packed_input_is_gone_on_with_behind_any_chunk(
     name: str, pack: Pack, compress: Compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(input_chunks, "CHUNK_BYTES", 300)
     path = tmp_path / name
     path.write_bytes(compress(pack(TEXTS)))
     files = find_input([str(path)])

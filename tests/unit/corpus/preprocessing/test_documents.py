@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.preprocessing.documents import read_table, read_tar
+from megatron.data.input_files import read_table, read_tar
 
 ROW_CHARACTERS, ROWS_OF_GROUP, GROUPS = 16_000, 64, 16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.corpus.preprocessing.tokenized_chunk import pack
+from megatron.data.tokenized_chunk import pack
 
 
 @pytest.mark.parametrize("eod_id", [None, 7])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.corpus.preprocessing import placed_file
-from megatron.corpus.preprocessing.placed_file import ALIGNMENT, PlacedFile, aligned_buffer
+from megatron.data import work_folder
+from megatron.data.work_folder import ALIGNMENT, PlacedFile, aligned_buffer
 
 
 def cut(num_bytes: int, draw: np.random.Generator) -> list[tuple[int, int]]:
@@ -46,7 +46,7 @@ def test_the_parts_make_the_file(seed: int, tmp_path: Path) -> None:
 
 
 def test_a_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placed_file, "_DIRECT", 0)
+    monkeypatch.setattr(work_folder, "_DIRECT", 0)
     draw = np.random.default_rng(7)
     content = draw.integers(0, 256, 5_000_000, np.uint8)
     for file in write_parts(tmp_path / "0.tokens", content, draw):

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.planner.published import published_records
 from benchmarks.planner.run import fit, predictions
-from megatron.commands.planning.plan import main
+from megatron.cli.plan import main
 from megatron.core.errors import DataError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.planner.evaluation import EvaluatedRun, describe_errors, evaluate

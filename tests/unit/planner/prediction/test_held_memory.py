@@ -12,10 +12,8 @@ from megatron.planner.implementations import OURS
 from megatron.planner.plan import Plan
 from megatron.planner.stage_memory import stage_state
 from megatron.planner.step_flops import megatron_step_flops
-from megatron.verification.attention_cells import make_attention_cell
 from megatron.verification.cells import MODULES, Cell, Layout, make_cell
-from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
-from megatron.verification.latent_cells import make_latent_cell
+from megatron.verification.model_cells import ExpertLayout, make_attention_cell, make_expert_cell, make_latent_cell
 from megatron.verification.random_cells import fuzz
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.held_memory import assert_memory_matches_the_plan, counted_flops, held_by_step

@@ -20,7 +20,7 @@ from megatron.planner.replica_time import exposed_replica_seconds
 from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.planner.stage_memory import stage_state
 from megatron.verification.cells import BASE_FLAGS, SHAPES, Layout
-from megatron.verification.latent_cells import make_latent_cell
+from megatron.verification.model_cells import make_latent_cell
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.sized_cells import NARROW_LATENT, UP_PROJECTIONS
 

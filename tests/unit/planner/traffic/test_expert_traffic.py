@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.verification.expert_cells import ExpertLayout, make_expert_cell
+from megatron.verification.model_cells import ExpertLayout, make_expert_cell
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.balanced_experts import balanced_experts
 from tests.harness.step_traffic import assert_same_traffic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.verification.cells import Cell, Layout
-from megatron.verification.latent_cells import make_latent_cell
+from megatron.verification.model_cells import make_latent_cell
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.sized_cells import LATENT_CELLS, NARROW_LATENT, short_name
 from tests.harness.step_traffic import assert_same_traffic

@@ -7,10 +7,9 @@ from contextlib import nullcontext
 import pytest
 
 from megatron.verification.cells import Cell, Layout
-from megatron.verification.expert_cells import ExpertLayout
-from megatron.verification.prediction_cells import make_prediction_cell, prediction_matrix
+from megatron.verification.model_cells import ExpertLayout, make_prediction_cell, prediction_matrix
 from megatron.verification.run_cell import resolve_cell
-from megatron.verification.sharding_cells import fully_sharded, hybrid
+from megatron.verification.training_cells import fully_sharded, hybrid
 from tests.harness.balanced_experts import balanced_experts
 from tests.harness.sized_cells import (
     ONE_MTP_MODULE,

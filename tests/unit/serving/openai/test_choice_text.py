@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron.core.inference.inference_request import TokenValue
-from megatron.serving.openai.choice_text import ChoiceText
+from megatron.serving.openai.answer_forms import ChoiceText
 
 
 class Bytes:

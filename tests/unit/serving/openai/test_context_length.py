@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.commands.generation.text_generation_cli import describe_long_text
+from megatron.cli.text_generation_cli import describe_long_text
 from megatron.core.inference.inference_request import GenerationRequest
 from tests.harness.openai_server import Served, served
 from tests.unit.core.inference.small_models import odd_config

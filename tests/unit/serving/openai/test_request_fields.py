@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.serving.openai.api_error import ApiError
-from megatron.serving.openai.request_fields import RequestFields, read_chat, read_completion
+from megatron.serving.openai.request_fields import ApiError, RequestFields, read_chat, read_completion
 from tests.harness.mutations import VALUES, mutated_json
 
 MESSAGES = [{"role": "user", "content": "hello"}]

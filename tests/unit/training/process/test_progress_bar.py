@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint.progress import ByteProgress
-from megatron.commands.data import clean_dataset, inspect_dataset, merge_datasets
+from megatron.cli import clean_dataset, inspect_dataset, merge_datasets
 from megatron.core.console import CLEAR_LINE, ProgressBar, format_bar, waiting
-from megatron.corpus.preprocessing.progress import Progress
+from megatron.data.leader import Progress
 from tests.unit.commands.test_merge_datasets import write_parts
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.verification.faults import attacked_command, spoiled_script
-from megatron.verification.faults.attacked_command import AttackedCommand
+from megatron.verification.faults import launch, spoiled_script
+from megatron.verification.faults.launch import AttackedCommand
 from tests.harness.training_run import run_command
 
 
@@ -32,7 +32,7 @@ def test_data_is_copied_and_weights_of_a_blend_stay(tmp_path: Path) -> None:
 
 
 def test_data_too_large_to_copy_is_refused(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(attacked_command, "MOST_DATA_BYTES", 2)
+    monkeypatch.setattr(launch, "MOST_DATA_BYTES", 2)
     (tmp_path / "one.bin").write_bytes(b"one")
     with pytest.raises(ConfigurationError, match=r"works on a copy, and .*one.bin has 3 bytes, more than 2"):
         AttackedCommand(("train", "--data-path", str(tmp_path / "one"))).with_own_data(tmp_path / "copy")

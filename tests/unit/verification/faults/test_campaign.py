@@ -10,10 +10,9 @@ import pytest
 
 from megatron.core.errors import CheckpointError
 from megatron.verification.faults import campaign
-from megatron.verification.faults.attacked_command import AttackedCommand
-from megatron.verification.faults.campaign import Campaign, Plan
-from megatron.verification.faults.fault import Fault
-from megatron.verification.faults.report import Report
+from megatron.verification.faults.campaign import Campaign, Plan, Report
+from megatron.verification.faults.injection import Fault
+from megatron.verification.faults.launch import AttackedCommand
 from tests.unit.verification.faults import pretended_training
 
 KILL = Fault("kill", "any")

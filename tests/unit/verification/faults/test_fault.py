@@ -7,7 +7,7 @@ import random
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.verification.faults.fault import Fault, Kind, parse_fault
+from megatron.verification.faults.injection import Fault, Kind, parse_fault
 
 
 @pytest.mark.parametrize(

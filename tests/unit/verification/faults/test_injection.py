@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.verification.faults.connections import drop_connections
-from megatron.verification.faults.fault import Fault
-from megatron.verification.faults.injection import ROOM_BYTES, Injection
-from megatron.verification.faults.launch import Launch
-from megatron.verification.faults.process_tree import ranks_of
+from megatron.verification.faults.injection import ROOM_BYTES, Fault, Injection, drop_connections
+from megatron.verification.faults.launch import Launch, ranks_of
 
 CONNECTED = """
 import socket, sys

@@ -1,1 +1,0 @@
-"""A reader of shell scripts that runs nothing."""

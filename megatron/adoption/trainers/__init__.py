@@ -1,1 +1,0 @@
-"""Settings files of other trainers."""

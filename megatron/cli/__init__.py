@@ -1,0 +1,1 @@
+"""The commands of the project; the scripts in tools/ call them."""

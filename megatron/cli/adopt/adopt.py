@@ -1,0 +1,102 @@
+"""Print this project's command for another trainer's launch script or settings file, which is read and never run.
+
+Launch scripts of Megatron-LM, Pai-Megatron-Patch and DeepSpeed-Megatron (bash), a TOML file of torchtitan, a YAML
+file of nanotron, a saved config.json of OLMo-core. The status is 0 where the command would run, 1 where something
+is to be decided, 2 for a file that cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.cli import convert, merge_datasets, preprocess_data, run_text_generation_server
+from megatron.cli.adopt.adoption import adopt_file, report_json, report_lines
+from megatron.cli.arguments import Parser, exit_status_of
+from megatron.config.arguments import resolve_arguments
+from megatron.core.errors import ConfigurationError
+
+
+def build_parser() -> Parser:
+    """Declare the flags."""
+    parser = Parser(
+        prog="adopt.py",
+        usage="%(prog)s FILE [--set NAME=VALUE ...] [--json FILE] [-- PARAMETER ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="launch script or settings file; is not run")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="value of a variable; may be given again"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON, too")
+    return parser
+
+
+def refused_in_pretraining(words: Sequence[str], world_size: int) -> Sequence[str]:
+    """Return what the training script's own parser has against a command."""
+    try:
+        resolve_arguments(words, world_size)
+    except ConfigurationError as error:
+        return error.problems
+    return ()
+
+
+def refused_by(parse: Callable[[Sequence[str]], Any]) -> Callable[[Sequence[str], int], Sequence[str]]:
+    """Return a check by a tool's parser, which ends the program where it refuses."""
+
+    def check(words: Sequence[str], world_size: int) -> Sequence[str]:
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                parse(words)
+        except SystemExit:
+            return (said.getvalue().strip().removeprefix("error: ").removesuffix("; see --help"),)
+        return ()
+
+    return check
+
+
+CHECKS = {
+    "pretrain_gpt.py": refused_in_pretraining,
+    "tools/preprocess_data.py": refused_by(preprocess_data.build_parser().parse_args),
+    "tools/merge_datasets.py": refused_by(merge_datasets.build_parser().parse_args),
+    "tools/run_text_generation_server.py": refused_by(run_text_generation_server.build_parser().parse_args),
+    "tools/checkpoint/convert.py": refused_by(convert.parse_arguments),
+}
+
+
+def variables_of(settings: Sequence[str]) -> dict[str, str]:
+    """Read ``NAME=VALUE``.
+
+    Raises:
+        ConfigurationError: one is something else.
+    """
+    wrong = [item for item in settings if not re.match(r"[A-Za-z_]\w*=", item)]
+    if wrong:
+        raise ConfigurationError([f"--set {item} is not NAME=VALUE" for item in wrong])
+    return dict(item.split("=", 1) for item in settings)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; the status is 0, 1 or 2."""
+    words = sys.argv[1:] if argv is None else argv
+    cut = words.index("--") if "--" in words else len(words)
+    arguments = build_parser().parse_args(words[:cut])
+    statuses = []
+
+    def work() -> None:
+        adoption = adopt_file(arguments.file, words[cut + 1 :], variables_of(arguments.set), CHECKS)
+        for line in report_lines(adoption.commands, adoption.notes):
+            print(line)
+        if arguments.json is not None:
+            arguments.json.write_text(report_json(adoption.commands, adoption.notes), encoding="utf-8")
+        statuses.append(0 if all(command.would_run for command in adoption.commands) else 1)
+
+    return exit_status_of(work) or statuses[0]

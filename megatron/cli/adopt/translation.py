@@ -1,0 +1,204 @@
+"""Another trainer's flags as this project's: what is kept, renamed or left out, and what that changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron.cli.adopt.shell_values import is_unresolved, plain_name, readable, unknown_mark, without_placeholder
+from megatron.config.arguments import all_flags
+from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.run_config import command_line_fields
+from megatron.config.unknown_flags import ForeignFlag, foreign_flag
+from megatron.core.config_base import FieldSpec
+
+TOKENIZER_FOLDER = "TOKENIZER_FOLDER"
+_DEPTH = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Say what became of one flag: ``kind`` is renamed, no effect, not supported, no counterpart, or unresolved."""
+
+    flag: str
+    kind: str
+    text: str
+    needs_decision: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagGroup:
+    """Hold a flag with its values; ``name`` is empty for words that belong to none.
+
+    One that ``is_companion`` comes with another flag, and goes where the command has that flag itself.
+    """
+
+    name: str
+    values: tuple[str, ...] = ()
+    is_companion: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the words as they are typed."""
+        return (self.name, *self.values) if self.name else self.values
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """Hold the flags of this project, what became of the others, and new placeholders (name to reason)."""
+
+    groups: tuple[FlagGroup, ...]
+    findings: tuple[Finding, ...]
+    placeholders: Mapping[str, str]
+
+
+def translate(words: Sequence[str]) -> Translation:
+    """Translate the words that a pretraining script was given.
+
+    Words of which nothing is known, and that are no flag's value, are left out and noted: they may be anything.
+    """
+    findings: list[Finding] = []
+    groups: list[FlagGroup] = []
+    placeholders: dict[str, str] = {}
+    for typed in flag_groups(words):
+        group = _with_marks(typed, placeholders)
+        if not group.name and is_unresolved(group.values[0]):
+            text = "is not a flag's value and was left out; replace it with the flags that it represents"
+            findings.append(Finding(readable(group.values[0]), "unresolved", text, needs_decision=True))
+            continue
+        groups += _translate(group, findings)
+    placeholders |= _add_tokenizer(groups, findings)
+    given = {group.name for group in groups if not group.is_companion}
+    kept = {group.name: group for group in groups if group.is_companion and group.name not in given}
+    groups = [group for group in groups if not group.is_companion or kept.get(group.name) is group]
+    return Translation(tuple(groups), tuple(findings), placeholders)
+
+
+def _with_marks(group: FlagGroup, placeholders: dict[str, str]) -> FlagGroup:
+    """Replace the placeholders in a flag's values with marks, and note each of them."""
+
+    def note(name: str, reason: str) -> str:
+        name = plain_name(name)
+        placeholders.setdefault(name, reason)
+        return unknown_mark(name)
+
+    return dataclasses.replace(
+        group, values=tuple(without_placeholder(value, group.name, note) for value in group.values)
+    )
+
+
+def flag_groups(words: Sequence[str]) -> Iterator[FlagGroup]:
+    """Cut words into flags with their values, ``--flag=value`` included."""
+    place = 0
+    while place < len(words):
+        word = words[place]
+        place += 1
+        if not _is_flag(word):
+            yield FlagGroup("", (word,))
+            continue
+        name, has_value, value = word.partition("=")
+        values = [value] if has_value else []
+        arity = _arity(name)
+        most = len(words) if isinstance(arity, str) else arity
+        while place < len(words) and len(values) < most and not _is_flag(words[place]):
+            values.append(words[place])
+            place += 1
+        yield FlagGroup(name, tuple(values))
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") and len(word) > 2
+
+
+@functools.cache
+def _fields() -> Mapping[str, FieldSpec]:
+    return {flag: spec for _, spec in command_line_fields() for flag in spec.flags}
+
+
+def _arity(name: str) -> int | str:
+    if name in _fields():
+        spec = _fields()[name]
+        return 0 if spec.is_bool else spec.options.nargs or 1
+    if name in NO_EFFECT:
+        return NO_EFFECT[name].arity
+    if name in NOT_SUPPORTED:
+        return NOT_SUPPORTED[name].arity
+    known = foreign_flag(name)
+    return known.arity if known else "+"
+
+
+def _translate(group: FlagGroup, findings: list[Finding], depth: int = 0) -> list[FlagGroup]:
+    """Return the flags that stand for one, and note what became of it."""
+    name, values = group.name, group.values
+    typed = readable(" ".join(group.words))
+    spec = _fields().get(name)
+    known = foreign_flag(name, values)
+    is_of_value = known is not None and " " in known.flag
+    if spec is not None or not name:
+        choices = spec.options.choices if spec else None
+        is_refused = choices is not None and any(value not in choices for value in values)
+        is_bare = spec is not None and not spec.is_bool and not values
+        if known is None or not ((is_of_value and is_refused) or is_bare):
+            return [_plain_values(group)]
+    if known is not None and (is_of_value or not known.flag.endswith("*")) and depth < _DEPTH:
+        return _replace(group, known, findings, depth)
+    if name in NO_EFFECT:
+        note = NO_EFFECT[name]
+        if note.accepted and not all(value in note.accepted for value in values):
+            text = f"possible: {', '.join(note.accepted)}; leaving it out gives that"
+            findings.append(Finding(typed, "not supported", text, needs_decision=True))
+        else:
+            findings.append(Finding(typed, "no effect", note.reason))
+        return []
+    refused = NOT_SUPPORTED.get(name)
+    if refused is not None and refused.default is not None and values == (refused.default,):
+        findings.append(Finding(typed, "no effect", "this is what is done anyway"))
+    elif known is not None:
+        return _replace(group, known, findings, depth)
+    elif refused is not None:
+        text = refused.instead or "leave it out; what it does is not built"
+        findings.append(Finding(typed, "not supported", text, needs_decision=True))
+    else:
+        nearest = difflib.get_close_matches(name.replace("_", "-"), all_flags(), n=1, cutoff=0.8)
+        hint = f"the nearest flag here is {nearest[0]}" if nearest else "no flag here is like it"
+        findings.append(Finding(typed, "no counterpart", f"{hint}; it is left out", needs_decision=True))
+    return []
+
+
+def _replace(group: FlagGroup, known: ForeignFlag, findings: list[Finding], depth: int) -> list[FlagGroup]:
+    """Put the flags of the table in a flag's place."""
+    typed = readable(" ".join(group.words))
+    if not known.becomes:
+        kind = "no counterpart" if known.needs_decision else "no effect"
+        findings.append(Finding(typed, kind, f"{known.change} ({known.trainer})", known.needs_decision))
+        return []
+    words = [value for word in known.becomes.split() for value in (group.values if word == "{}" else (word,))]
+    text = f"{readable(' '.join(words))}; changes: {known.change} ({known.trainer})"
+    findings.append(Finding(typed, "renamed", text, known.needs_decision))
+    result = []
+    for number, new in enumerate(flag_groups(words)):
+        companion = dataclasses.replace(new, is_companion=number > 0 or group.is_companion)
+        result += _translate(companion, findings, depth + 1)
+    return result
+
+
+def _plain_values(group: FlagGroup) -> FlagGroup:
+    """Take quotes off that a script put inside quotes: the split `"'99,1,0'"` of a published one."""
+    if group.name != "--split":
+        return group
+    return dataclasses.replace(group, values=tuple(value.strip("'\"") for value in group.values))
+
+
+def _add_tokenizer(groups: list[FlagGroup], findings: list[Finding]) -> dict[str, str]:
+    """Ask for the tokenizer of a Pai-Megatron-Patch command that has no ``--load`` folder to take it from."""
+    names = {group.name for group in groups}
+    if "--patch-tokenizer-type" not in names or names & {"--tokenizer-type", "--load"}:
+        return {}
+    folder = unknown_mark(TOKENIZER_FOLDER)
+    groups.append(FlagGroup("--tokenizer-type", ("HuggingFaceTokenizer",)))
+    groups.append(FlagGroup("--tokenizer-model", (folder,)))
+    text = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {readable(folder)}; changes: nothing where that "
+    findings.append(Finding("--patch-tokenizer-type", "renamed", f"{text}folder has tokenizer.json"))
+    return {TOKENIZER_FOLDER: "a folder with the model's tokenizer.json: the script names none"}

@@ -1,0 +1,199 @@
+"""Arguments that commands share: parsers that correct misspelled flags, exit status, folders, tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.checkpoint.formats.torchtitan_settings import told_specs
+from megatron.core.broken_pipe import STATUS, has_lost_reader
+from megatron.core.config_base import field_docs
+from megatron.core.errors import InputError, MegatronError, StorageError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.object_store import as_path, is_url
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_flags
+from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS
+from megatron.core.tokenizers.tokenizer import Tokenizer
+
+_CLOSE = 0.8
+"""Share of the letters that must agree: ``--laod`` is 0.83 of ``--load``."""
+
+
+def dispatcher() -> str | None:
+    """Return how the program was called that runs commands by their names; None where another runs."""
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py" and called.parts[-2] in ("megatron", "cli", "commands"):
+        return "python -m megatron"
+    return "megatron" if called.name == "megatron" else None
+
+
+class SpellingParser(argparse.ArgumentParser):
+    """Parse a command line, and know what was typed where it is refused."""
+
+    typed: Sequence[str] = ()
+    """The words of the command line; empty where some are for another parser."""
+
+    def format_help(self) -> str:
+        """Return the help, whose usage names the command as it was called."""
+        if (program := dispatcher()) is not None and len(sys.argv) > 1:
+            self.prog = f"{program} {sys.argv[1]}"
+        return super().format_help()
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse words that are all for this parser, as argparse does."""
+        self.typed = sys.argv[1:] if args is None else args
+        return super().parse_args(args, namespace)
+
+    def explained(self, message: str) -> str:
+        """Return argparse's message with the flag that was meant, or with where the flags are listed.
+
+        argparse looks for flags that are missing before it names those that it does not know: of ``--laod DIR`` it
+        says only that ``--load`` is missing.
+        """
+        return f"{message}; {self._likely_typing_error(message) or 'see --help'}"
+
+    def _likely_typing_error(self, message: str) -> str | None:
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for word in self.typed:
+            name = word.partition("=")[0]
+            if not name.startswith("--") or name == "--" or name in known:
+                continue
+            longer = [flag for flag in known if flag.startswith(name)]
+            longer.sort(key=lambda flag: flag not in message)
+            if longer and self.allow_abbrev:
+                continue
+            nearest = longer or difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
+            if nearest:
+                return f"there is no {name}, did you mean {nearest[0]}?"
+        return None
+
+
+class Parser(SpellingParser):
+    """Report wrong usage in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with status 2."""
+        self.exit(2, f"error: {self.explained(message)}\n")
+
+
+def stored_folder(text: str) -> Path:
+    """Return the folder that an argument names, on a file system or by a URL in an object store."""
+    try:
+        return as_path(text)
+    except StorageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def local_folder(text: str) -> Path:
+    """Return the folder that an argument names; a URL is refused."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError("no URL can be used here; give a folder of a file system")
+    return Path(text)
+
+
+def exit_status_of(work: Callable[[], None]) -> int:
+    """Do a command's work and return its exit status: 2 for input that cannot be used, 1 where the work failed.
+
+    The error is printed in one line. Where whoever read standard output has gone, as ``head`` does, the status is that
+    of a program that SIGPIPE has ended, and nothing is printed.
+    """
+    try:
+        work()
+        sys.stdout.flush()
+    except (MegatronError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and has_lost_reader():
+            return STATUS
+        lines = (line.strip() for line in str(error).splitlines())
+        print(f"error: {'; '.join(lines).replace(':;', ':')}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    return 0
+
+
+def report_unused(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, needed: str, names: Iterable[str]
+) -> None:
+    """Print a line to standard error for each flag that is not at its default and has no effect without ``needed``."""
+    for name in names:
+        if getattr(arguments, name) != parser.get_default(name):
+            print(f"--{name.replace('_', '-')} has no effect without {needed}", file=sys.stderr)
+
+
+def add_told_settings(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of what a torchtitan folder does not say of its model."""
+    docs = field_docs(GPTConfig)
+    group = parser.add_argument_group("model of a torchtitan folder, whose files do not say this")
+    for spec in told_specs():
+        if spec.is_bool:
+            group.add_argument(spec.flags[0], action="store_const", const=True, help=docs.get(spec.name))
+        else:
+            group.add_argument(spec.flags[0], type=spec.item_type, metavar=spec.metavar, help=docs.get(spec.name))
+
+
+def told_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Take the values of these flags out of the others, and return those that were given."""
+    values = {spec.name: vars(arguments).pop(spec.name) for spec in told_specs()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+TOKENIZER_KEYWORDS = (
+    "tokenizer_type",
+    "vocab_file",
+    "merge_file",
+    "tokenizer_model",
+    "vocab_size",
+    "vocab_extra_ids",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "tiktoken_special_tokens",
+)
+
+
+def add_tokenizer_source(
+    parser: argparse.ArgumentParser, default_type: str | None, title: str
+) -> argparse._ArgumentGroup:
+    """Declare the flags that name a tokenizer and its files, and return their group."""
+    group = parser.add_argument_group(title)
+    group.add_argument(
+        "--tokenizer-type", default=default_type, metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}"
+    )
+    group.add_argument("--vocab-file", metavar="FILE", help="vocabulary (GPT2BPETokenizer)")
+    group.add_argument("--merge-file", metavar="FILE", help="byte-pair merges (GPT2BPETokenizer)")
+    group.add_argument("--tokenizer-model", metavar="PATH", help="model file, or folder with tokenizer.json")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="size (NullTokenizer, TikTokenizer)")
+    return group
+
+
+def add_tokenizer_arguments(parser: argparse.ArgumentParser, default_type: str | None) -> argparse._ArgumentGroup:
+    """Declare all flags of a tokenizer and return their group."""
+    group = add_tokenizer_source(parser, default_type, "tokenizer")
+    group.add_argument(
+        "--vocab-extra-ids", type=int, default=0, metavar="N", help="SentencePieceTokenizer's <extra_id_N>"
+    )
+    group.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="how TikTokenizer cuts words")
+    group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N")
+    group.add_argument("--tiktoken-special-tokens", nargs="+", default=[], metavar="TOKEN")
+    return group
+
+
+def tokenizer_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what `build_tokenizer` takes."""
+    return {name: getattr(arguments, name) for name in TOKENIZER_KEYWORDS}
+
+
+def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer:
+    """Build the tokenizer that the flags name.
+
+    Raises:
+        TokenizerError: they name none that can be built.
+    """
+    keywords = tokenizer_keywords(arguments)
+    given = [name for name, value in keywords.items() if value not in (None, [], DEFAULT_NUM_SPECIAL_TOKENS)]
+    for line in unused_flags(arguments.tokenizer_type, given):
+        print(line, file=sys.stderr)
+    return build_tokenizer(**keywords)

@@ -1,0 +1,227 @@
+"""Merge text files and jsonl into one jsonl of clean documents, and say what was dropped and why.
+
+Text files become one document each ({"text": …, "source": …}); a line of jsonl is one document and keeps its other
+keys. In this order, each where its flag is given: documents with URLs of a blacklist go, the encoding is repaired, and
+documents go that have no text (always), are too short, of another language, or duplicates of one kept before. The
+output depends on the input and the flags alone, whatever --workers. Memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import os
+from pathlib import Path
+
+from megatron.cli.arguments import (
+    TOKENIZER_KEYWORDS,
+    Parser,
+    add_tokenizer_arguments,
+    exit_status_of,
+    report_unused,
+    tokenizer_keywords,
+)
+from megatron.core.errors import ConfigurationError
+from megatron.data.cleaner import Cleaner, CleaningPlan
+from megatron.data.document_reader import find_inputs, is_read
+from megatron.data.text_filters import TextRules, UrlBlacklist
+
+
+def build_parser() -> Parser:
+    """Declare the flags."""
+    parser = Parser(prog="clean_dataset.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    data = parser.add_argument_group("input and output")
+    data.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="folders (with all below them), files, patterns such as 'data/*.jsonl.gz', or - for standard input",
+    )
+    data.add_argument("--output", required=True, type=Path, metavar="FILE", help="jsonl to write")
+    data.add_argument(
+        "--dropped-output",
+        type=Path,
+        metavar="FILE",
+        help="jsonl that lists the dropped documents, each with its reason",
+    )
+    data.add_argument("--report", type=Path, metavar="FILE", help="the counts as JSON")
+    data.add_argument(
+        "--input-format",
+        choices=["auto", "jsonl", "text"],
+        default="auto",
+        help="auto: by the file's name, standard input is jsonl",
+    )
+    data.add_argument("--text-key", default="text", metavar="KEY", help="key of the text (text)")
+    data.add_argument("--url-key", default="url", metavar="KEY", help="key of the URL (url)")
+    data.add_argument(
+        "--input-encoding",
+        default="utf-8",
+        metavar="NAME",
+        help="encoding of text files without a byte order mark (utf-8)",
+    )
+    data.add_argument(
+        "--on-error",
+        choices=["stop", "skip"],
+        default="stop",
+        help="at a document that cannot be read: stop, or leave it out (stop)",
+    )
+    data.add_argument(
+        "--max-document-bytes",
+        type=int,
+        default=32 << 20,
+        metavar="N",
+        help="a longer document counts as unreadable (32 MiB)",
+    )
+    filters = parser.add_argument_group("filters")
+    filters.add_argument("--fix-encoding", action="store_true", help="repair mojibake and the like (package ftfy)")
+    filters.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop documents of fewer tokens (0)")
+    filters.add_argument(
+        "--language", nargs="+", default=[], metavar="CODE", help="languages to keep, such as en (package py3langid)"
+    )
+    filters.add_argument(
+        "--min-language-probability",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="drop documents whose language is less certain (0)",
+    )
+    filters.add_argument(
+        "--url-blacklist", nargs="+", default=[], metavar="FILE", help="hosts and URLs to drop, one a line"
+    )
+    filters.add_argument(
+        "--deduplicate",
+        choices=["off", "exact", "near"],
+        default="off",
+        help="drop documents equal to an earlier one (exact), or also those similar to one (near; package datasketch)",
+    )
+    filters.add_argument(
+        "--similarity",
+        type=float,
+        default=0.8,
+        metavar="S",
+        help="near duplicates share this part of their shingles (0.8)",
+    )
+    filters.add_argument("--shingle-words", type=int, default=5, metavar="N", help="words in a shingle (5)")
+    filters.add_argument(
+        "--num-permutations",
+        type=int,
+        default=128,
+        metavar="N",
+        help="MinHash permutations; more find more near duplicates (128)",
+    )
+    add_tokenizer_arguments(parser, "GPT2BPETokenizer")
+    running = parser.add_argument_group("running")
+    running.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    running.add_argument("--log-interval", type=int, default=10000, metavar="N", help="documents between reports")
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Check the values of the flags and report every problem at once.
+
+    Raises:
+        ConfigurationError: naming every invalid value.
+    """
+    problems = [
+        f"--{name.replace('_', '-')} {value} is not positive"
+        for name in ("max_document_bytes", "shingle_words", "workers", "log_interval")
+        if (value := vars(arguments)[name]) < 1
+    ]
+    if arguments.min_tokens < 0:
+        problems.append(f"--min-tokens {arguments.min_tokens} is negative")
+    if not 0 < arguments.similarity <= 1:
+        problems.append(f"--similarity {arguments.similarity} is not above 0 and at most 1")
+    if not 0 <= arguments.min_language_probability <= 1:
+        problems.append(f"--min-language-probability {arguments.min_language_probability} is not within 0 and 1")
+    if not 16 <= arguments.num_permutations <= 4096:
+        problems.append(f"--num-permutations {arguments.num_permutations} is not within 16 and 4096")
+    try:
+        codecs.lookup(arguments.input_encoding)
+    except LookupError:
+        problems.append(f"--input-encoding {arguments.input_encoding} is not known; choose one such as cp1252")
+    outputs = [str(path) for path in (arguments.output, arguments.dropped_output, arguments.report) if path is not None]
+    problems += [f"{path} is a folder; name a file" for path in outputs if os.path.isdir(path)]
+    if len({os.path.realpath(path) for path in outputs}) < len(outputs):
+        problems.append(f"the output files {', '.join(outputs)} are not different")
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def check_outputs(arguments: argparse.Namespace, inputs: list[str]) -> None:
+    """Refuse an output that is one of the inputs.
+
+    Raises:
+        ConfigurationError: naming it; an earlier output in an input folder counts.
+    """
+    for flag, path in (
+        ("--output", arguments.output),
+        ("--dropped-output", arguments.dropped_output),
+        ("--report", arguments.report),
+    ):
+        if path is not None and is_read(str(path), inputs):
+            raise ConfigurationError(f"{flag} {path} is one of the input files; choose another, or another folder")
+
+
+def report_flags_without_effect(arguments: argparse.Namespace) -> None:
+    """Name the flags of filters that are off."""
+    parser = build_parser()
+    for is_given, needed, names in (
+        (arguments.min_tokens, "--min-tokens", TOKENIZER_KEYWORDS),
+        (arguments.language, "--language", ("min_language_probability",)),
+        (arguments.url_blacklist, "--url-blacklist", ("url_key",)),
+        (arguments.deduplicate == "near", "--deduplicate near", ("similarity", "shingle_words", "num_permutations")),
+    ):
+        if not is_given:
+            report_unused(parser, arguments, needed, names)
+
+
+def clean(arguments: argparse.Namespace) -> None:
+    """Clean the input and print the counts.
+
+    Raises:
+        InputError: the arguments or the data cannot be used; nothing is left behind.
+    """
+    check_arguments(arguments)
+    inputs = find_inputs(arguments.input)
+    check_outputs(arguments, inputs)
+    report_flags_without_effect(arguments)
+    blacklist = UrlBlacklist(arguments.url_blacklist) if arguments.url_blacklist else None
+    rules = TextRules(
+        fix_encoding=arguments.fix_encoding,
+        min_tokens=arguments.min_tokens,
+        tokenizer=tokenizer_keywords(arguments),
+        languages=arguments.language,
+        min_language_probability=arguments.min_language_probability,
+        exact_duplicates=arguments.deduplicate != "off",
+        similarity=arguments.similarity if arguments.deduplicate == "near" else None,
+        num_permutations=arguments.num_permutations,
+        shingle_words=arguments.shingle_words,
+    )
+    plan = CleaningPlan(
+        inputs=inputs,
+        input_format=arguments.input_format,
+        output=arguments.output,
+        dropped_output=arguments.dropped_output,
+        text_key=arguments.text_key,
+        url_key=arguments.url_key,
+        encoding=arguments.input_encoding,
+        max_document_bytes=arguments.max_document_bytes,
+        blacklist=blacklist,
+        rules=rules,
+        stop_on_error=arguments.on_error == "stop",
+        workers=arguments.workers,
+        log_interval=arguments.log_interval,
+    )
+    tally = Cleaner(plan, lambda line: print(line, flush=True)).run()
+    for line in tally.lines():
+        print(line)
+    if arguments.report is not None:
+        tally.write(arguments.report)
+    print(f"Wrote {arguments.output}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    arguments = build_parser().parse_args(argv)
+    return exit_status_of(lambda: clean(arguments))

@@ -1,0 +1,197 @@
+"""Convert a checkpoint between layouts and formats, one tensor at a time, and check the result."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+
+from megatron.checkpoint.conversion_request import FORMATS, ConversionRequest, Target
+from megatron.cli.arguments import Parser, add_told_settings, exit_status_of, local_folder, stored_folder, told_settings
+
+_CHECKPOINT_DECIDES = "the checkpoint's own configuration says it"
+NO_EFFECT: dict[str, tuple[bool, str]] = {
+    "--megatron-path": (True, "nothing of Megatron-LM is needed"),
+    "--max-queue-size": (True, "one process reads and writes, a tensor at a time"),
+    "--no-checking": (False, "names and shapes are always checked; --no-verify leaves out reading the result again"),
+    "--loader-transformer-impl": (True, "the key names of either kind of layer are read"),
+    "--saver-transformer-impl": (
+        True,
+        "a file has the key names of the one that it comes from, else those of Megatron's local layers",
+    ),
+    "--model-size": (True, _CHECKPOINT_DECIDES),
+    "--position-embedding-type": (True, _CHECKPOINT_DECIDES),
+    "--use-mcore-models": (False, "there is one model"),
+    "--sequential-save": (False, "tensors are always written one by one"),
+}
+"""Flags of Megatron's converter: whether a value follows, and why they have no effect."""
+SINGLE_ONLY = ("--target-expert-tensor-parallel-size",)
+"""Flags of Megatron's converter whose only value here is 1."""
+
+TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+
+
+def build_parser() -> Parser:
+    """Declare the flags."""
+    parser = Parser(
+        prog="convert.py",
+        description=__doc__,
+        epilog="Names: megatron is the native format, torch or torch_dist, whichever is found (as a saver: the format "
+        "that --loader megatron found, else native); core, mcore and legacy are torch, llama_mistral is hf. "
+        "See docs/converting.md.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model-type", choices=("GPT",), default="GPT", help="kind of model (GPT)")
+    names = ", ".join(FORMATS)
+    parser.add_argument("--loader", default="megatron", metavar="NAME", help=f"format to read: {names} (megatron)")
+    parser.add_argument("--saver", default="megatron", metavar="NAME", help=f"format to write: {names} (megatron)")
+    parser.add_argument("--load-dir", required=True, type=stored_folder, metavar="DIR", help="folder of the checkpoint")
+    parser.add_argument("--save-dir", required=True, type=local_folder, metavar="DIR", help="folder for the result")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to convert (the newest)")
+    layout = parser.add_argument_group("layout of the result (as the checkpoint's)")
+    layout.add_argument("--target-tensor-parallel-size", type=int, metavar="N", help="tensor-parallel size")
+    layout.add_argument("--target-pipeline-parallel-size", type=int, metavar="N", help="number of pipeline stages")
+    layout.add_argument(
+        "--target-expert-parallel-size", type=int, metavar="N", help="number of ranks that hold different experts"
+    )
+    layout.add_argument(
+        "--target-num-layers-per-virtual-pipeline-stage", type=int, metavar="N", help="layers in one virtual stage"
+    )
+    layout.add_argument(
+        "--make-vocab-size-divisible-by", type=int, metavar="N", help="rows of the embedding are a multiple of N x TP"
+    )
+    content = parser.add_argument_group("content of the result")
+    content.add_argument("--no-save-optim", action="store_true", help="leave the optimizer's state out")
+    content.add_argument(
+        "--ema", action="store_true", help="write the average of the weights (--ema-decay) in their place"
+    )
+    content.add_argument(
+        "--merge-lora", action="store_true", help="make low-rank adapters part of the weights that they adapt"
+    )
+    content.add_argument(
+        "--base-model",
+        type=local_folder,
+        metavar="DIR",
+        help="model of peft adapters (the one that they name)",
+    )
+    dtype = content.add_mutually_exclusive_group()
+    dtype.add_argument("--bf16", action="store_true", help="convert the weights to bfloat16 (without optimizer)")
+    dtype.add_argument("--fp16", action="store_true", help="convert the weights to float16 (without optimizer)")
+    content.add_argument(
+        "--true-vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the vocabulary that are no padding, in Megatron's files",
+    )
+    content.add_argument("--tokenizer-type", metavar="TYPE", help="kind of tokenizer to record (the checkpoint's own)")
+    content.add_argument("--tokenizer-model", metavar="PATH", help="its model file, or folder with tokenizer.json")
+    content.add_argument("--vocab-file", metavar="FILE", help="its vocabulary (GPT2BPETokenizer)")
+    content.add_argument("--merge-file", metavar="FILE", help="its byte-pair merges (GPT2BPETokenizer)")
+    add_told_settings(parser)
+    check = parser.add_argument_group("check of the result")
+    check.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="read every tensor of the result again and compare it bit by bit, and the logits where one side is "
+        "Hugging Face's (on)",
+    )
+    check.add_argument(
+        "--test-logits",
+        action="store_true",
+        help="also run the Hugging Face side in the transformers package and compare its logits; takes the memory of "
+        "the whole model in float32",
+    )
+    parser.add_argument("--checkpoint-type", choices=("hf", "meta"), help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ConversionRequest, list[str]]:
+    """Return what the command line asks for, and a line for each flag of Megatron's converter without effect.
+
+    A wrong command line ends the program with status 2 and one line.
+    """
+    parser = build_parser()
+    for name, (has_value, _) in NO_EFFECT.items():
+        parser.add_argument(name, help=argparse.SUPPRESS, action="store" if has_value else "store_true")
+    for name in SINGLE_ONLY:
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.typed = sys.argv[1:] if argv is None else argv
+    values, extras = parser.parse_known_args(argv)
+    parser.typed = ()
+    if extras:
+        parser.error(_unknown(extras[0], parser))
+    for name in ("loader", "saver"):
+        given = getattr(values, name)
+        if given not in FORMATS:
+            nearest = difflib.get_close_matches(given, FORMATS, n=1, cutoff=0.4)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"one of {', '.join(FORMATS)}"
+            parser.error(f"unknown --{name} {given}; {hint}")
+    if FORMATS[values.saver] == "torchtitan":
+        parser.error("--saver torchtitan: its folders are read only; give --saver hf, which torchtitan reads")
+    for name in SINGLE_ONLY:
+        size = getattr(values, _field(name))
+        if size not in (None, 1):
+            parser.error(f"{name} {size}: experts are cut as the other layers are; leave it out")
+    if values.true_vocab_size is not None and values.true_vocab_size < 1:
+        parser.error(f"--true-vocab-size {values.true_vocab_size} is not positive; give the tokenizer's real size")
+    if values.merge_lora and FORMATS[values.saver] == "peft":
+        parser.error("--merge-lora and --saver peft exclude each other: peft's folders hold adapters; keep one")
+    if values.checkpoint_type == "meta":
+        parser.error(
+            "--checkpoint-type meta: Meta's own files cannot be read; use the Hugging Face folder of the model"
+        )
+    if values.checkpoint_type == "hf" and FORMATS[values.loader] != "hf":
+        parser.error(f"--checkpoint-type hf: --loader {values.loader} reads another format; give --loader hf")
+    request = ConversionRequest(
+        load_dir=values.load_dir,
+        save_dir=values.save_dir,
+        loader=values.loader,
+        saver=values.saver,
+        ckpt_step=values.ckpt_step,
+        target=Target(
+            tensor_parallel_size=values.target_tensor_parallel_size,
+            pipeline_parallel_size=values.target_pipeline_parallel_size,
+            expert_parallel_size=values.target_expert_parallel_size,
+            num_layers_per_virtual_pipeline_stage=values.target_num_layers_per_virtual_pipeline_stage,
+            make_vocab_size_divisible_by=values.make_vocab_size_divisible_by,
+            params_dtype="bfloat16" if values.bf16 else "float16" if values.fp16 else None,
+            keeps_optimizer=not values.no_save_optim,
+        ),
+        true_vocab_size=values.true_vocab_size,
+        tokenizer={name: value for name in TOKENIZER_FLAGS if (value := getattr(values, name)) is not None},
+        told=told_settings(values),
+        verify=values.verify,
+        test_logits=values.test_logits,
+        merges_adapters=values.merge_lora,
+        takes_averages=values.ema,
+        base_model=values.base_model,
+    )
+    return request, [
+        f"{name} has no effect: {reason}" for name, (_, reason) in NO_EFFECT.items() if getattr(values, _field(name))
+    ]
+
+
+def _unknown(word: str, parser: Parser) -> str:
+    if not word.startswith("-"):
+        return f"unexpected value {word!r}; a value must follow its flag"
+    name = word.split("=", 1)[0]
+    known = [option for action in parser._actions for option in action.option_strings]
+    nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+    return f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+
+
+def _field(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    request, notes = parse_arguments(argv)
+    # A wrong flag is answered before torch is imported.
+    from megatron.checkpoint.conversion import convert
+
+    for note in notes:
+        print(note, flush=True)
+    return exit_status_of(lambda: convert(request))

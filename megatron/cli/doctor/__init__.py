@@ -1,0 +1,1 @@
+"""Checks of a node before a run, with suggested fixes."""

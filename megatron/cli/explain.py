@@ -1,0 +1,105 @@
+"""Explain a training configuration: ranks, layers, memory, time, bubble, traffic, and flags without effect.
+
+python tools/explain.py TRAINING-FLAGS --world-size 64 [--html page.html]
+
+The flags are those of pretrain_gpt.py, which does the same with --explain. No GPU, no data and no tokenizer are needed.
+Where the configuration is refused or too large, the cheapest changes that would make it run are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.cli.arguments import Parser, exit_status_of
+from megatron.cli.planner_arguments import (
+    HELP,
+    add_platform,
+    check_agreement,
+    check_imbalance,
+    check_world_size,
+    describe_verified,
+    find_platform,
+    prepare_to_verify,
+    read_planned_run,
+    verify_plan,
+    write_text,
+)
+from megatron.core.errors import ConfigurationError
+from megatron.planner.changes import find_changes
+from megatron.planner.explanation import explain
+from megatron.planner.implementations import find_implementation
+from megatron.planner.page import to_page
+from megatron.planner.text_report import describe_changes, to_text
+from megatron.planner.trace_store import trace_in_this_process
+
+
+def build_parser(world_size: int) -> Parser:
+    """Declare the flags beside those of a training."""
+    parser = Parser(
+        prog="explain.py",
+        usage="%(prog)s TRAINING-FLAGS [--world-size N] [--gpu TYPE] [--implementation NAME] [--json] [--html FILE] "
+        "[--verify]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--world-size", type=int, default=world_size, metavar="N", help=f"ranks of the run ({world_size})"
+    )
+    add_platform(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to this file")
+    parser.add_argument("--verify", action="store_true", help=HELP)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, world_size: int = 1) -> int:
+    """Run the command line and return the exit status: 2 for flags that cannot be used.
+
+    ``world_size`` is that of the launcher, for which a run is explained unless --world-size is given.
+    """
+    arguments, training_flags = build_parser(world_size).parse_known_args(argv)
+    words = [word for word in training_flags if word != "--explain"]
+    return exit_status_of(lambda: report(arguments, words))
+
+
+def report(arguments: argparse.Namespace, words: Sequence[str]) -> None:
+    """Print the explanation.
+
+    Raises:
+        ConfigurationError: the flags are wrong, or a file cannot be written.
+    """
+    check_world_size("--world-size", arguments.world_size)
+    gpu = find_platform(arguments.gpu)
+    implementation = find_implementation(arguments.implementation, arguments.expert_imbalance)
+    where = arguments.world_size, read_planned_run, gpu, implementation
+    if arguments.verify:
+        prepare_to_verify(implementation)
+    trace_in_this_process()
+    try:
+        parsed = read_planned_run(words, arguments.world_size)
+    except ConfigurationError as error:
+        changes = find_changes(words, *where)
+        for line in describe_changes(changes):
+            print(f"would run with {line}", file=sys.stderr)
+        raise error
+    check_imbalance(arguments.expert_imbalance, parsed.config.model)
+    explanation = explain(parsed.config, parsed.notes, gpu, implementation)
+    if arguments.verify and explanation.prediction.outcome == "error":
+        raise ConfigurationError(f"--verify: there is nothing to run: {explanation.prediction.reason}")
+    changes = () if explanation.prediction.outcome == "ok" else find_changes(words, *where)
+    if arguments.html is not None:
+        write_text("--html", arguments.html, to_page(explanation, changes))
+    verified = verify_plan(parsed.config, gpu) if arguments.verify else ()
+    if arguments.json:
+        more = {"verified": [each.to_json() for each in verified]} if arguments.verify else {}
+        print(json.dumps(explanation.to_json(changes) | more, indent=1))
+    else:
+        sys.stdout.write(to_text(explanation, changes))
+        if arguments.verify:
+            print("\n" + "\n".join(describe_verified(verified)))
+    check_agreement(verified)

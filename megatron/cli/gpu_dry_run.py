@@ -1,0 +1,125 @@
+"""Run one training step of one rank on a simulated GPU.
+
+python tools/gpu_dry_run.py TRAINING-FLAGS --world-size 8 --rank 0 --gpu h100-80gb
+
+The flags are those of pretrain_gpt.py. Nothing is computed: the step's kernels, memory, host waits and communication
+are recorded, and its time is estimated from the GPU's published figures. No GPU, no data and no tokenizer are needed.
+The time of a pipeline's step is that of its first or its last stage, whichever is slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from pathlib import Path
+
+from megatron.cli.arguments import Parser, exit_status_of
+from megatron.cli.planner_arguments import check_world_size, check_writable, write_text
+from megatron.config.arguments import resolve_arguments
+from megatron.core.errors import ConfigurationError
+from megatron.core.parallel_sizes import ParallelSizes
+from megatron.planner.gpu import GPUS, find_gpu
+from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+from megatron.planner.simulation.vocabulary import with_known_vocabulary
+
+# Torch is imported by the function that needs it: the library that replaces the CUDA driver must be loaded before.
+
+
+def build_parser() -> Parser:
+    """Declare the flags beside those of a training."""
+    parser = Parser(
+        prog="gpu_dry_run.py",
+        usage="%(prog)s TRAINING-FLAGS [--world-size N] [--rank R] [--gpu TYPE] [--without-triton] [--json FILE] "
+        "[--memory-picture FILE]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the run (1)")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="R",
+        help="the rank to report, from 0 on (the slower one of the first ranks of the first and the last stage)",
+    )
+    parser.add_argument("--gpu", default="h100-80gb", metavar="TYPE", help=f"one of {', '.join(GPUS)} (h100-80gb)")
+    parser.add_argument(
+        "--without-triton", action="store_true", help="take the machine to have no Triton, and no FlexAttention"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was recorded to this file")
+    parser.add_argument(
+        "--memory-picture", type=Path, metavar="FILE", help="draw the memory over the step to this file (.svg)"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    arguments, training_flags = build_parser().parse_known_args(argv)
+    return exit_status_of(functools.partial(dry_run_step, arguments, training_flags))
+
+
+def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> None:
+    """Dry-run one step and report it.
+
+    Raises:
+        ConfigurationError: the flags are wrong, or this machine cannot pretend to have CUDA.
+    """
+    _check(arguments)
+    gpu = find_gpu(arguments.gpu)
+    parsed = resolve_arguments(training_flags, arguments.world_size, needs_files=False)
+    config = with_known_vocabulary(parsed.config)
+    if config.model.fp8_format is not None and not gpu.float8_flops:
+        able = ", ".join(sorted(name for name, each in GPUS.items() if each.float8_flops))
+        raise ConfigurationError(f"--gpu {arguments.gpu} has no products in fp8; use one of {able}, or leave fp8 out")
+    for note in parsed.notes:
+        print(note)
+    load_pretended_cuda()
+    from megatron.planner.simulation.dry_run import dry_run
+    from megatron.planner.simulation.estimate import EstimatedRun, estimate_step, slowest_of
+    from megatron.planner.simulation.memory_picture import draw_memory
+    from megatron.planner.simulation.report import to_json, to_text
+    from megatron.planner.simulation.triton import has_triton_package
+    from megatron.training.gpt import forward_step, provide_model
+
+    if not (arguments.without_triton or has_triton_package()):
+        print("Triton is not installed: the kernels of this project are counted from their source code")
+
+    estimated = []
+    for rank in ranks_to_run(config.parallel_sizes, arguments.rank):
+        run = dry_run(
+            *(config, rank, gpu, provide_model, forward_step),
+            has_triton=not arguments.without_triton,
+        )
+        estimated.append(EstimatedRun(run, estimate_step(run, gpu)))
+    reported = estimated[0] if arguments.rank is not None else slowest_of(estimated)
+    print(to_text(reported, gpu, estimated))
+    if arguments.json is not None:
+        write_text("--json", arguments.json, json.dumps(to_json(reported, gpu, estimated), indent=1) + "\n")
+    if arguments.memory_picture is not None:
+        write_text("--memory-picture", arguments.memory_picture, draw_memory(reported.run, gpu))
+
+
+def ranks_to_run(sizes: ParallelSizes, requested: int | None) -> list[int]:
+    """Return the requested rank, then one rank of each other end stage."""
+    of_stage = sizes.world_size // sizes.pp
+    ends = sorted({0, sizes.world_size - of_stage})
+    if requested is None:
+        return ends
+    return [requested, *(rank for rank in ends if rank // of_stage != requested // of_stage)]
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    check_world_size("--world-size", arguments.world_size)
+    if arguments.rank is not None and not 0 <= arguments.rank < arguments.world_size:
+        raise ConfigurationError(
+            f"--rank {arguments.rank} is not in 0..{arguments.world_size - 1}; change it or --world-size"
+        )
+    for flag, path in (("--json", arguments.json), ("--memory-picture", arguments.memory_picture)):
+        if path is not None:
+            # A large model takes a while: not only then.
+            check_writable(flag, path)
+    picture = arguments.memory_picture
+    if picture is not None and picture.suffix != ".svg":
+        raise ConfigurationError(f"--memory-picture {picture}: the picture is SVG; give a name that ends in .svg")

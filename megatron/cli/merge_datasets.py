@@ -1,0 +1,258 @@
+"""Merge all data sets (.bin/.idx pairs) of a folder into one, in the order of their names, streaming.
+
+With --eod-id, make a data set of the token files of nanoGPT or llm.c (.bin), OLMo (.npy) or litdata: their tokens are
+one stream, and a document ends behind each token of that id.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.cli.arguments import Parser, exit_status_of
+from megatron.core.console import CountedBar
+from megatron.core.datasets.indexed_dataset import (
+    CHECKSUM_BLOCK_BYTES,
+    PIECE_LENGTH,
+    Block,
+    IndexedDataset,
+    bin_path,
+    checksum_blocks,
+    cut,
+    idx_path,
+    replace_tokens,
+    write_checksums,
+    write_index,
+)
+from megatron.core.errors import DataError
+from megatron.data.token_shards import TokenShard, find_token_shards
+
+
+def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
+    """List the data sets of a folder by name, the output itself left out.
+
+    Raises:
+        DataError: the folder is missing or holds none, or half of a data set.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder; change --input")
+    found: dict[str, set[str]] = {}
+    for path in folder.iterdir():
+        if path.suffix in (".bin", ".idx"):
+            found.setdefault(path.stem, set()).add(path.suffix)
+    for stem, suffixes in sorted(found.items()):
+        if len(suffixes) == 1:
+            raise DataError(
+                f"{folder / stem} has only {suffixes.pop()}; complete the pair or remove it from --input; token files "
+                "of nanoGPT and llm.c have no .idx and are read with --eod-id"
+            )
+    prefixes = [folder / stem for stem in sorted(found) if (folder / stem).absolute() != output_prefix.absolute()]
+    if not prefixes:
+        raise DataError(f"{folder} holds no .bin/.idx pair; change --input")
+    return prefixes
+
+
+def open_all(prefixes: Sequence[Path], multimodal: bool) -> list[IndexedDataset]:
+    """Open the data sets and check that they can be merged.
+
+    Raises:
+        DataError: one cannot be read or is damaged, or they differ in dtype or in having modes.
+    """
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    first = datasets[0]
+    for dataset in datasets:
+        if dataset.dtype != first.dtype:
+            raise DataError(
+                f"{dataset.prefix} holds {dataset.dtype.name} tokens and {first.prefix} holds {first.dtype.name}; data "
+                "sets can be merged only when their dtypes are equal: tokenize both with the same vocabulary"
+            )
+        dataset.verify_structure()
+    # Without sequences there is no telling whether there would be modes.
+    filled = [dataset for dataset in datasets if len(dataset)]
+    for dataset in filled:
+        if (dataset.sequence_modes is None) != (filled[0].sequence_modes is None):
+            raise DataError(f"{dataset.prefix} and {filled[0].prefix} cannot be merged: only one of them has modes")
+        if multimodal and dataset.sequence_modes is None:
+            raise DataError(f"--multimodal: {dataset.prefix} has no sequence modes; drop --multimodal")
+    return datasets
+
+
+def copy_tokens(datasets: Sequence[IndexedDataset], target: Path) -> list[Block]:
+    """Write the tokens of all data sets, force them to disk, and return their checksums."""
+    blocks = []
+    num_documents = 0
+    total = sum(bin_path(dataset.prefix).stat().st_size for dataset in datasets)
+    with open(target, "wb") as output, CountedBar("merging", total) as bar:
+        for dataset in datasets:
+            with open(bin_path(dataset.prefix), "rb", buffering=0) as source:
+                while data := source.read(CHECKSUM_BLOCK_BYTES):
+                    blocks += checksum_blocks(data)
+                    output.write(data)
+                    bar.add(len(data))
+            num_documents += dataset.num_documents
+            bar.clear()
+            print(f"Added {dataset.prefix}: {num_documents} documents so far", flush=True)
+        output.flush()
+        os.fsync(output.fileno())
+    return blocks
+
+
+def write_merged_index(datasets: Sequence[IndexedDataset], target: Path) -> None:
+    """Write the index of all data sets behind each other."""
+
+    def lengths() -> Iterator[NDArray[Any]]:
+        for dataset in datasets:
+            yield from cut(dataset.sequence_lengths)
+
+    def counts() -> Iterator[NDArray[Any]]:
+        for dataset in datasets:
+            indices = dataset.document_indices
+            yield from (
+                np.diff(indices[begin : begin + len(piece) + 1])
+                for begin, piece in zip(range(0, len(indices), PIECE_LENGTH), cut(indices[1:]))
+            )
+
+    def modes() -> Iterator[NDArray[Any]]:
+        for dataset in datasets:
+            if dataset.sequence_modes is not None:
+                yield from cut(dataset.sequence_modes)
+
+    has_modes = any(dataset.sequence_modes is not None for dataset in datasets)
+    write_index(target, datasets[0].dtype, lengths, counts, modes if has_modes else None)
+
+
+def merge(folder: Path, output_prefix: Path, multimodal: bool = False, with_checksums: bool = True) -> None:
+    """Write one data set that holds the documents of all of them.
+
+    Raises:
+        InputError: they cannot be read or do not fit together; nothing is left behind.
+    """
+    datasets = open_all(find_prefixes(folder, output_prefix), multimodal)
+    tokens, index = (Path(f"{output_prefix}.{suffix}.tmp-{os.getpid()}") for suffix in ("bin", "idx"))
+    try:
+        blocks = copy_tokens(datasets, tokens)
+        write_merged_index(datasets, index)
+        replace_tokens(output_prefix, tokens)
+        os.replace(index, idx_path(output_prefix))
+        if with_checksums:
+            write_checksums(output_prefix, blocks)
+    except OSError as error:
+        raise DataError(f"data set {output_prefix} cannot be written: {error}") from error
+    finally:
+        tokens.unlink(missing_ok=True)
+        index.unlink(missing_ok=True)
+    print(f"Wrote {output_prefix}.bin and .idx")
+
+
+def cut_documents(shards: Sequence[TokenShard], output_prefix: Path, eod_id: int, with_checksums: bool = True) -> None:
+    """Write the tokens of all shards as one data set, cut behind each end of a document.
+
+    Raises:
+        InputError: they cannot be read or do not fit together; nothing is left behind.
+    """
+    first = shards[0]
+    for shard in shards:
+        if shard.dtype != first.dtype:
+            raise DataError(f"{shard.path} holds {shard.dtype.name} tokens and {first.path} {first.dtype.name}")
+    dtype = np.dtype("<u2") if first.dtype == np.dtype("<u2") else np.dtype("<i4")
+    lengths = array("i")
+    num_tokens = begun = 0
+    tokens, index = (Path(f"{output_prefix}.{suffix}.tmp-{os.getpid()}") for suffix in ("bin", "idx"))
+    try:
+        total = sum(shard.num_tokens for shard in shards)
+        with open(tokens, "wb") as output, CountedBar("cutting", total) as bar:
+            for shard in shards:
+                for piece in shard.pieces():
+                    if dtype.kind == "i" and (int(piece.max()) >= 1 << 31 or int(piece.min()) < 0):
+                        raise DataError(f"{shard.path} holds ids that are none; change --token-dtype")
+                    output.write(piece.astype(dtype).tobytes())
+                    ends = np.flatnonzero(piece == eod_id) + num_tokens + 1
+                    lengths.extend(np.diff(ends, prepend=begun).tolist())
+                    begun = int(ends[-1]) if len(ends) else begun
+                    num_tokens += len(piece)
+                    bar.add(len(piece))
+            if not len(lengths):
+                raise DataError(
+                    f"none of the {num_tokens} tokens of {first.path.parent} is {eod_id}; change --eod-id or "
+                    "--token-dtype"
+                )
+            if num_tokens > begun:
+                lengths.append(num_tokens - begun)
+            output.flush()
+            os.fsync(output.fileno())
+        sizes = np.frombuffer(lengths, np.int32)
+        write_index(index, dtype, lambda: cut(sizes), lambda: cut(np.ones(len(sizes), np.int64)))
+        replace_tokens(output_prefix, tokens)
+        os.replace(index, idx_path(output_prefix))
+        if with_checksums:
+            size = sum(path(output_prefix).stat().st_size for path in (bin_path, idx_path))
+            with CountedBar("computing checksums", size) as bar:
+                write_checksums(output_prefix, read=bar.add)
+    except OSError as error:
+        raise DataError(f"data set {output_prefix} cannot be written: {error}") from error
+    finally:
+        tokens.unlink(missing_ok=True)
+        index.unlink(missing_ok=True)
+    print(f"Wrote {output_prefix}.bin and .idx: {len(lengths)} documents, {num_tokens} tokens")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Merge data sets, or token files where there are any.
+
+    Raises:
+        InputError: they cannot be read, or the output exists.
+    """
+    prefix: Path = arguments.output_prefix
+    existing = [path for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
+    if existing and not arguments.overwrite:
+        raise DataError(f"{existing[0]} exists already; replace it with --overwrite, or change --output-prefix")
+    if not arguments.input.exists():
+        raise DataError(f"{arguments.input} is not a folder; change --input")
+    if arguments.eod_id is None and not (arguments.input / "index.json").exists() and arguments.input.is_dir():
+        if arguments.token_dtype is not None:
+            raise DataError(f"--token-dtype {arguments.token_dtype} has no effect without --eod-id; add it")
+        merge(arguments.input, prefix, arguments.multimodal, not arguments.no_checksums)
+        return
+    if arguments.multimodal:
+        raise DataError("--multimodal has no effect on token files without .idx; leave it out")
+    shards = find_token_shards(arguments.input, arguments.token_dtype or "uint16")
+    if not shards:
+        raise DataError(
+            f"{arguments.input} holds no token files (.bin, .npy) but .bin/.idx pairs, if any; leave --eod-id out, or "
+            "change --input"
+        )
+    if arguments.eod_id is None:
+        raise DataError(
+            f"{arguments.input} does not say where documents end; name the id with --eod-id (GPT-2's is 50256)"
+        )
+    cut_documents(shards, prefix, arguments.eod_id, not arguments.no_checksums)
+
+
+def build_parser() -> Parser:
+    """Declare the flags."""
+    parser = Parser(prog="merge_datasets.py", description=__doc__)
+    parser.add_argument("--input", required=True, type=Path, metavar="DIR", help="folder of .bin/.idx pairs, or shards")
+    parser.add_argument("--eod-id", type=int, metavar="ID", help="the token that ends documents in other token files")
+    parser.add_argument(
+        "--token-dtype",
+        choices=["uint16", "uint32", "int32", "int64"],
+        help="type of the tokens in files that do not say it (uint16)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a data set that exists under the prefix")
+    parser.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX", help="path without suffix")
+    parser.add_argument("--multimodal", action="store_true", help="refuse data sets without sequence modes")
+    parser.add_argument("--no-checksums", action="store_true", help="write no PREFIX.checksums.json")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    arguments = build_parser().parse_args(argv)
+    return exit_status_of(lambda: run(arguments))

@@ -1,0 +1,401 @@
+"""Find the fastest layout of a model on a number of GPUs, or predict runs that were measured; no GPU is needed.
+
+python tools/plan.py --model-preset llama3.1-70b --gpus 64 --gpu h100-80gb --seq-length 8192 --global-batch-size 1024
+
+In place of a preset, or after it, any flags of pretrain_gpt.py describe the run; what they say of the layout, of
+recompute, sharding, precision and micro-batches is searched. Of the best layout the launch command is printed. With
+--sensitivity the search is repeated with other GPU memory, sequence lengths, batch sizes and numbers of GPUs.
+
+python tools/plan.py --evaluate RUNS.json --output PREDICTIONS.json
+
+python tools/plan.py --compare A.toml B.toml --gpus 64 [--gpu TYPE] [TRAINING-FLAGS]
+
+A.toml and B.toml are files for --config of pretrain_gpt.py. Training flags apply to each. A table shows their layouts,
+memory and time side by side, and the change.
+
+RUNS.json holds one record a run, as benchmarks/planner/measured_runs.json does. Every record is predicted under the
+implementation and on the GPU type that it names, or those that are given here. The errors are printed by model.
+A record that is not of a training run is reported and left out; the exit status is then 1, or 2 if no record is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.cli.arguments import Parser, exit_status_of
+from megatron.cli.planner_arguments import (
+    HELP,
+    add_imbalance,
+    check_agreement,
+    check_imbalance,
+    check_world_size,
+    describe_verified,
+    find_platform,
+    prepare_to_verify,
+    read_planned_run,
+    verify_fitting_plan,
+    write_text,
+)
+from megatron.config.arguments import ParsedArguments, without_flags
+from megatron.config.checks.run_checks import find_problems
+from megatron.config.config_sources import preset_names, preset_words
+from megatron.core.console import waiting
+from megatron.core.errors import ConfigurationError, DataError, MegatronError
+from megatron.planner.changes import find_changes
+from megatron.planner.choice import SEARCHED_FLAGS, Choice
+from megatron.planner.comparison import describe_comparison
+from megatron.planner.evaluation import describe_errors, evaluate
+from megatron.planner.explanation import explain
+from megatron.planner.gpu import GPUS
+from megatron.planner.implementations import IMPLEMENTATIONS, find_implementation
+from megatron.planner.measured_runs import read_runs
+from megatron.planner.page import to_page
+from megatron.planner.ranking import describe_ranking, launch_command, ranking_json
+from megatron.planner.search import Candidate, Search, search
+from megatron.planner.sensitivity import Variation, describe_sensitivities, find_sensitivity, variations
+from megatron.planner.text_report import describe_changes, describe_experts
+from megatron.planner.trace_store import trace_in_this_process
+from megatron.planner.training_words import has_flag
+
+if TYPE_CHECKING:
+    from megatron.config.run_config import RunConfig
+    from megatron.planner.verified_stage import VerifiedStage
+
+_DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
+_DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10
+_OF_PLANS = (
+    *("model_preset", "gpus", "precision", "train_tokens", "top", "json", "html", "verify", "compare", "sensitivity"),
+    "expert_imbalance",
+)
+"""Arguments that --evaluate has no use for."""
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_ITERATIONS = 1000
+"""Length of a run of which none is said."""
+_MOST_ITERATIONS = 10**9
+"""Iterations whose samples can be counted at any batch size."""
+_OF_SEARCHES = ("precision", "train_tokens", "top", "json", "html", "verify", "sensitivity")
+"""Arguments that --compare has no use for."""
+_PARSED_RANKS = 5
+"""How many of the best choices are tried as command lines until one is taken."""
+
+
+@dataclass(frozen=True)
+class _Best:
+    """Hold the choice that is proposed, what its command line parses to, and what a dry run said of it."""
+
+    choice: Choice
+    parsed: ParsedArguments
+    command: str
+    verified: tuple[VerifiedStage, ...]
+
+
+def build_parser() -> Parser:
+    """Declare the flags."""
+    parser = Parser(
+        prog="plan.py",
+        usage="%(prog)s [--model-preset NAME] [TRAINING-FLAGS] --gpus N [--gpu TYPE] [--precision bf16|fp8|both] "
+        "[--train-tokens N] [--sensitivity] [--verify]\n   or: %(prog)s --compare A.toml B.toml --gpus N [--gpu TYPE] "
+        "[TRAINING-FLAGS]\n   or: %(prog)s --evaluate RUNS.json [--output PREDICTIONS.json] [--gpu TYPE]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model-preset", metavar="NAME", help=f"one of {', '.join(preset_names())}")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs of the run")
+    parser.add_argument("--precision", choices=("bf16", "fp8", "both"), help="what products are computed in (both)")
+    parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole run, such as 300B: says its days")
+    parser.add_argument("--top", type=int, metavar="N", help="layouts that are printed (10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every choice and its fate to this file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page on the best layout to this file")
+    parser.add_argument("--verify", action="store_true", default=None, help=HELP)
+    parser.add_argument(
+        "--sensitivity",
+        action="store_true",
+        default=None,
+        help="search again with other GPU memory, sequence lengths, batch sizes and numbers of GPUs (a minute or more)",
+    )
+    parser.add_argument(
+        "--compare", nargs="+", type=Path, metavar="FILE", help="compare configurations, each a file for --config"
+    )
+    parser.add_argument("--evaluate", type=Path, metavar="FILE", help="predict the runs of this file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the predictions of --evaluate to this file")
+    parser.add_argument(
+        "--implementation", metavar="NAME", help=f"one of {', '.join(IMPLEMENTATIONS)} (ours; as each record says)"
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="TYPE",
+        help=f"one of {', '.join(GPUS)}, or a file of tools/calibrate.py (h100-80gb; as each record says)",
+    )
+    add_imbalance(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit status: 2 for a file or flags that cannot be used."""
+    parser = build_parser()
+    arguments, training_flags = parser.parse_known_args(argv)
+    if arguments.evaluate is None:
+        if arguments.output is not None:
+            parser.error("--output goes with --evaluate; give --json or --html for what is planned")
+        if arguments.compare is not None:
+            given = _flags_of(arguments, _OF_SEARCHES)
+            if given:
+                parser.error(f"--compare does not go with {', '.join(given)}; leave out one or the other")
+            return exit_status_of(functools.partial(compare_files, arguments, training_flags))
+        return exit_status_of(functools.partial(plan_run, arguments, training_flags))
+    of_plans = _flags_of(arguments, _OF_PLANS)
+    if of_plans:
+        parser.error(f"--evaluate does not go with {', '.join(of_plans)}; leave out one or the other")
+    if training_flags:
+        parser.error(f"--evaluate takes no training flags: {' '.join(training_flags)}")
+    return exit_status_of(functools.partial(evaluate_file, arguments))
+
+
+def plan_run(arguments: argparse.Namespace, training_flags: Sequence[str]) -> None:
+    """Rank all layouts, and print the command of the best.
+
+    Raises:
+        ConfigurationError: the flags are wrong, no layout fits, or a file cannot be written.
+    """
+    if arguments.gpus is None:
+        raise ConfigurationError("--gpus is missing; give the number of GPUs to plan for, or --evaluate RUNS.json")
+    top = _DEFAULT_TOP if arguments.top is None else arguments.top
+    if top < 1:
+        raise ConfigurationError(f"--top {top} is not positive; give the number of layouts to print")
+    check_world_size("--gpus", arguments.gpus)
+    gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
+    name = arguments.implementation or _DEFAULT_IMPLEMENTATION
+    implementation = find_implementation(name, arguments.expert_imbalance)
+    if arguments.verify:
+        prepare_to_verify(implementation)
+    tokens = None if arguments.train_tokens is None else _number(arguments.train_tokens)
+    if arguments.precision == "fp8" and not gpu.float8_flops:
+        raise ConfigurationError(f"--precision fp8: {gpu.name} has no products in fp8; use --precision bf16")
+    typed = {word.partition("=")[0] for word in training_flags}
+    preset = without_flags(preset_words(arguments.model_preset), typed) if arguments.model_preset else ()
+    if not has_flag(training_flags, "--global-batch-size", "--step-batch-size-schedule"):
+        raise ConfigurationError("--global-batch-size is missing; give the number of samples of one step")
+    words = _complete((*preset, *training_flags), tokens)
+    # The flags must be right for one rank: those of the layout, which are searched, are left out.
+    base = read_planned_run(_without_layout(words), 1)
+    check_imbalance(arguments.expert_imbalance, base.config.model)
+    config = dataclasses.replace(base.config, world_size=arguments.gpus)
+    both = ("bf16", "fp8") if gpu.float8_flops else ("bf16",)
+    precision = arguments.precision or _DEFAULT_PRECISION
+    precisions = both if precision == "both" else (precision,)
+    with waiting("searching layouts") as tried:
+        problems = functools.partial(find_problems, needs_files=False)
+        found = search(config, gpu, implementation, precisions, problems, tried, max(top, _PARSED_RANKS))
+
+    further: dict[str, Any] = {"expert_imbalance": implementation.expert_imbalance}
+
+    def write_json() -> None:
+        if arguments.json is not None:
+            write_text("--json", arguments.json, json.dumps(ranking_json(found, tokens) | further, indent=1) + "\n")
+
+    write_json()
+    table = "\n".join(describe_ranking(found, found.ranked[:top], tokens))
+    print(table)
+    if arguments.expert_imbalance is not None:
+        print("\n".join(describe_experts(config.model, implementation.expert_imbalance)))
+    searched = [flag for flag in SEARCHED_FLAGS if has_flag(training_flags, flag)]
+    if searched:
+        print(f"searched, and not taken as given: {', '.join(searched)}")
+    best = _best(
+        found, words, arguments.gpus, functools.partial(verify_fitting_plan, gpu=gpu) if arguments.verify else None
+    )
+    if best is None:
+        with waiting("looking for what would fit"):
+            leanest = _leanest(words, arguments.gpus)
+            changes = find_changes(leanest, arguments.gpus, read_planned_run, gpu, implementation)
+        told = "; ".join(describe_changes(changes)) or "no single change helps: use more GPUs or more memory"
+        raise ConfigurationError(f"no layout fits {arguments.gpus} x {gpu.name}; what would: {told}")
+    print(f"\nthe best, {best.choice.describe()}:\n{best.command}")
+    for note in best.parsed.notes:
+        print(note)
+    if arguments.sensitivity:
+
+        def best_of(variation: Variation) -> Candidate | None:
+            varied = read_planned_run((*_without_layout(words), *variation.words), 1).config
+            varied = dataclasses.replace(varied, world_size=variation.world_size)
+            ranked = search(varied, variation.gpu, implementation, precisions, problems, wanted=1).ranked
+            return ranked[0] if ranked else None
+
+        with waiting("searching layouts of other runs"):
+            sensitivities = [find_sensitivity(each, best_of) for each in variations(config, gpu)]
+        further["sensitivities"] = [each.to_json() for each in sensitivities]
+        write_json()
+        shown = "\n".join(describe_sensitivities(sensitivities))
+        print(f"\n{shown}")
+        table += f"\n\n{shown}"
+    if arguments.verify:
+        further["verified"] = [each.to_json() for each in best.verified]
+        write_json()
+        comparison = "\n".join(describe_verified(best.verified))
+        print(f"\n{comparison}")
+        table += f"\n\n{comparison}"
+    if arguments.html is not None:
+        explanation = explain(best.parsed.config, best.parsed.notes, gpu, implementation)
+        write_text("--html", arguments.html, to_page(explanation, (), table))
+    check_agreement(best.verified)
+
+
+def compare_files(arguments: argparse.Namespace, training_flags: Sequence[str]) -> None:
+    """Print a table of the layouts, memory and times of several configurations.
+
+    Raises:
+        ConfigurationError: there are fewer than two files, or the flags or a file are wrong.
+    """
+    files = arguments.compare
+    if len(files) < 2:
+        raise ConfigurationError(f"--compare {files[0]} is one file; give two or more")
+    if arguments.gpus is None:
+        raise ConfigurationError("--gpus is missing; give the number of GPUs of the runs")
+    check_world_size("--gpus", arguments.gpus)
+    gpu = find_platform(arguments.gpu or _DEFAULT_GPU)
+    name = arguments.implementation or _DEFAULT_IMPLEMENTATION
+    implementation = find_implementation(name, arguments.expert_imbalance)
+    trace_in_this_process()
+    preset = preset_words(arguments.model_preset) if arguments.model_preset else ()
+    explanations = []
+    for file in files:
+        try:
+            parsed = read_planned_run((*preset, *training_flags, "--config", str(file)), arguments.gpus)
+        except ConfigurationError as error:
+            raise ConfigurationError([f"--compare {file}: {problem}" for problem in error.problems]) from error
+        check_imbalance(arguments.expert_imbalance, parsed.config.model)
+        explanations.append(explain(parsed.config, parsed.notes, gpu, implementation))
+    names = [file.stem for file in files]
+    if len(set(names)) < len(names):
+        names = list(map(str, files))
+    print("\n".join(describe_comparison(names, explanations)))
+    for name, explanation in zip(names, explanations):
+        if explanation.prediction.reason:
+            print(f"{name}: {explanation.prediction.reason}")
+
+
+def evaluate_file(arguments: argparse.Namespace) -> None:
+    """Predict the runs of a file, write the predictions and print the errors; records that are no runs are left out.
+
+    Raises:
+        DataError: the file is not one of measured runs, or no record of it is of a training run.
+        ConfigurationError: a name is not known, or the predictions cannot be written.
+        MegatronError: predictions were written, and some records were left out.
+    """
+    trace_in_this_process()
+    implementation = None if arguments.implementation is None else find_implementation(arguments.implementation)
+    gpu = None if arguments.gpu is None else find_platform(arguments.gpu)
+    left_out: list[DataError] = []
+    evaluated = evaluate(read_runs(arguments.evaluate, left_out), implementation, gpu, left_out=left_out)
+    if left_out and not evaluated:
+        more = f" (and {len(left_out) - 1} records more)" if len(left_out) > 1 else ""
+        raise DataError(f"{left_out[0]}{more}")
+    if arguments.output is not None:
+        predictions = {"runs": [each.to_json() for each in evaluated]}
+        write_text("--output", arguments.output, json.dumps(predictions, indent=1) + "\n")
+    print("\n".join(describe_errors(evaluated)))
+    for error in left_out:
+        print(f"WARNING: left out: {error}", file=sys.stderr)
+    if left_out:
+        raise MegatronError(
+            f"{len(left_out)} of {len(evaluated) + len(left_out)} records of {arguments.evaluate} were left out; "
+            "complete or remove them"
+        )
+
+
+def _flags_of(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return the flags among some that the command line has."""
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
+
+
+def _complete(words: Sequence[str], tokens: int | None) -> tuple[str, ...]:
+    """Return the words with what a run needs and planning does not: data, a learning rate, a length.
+
+    Raises:
+        ConfigurationError: the flags are wrong.
+    """
+    added: list[str] = []
+    if not any(word.split("=")[0].endswith(("data-path", "data-args-path", "--mock-data")) for word in words):
+        added.append("--mock-data")
+    if not has_flag(words, "--lr"):
+        added += ["--lr", "3e-4"]
+    completed = (*words, *added)
+    if has_flag(words, "--train-iters", "--train-samples"):
+        return completed
+    if tokens is None:
+        return (*completed, "--train-iters", str(_ITERATIONS))
+    # An iteration is a token or more: until its size is known, the run has as many as it can have.
+    most = str(min(tokens, _MOST_ITERATIONS))
+    config = read_planned_run(_without_layout((*completed, "--train-iters", most)), 1).config
+    tokens_per_step = config.data.seq_length * config.training.global_batch_size
+    return (*completed, "--train-iters", str(max(1, tokens // tokens_per_step)))
+
+
+def _without_layout(words: Sequence[str]) -> tuple[str, ...]:
+    return (*without_flags(words, SEARCHED_FLAGS), "--bf16", "--micro-batch-size", "1")
+
+
+def _leanest(words: Sequence[str], world_size: int) -> tuple[str, ...]:
+    """Return the words with the layout that keeps least on each of eight GPUs a machine."""
+    size = min(8, world_size)
+    choice = Choice(
+        tp=size,
+        pp=1,
+        cp=1,
+        chunks=1,
+        counts_ends=False,
+        micro_batch_size=1,
+        recompute="full",
+        sharding="optim_grads" if world_size > size else "no_shard",
+        precision="bf16",
+    )
+    return choice.words(words)
+
+
+def _best(
+    found: Search, words: Sequence[str], world_size: int, verify: Callable[[RunConfig], Sequence[VerifiedStage]] | None
+) -> _Best | None:
+    """Return the fastest choice whose command line the training's own parser takes and whose dry run fits, or None.
+
+    Raises:
+        ConfigurationError: none of the first few is taken; why.
+    """
+    problems: list[str] = []
+    for each in found.ranked[:_PARSED_RANKS]:
+        chosen = each.choice.words(words)
+        try:
+            parsed = read_planned_run(chosen, world_size)
+            verified = () if verify is None else tuple(verify(parsed.config))
+        except ConfigurationError as error:
+            problems += error.problems
+        else:
+            return _Best(each.choice, parsed, launch_command(chosen, world_size), verified)
+    if problems:
+        raise ConfigurationError(problems)
+    return None
+
+
+def _number(text: str) -> int:
+    """Return a number of tokens, which may end in K, M, B or T.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    try:
+        number = float(digits) * unit
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e18:
+        raise ConfigurationError(f"--train-tokens {text} is not a number of tokens; give one such as 300B or 15T")
+    return int(number)

@@ -1,0 +1,205 @@
+"""Arguments of the planning commands: training flags for absent GPUs, the platform, and --verify.
+
+--verify tries the planned stages on a simulated GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.config.arguments import ParsedArguments, resolve_arguments
+from megatron.config.run_config import RunConfig
+from megatron.core.console import waiting
+from megatron.core.errors import ConfigurationError, MegatronError
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.planner.gpu import GPUS, Gpu, find_gpu
+from megatron.planner.gpu_file import read_gpu
+from megatron.planner.implementations import IMPLEMENTATIONS, OURS, Implementation
+from megatron.planner.prediction import HOPPER_MACHINES, usable_bytes
+from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+from megatron.planner.simulation.vocabulary import with_known_vocabulary
+
+if TYPE_CHECKING:
+    from megatron.planner.verified_stage import VerifiedStage
+
+
+MOST_RANKS = 1 << 17
+
+
+def add_platform(parser: argparse.ArgumentParser) -> None:
+    """Declare where a run is planned, and what runs it."""
+    parser.add_argument(
+        "--gpu",
+        default="h100-80gb",
+        metavar="TYPE",
+        help=f"one of {', '.join(GPUS)}, or a file that tools/calibrate.py wrote (h100-80gb)",
+    )
+    parser.add_argument(
+        "--implementation", default="ours", metavar="NAME", help=f"one of {', '.join(IMPLEMENTATIONS)} (ours)"
+    )
+    add_imbalance(parser)
+
+
+def add_imbalance(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--expert-imbalance``."""
+    parser.add_argument(
+        "--expert-imbalance",
+        type=float,
+        metavar="X",
+        help="tokens of the most loaded expert-parallel rank divided by the mean: scales the time of expert GEMMs and "
+        "token exchanges (1.0)",
+    )
+
+
+def check_imbalance(imbalance: float | None, model: GPTConfig) -> None:
+    """Refuse an imbalance of experts that a model does not have.
+
+    Raises:
+        ConfigurationError: the model has no experts.
+    """
+    if imbalance is not None and model.num_experts is None:
+        raise ConfigurationError(
+            f"--expert-imbalance {imbalance:g} has no effect on a model without experts; leave it out, or give "
+            "--num-experts"
+        )
+
+
+def read_planned_run(words: Sequence[str], world_size: int) -> ParsedArguments:
+    """Return a configuration with the size of its vocabulary; data, tokenizer and the length of the run may be missing.
+
+    Raises:
+        ConfigurationError: the flags are wrong, or do not say the size of the vocabulary.
+    """
+    parsed = resolve_arguments(words, world_size, needs_files=False)
+    return replace(parsed, config=with_known_vocabulary(parsed.config))
+
+
+def find_platform(name: str) -> Gpu:
+    """Return a GPU type by its name, or by a file of figures that tools/calibrate.py wrote.
+
+    Raises:
+        ConfigurationError: no figures are known for it, or the file holds none.
+    """
+    return read_gpu(Path(name)) if name.endswith(".json") else find_gpu(name)
+
+
+def check_world_size(flag: str, size: int) -> None:
+    """Refuse a number of ranks that cannot be planned.
+
+    Raises:
+        ConfigurationError: it is below 1, or above what is planned in seconds.
+    """
+    if not 1 <= size <= MOST_RANKS:
+        raise ConfigurationError(f"{flag} {size} is not between 1 and {MOST_RANKS}; give the number of the run's GPUs")
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Refuse a file that a flag names and that could not be written, as far as that shows before.
+
+    Raises:
+        ConfigurationError: its folder is not there, or it is a folder itself, or one of both may not be written to or
+            looked at.
+    """
+    folder = path.absolute().parent
+    try:
+        if not folder.is_dir():
+            problem = "its folder is not there"
+        elif path.is_dir():
+            problem = "it is a folder"
+        elif not os.access(path if path.exists() else folder, os.W_OK):
+            problem = "permission is missing"
+        else:
+            return
+    except OSError as error:
+        problem = error.strerror or str(error)
+    raise ConfigurationError(f"{flag} {path} cannot be written: {problem}; give another file")
+
+
+def write_text(flag: str, path: Path, text: str) -> None:
+    """Write a file that a flag names.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{flag} {path} cannot be written: {error.strerror}; give another file") from error
+
+
+HELP = "try the plan's stages on a simulated GPU, and compare (5 to 60 s each)"
+_MIB = 2**20
+
+# Torch is imported by the function that needs it: the library that replaces the CUDA driver must be loaded before.
+
+
+def prepare_to_verify(implementation: Implementation) -> None:
+    """Let this process pretend to have CUDA; torch must not be imported yet.
+
+    Raises:
+        ConfigurationError: the implementation is another program, or this machine cannot pretend to have CUDA.
+    """
+    if implementation.name != OURS.name:
+        raise ConfigurationError(
+            f"--verify runs this program, and --implementation is {implementation.name}; use --implementation "
+            f"{OURS.name}, or leave out --verify"
+        )
+    load_pretended_cuda()
+
+
+def verify_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
+    """Run the first, the last and the fullest stage dry; `prepare_to_verify` must have been called.
+
+    Raises:
+        ConfigurationError: the dry run refuses the configuration.
+    """
+    from megatron.planner.verified_stage import stages_to_verify, verify_stage
+    from megatron.training.gpt import forward_step, provide_model
+
+    made_of = provide_model, forward_step
+    stages, verified = stages_to_verify(config, gpu), []
+    with waiting("trying the plan's stages") as tried:
+        for stage in stages:
+            verified.append(verify_stage(config, stage, gpu, *made_of))
+            tried(len(verified), len(stages))
+    return verified
+
+
+def verify_fitting_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
+    """Do what `verify_plan` does for a plan that is to fit.
+
+    Raises:
+        ConfigurationError: the dry run refuses the configuration, or needs more memory than the GPU gives away.
+    """
+    verified = verify_plan(config, gpu)
+    fullest = max(verified, key=lambda each: each.peak_bytes)
+    needed, usable = fullest.peak_bytes + HOPPER_MACHINES.held_bytes, usable_bytes(gpu)
+    if needed > usable:
+        raise ConfigurationError(
+            f"stage {fullest.stage} needs {needed // _MIB} of {usable // _MIB} MiB in the dry run, planned were "
+            f"{(fullest.planned.total + HOPPER_MACHINES.held_bytes) // _MIB}; leave out --verify to see its command"
+        )
+    return verified
+
+
+def describe_verified(verified: Sequence[VerifiedStage]) -> Iterator[str]:
+    """Yield what was compared of each stage."""
+    yield "verified by a dry run on a simulated GPU:"
+    for each in verified:
+        yield from each.lines()
+
+
+def check_agreement(verified: Sequence[VerifiedStage]) -> None:
+    """Fail where a dry run was not as planned.
+
+    Raises:
+        MegatronError: it was not, for some stage.
+    """
+    unlike = [str(each.stage) for each in verified if not each.agrees]
+    if unlike:
+        raise MegatronError(f"the dry run is not as planned on stage {', '.join(unlike)}: trust the dry run, see above")

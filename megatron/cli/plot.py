@@ -1,0 +1,68 @@
+"""Draw runs from their metrics files as one HTML page or PNG: losses, speed, memory, generated texts.
+
+megatron plot checkpoints/a checkpoints/b --output runs.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+
+from megatron.cli.arguments import Parser, exit_status_of
+from megatron.core.errors import DataError
+from megatron.plotting.chart import charts_of
+from megatron.plotting.metrics_record import read_several
+from megatron.plotting.run_page import to_page
+
+
+def build_parser() -> Parser:
+    """Declare the flags."""
+    parser = Parser(
+        prog="plot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run's --save folder or its metrics file; several: compared"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="a .html (plot.html in the first run's folder), or a .png, which needs matplotlib; may be repeated",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    for output in arguments.output or ():
+        if output.suffix not in (".html", ".png"):
+            parser.error(f"--output {output} ends in neither .html nor .png")
+    return exit_status_of(functools.partial(plot, arguments))
+
+
+def plot(arguments: argparse.Namespace) -> None:
+    """Write the pictures and say where they are.
+
+    Raises:
+        InputError: a run cannot be read, a file not be written, or matplotlib is missing.
+    """
+    records = read_several(arguments.runs)
+    outputs: list[Path] = arguments.output or [records[0].path.parent / "plot.html"]
+    for output in outputs:
+        try:
+            if output.suffix == ".png":
+                from megatron.plotting.chart import write_png
+
+                write_png(output, charts_of(records), ", ".join(record.name for record in records))
+            else:
+                output.write_text(to_page(records), encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"{output} cannot be written: {error.strerror}; change --output") from error
+        print(f"wrote {output}")

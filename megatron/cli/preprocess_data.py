@@ -1,0 +1,333 @@
+"""Tokenize text into the data sets that training reads: PREFIX_KEY_document.bin and .idx for each key.
+
+The output depends on the input, the tokenizer and the flags that say what a document is: it is the same bytes whatever
+the number of workers, in the order of the input. A document without tokens has no sequence (and gets no end-of-document
+token), but keeps its place among the documents, as in Megatron-LM. A key may hold a list of texts: a document of
+several sequences. With --sft each line is a conversation, which the chat template turns into text; PREFIX_sft_document
+then has PREFIX_sft_document_loss_mask beside it, whose tokens are 1 where an answer is and 0 elsewhere.
+
+Unfinished work is kept in the folder PREFIX.preprocessing: the same command, run again, goes on from there and ends
+with the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from dataclasses import replace
+from typing import Any
+
+# NumPy's threads would only be in the way of forking workers.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from megatron.cli.arguments import Parser, add_tokenizer_arguments, exit_status_of, report_unused, tokenizer_of
+from megatron.core.datasets.conversation_file import MASK_DTYPE, ConversationEncoder, ConversationOptions, mask_prefix
+from megatron.core.datasets.indexed_dataset import bin_path, idx_path, optimal_dtype
+from megatron.core.errors import ConfigurationError, DataError, TokenizerError
+from megatron.core.tokenizers.text_encoder import ENGINES, ReferenceEncoder, choose_encoder, missing_engine
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.data.input_chunks import CHUNK_BYTES, cut_input, first_keys, take_sample
+from megatron.data.input_files import KINDS, STDIN, InputFile, find_input
+from megatron.data.json_lines import find_compiled_reader
+from megatron.data.leader import Leader, Progress
+from megatron.data.tokenized_chunk import Recipe, load_splitter
+from megatron.data.work_folder import FORMAT, WorkFolder, differences, record_path, unfinished_path
+from megatron.data.worker_pool import WorkerPool, num_slots, work
+
+# What all workers together may hold with their slots, what each needs anyway and for one chunk more than it should, and
+# the least that it may grow by.
+WORKERS_MEMORY_BYTES = 640 << 20
+WORKER_BASE_BYTES = 100 << 20
+MIN_WORKER_GROWTH_BYTES = 16 << 20
+
+
+def build_parser() -> Parser:
+    """Declare Megatron's flags, and ours."""
+    parser = Parser(
+        prog="preprocess_data.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    data = parser.add_argument_group("input and output")
+    data.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="files (.gz .zst .xz .bz2, too), folders, patterns such as 'data/*.jsonl', - for jsonl that is piped in",
+    )
+    data.add_argument(
+        "--input-format",
+        choices=KINDS,
+        help="what the files hold; text is one document a file, tar a WebDataset (what each says itself)",
+    )
+    data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
+    data.add_argument("--overwrite", action="store_true", help="replace data sets that exist under the prefix")
+    data.add_argument(
+        "--json-keys",
+        "--text-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys, columns or tar members to tokenize (text)",
+    )
+    data.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    data.add_argument(
+        "--sft",
+        action="store_true",
+        help="read conversations and write their tokens and loss masks, for --sft training",
+    )
+    data.add_argument(
+        "--chat-template", metavar="FILE|NAME", help="Jinja file, or chatml, plain, identity (the tokenizer's own)"
+    )
+    data.add_argument("--split-sentences", action="store_true", help="make each sentence a sequence (needs nltk)")
+    data.add_argument("--keep-newlines", action="store_true", help="keep white space between sentences with the first")
+    data.add_argument("--lang", default="english", metavar="LANGUAGE", help="language of the sentences (english)")
+    data.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="the only format")
+    data.add_argument(
+        "--on-error",
+        default="stop",
+        choices=["stop", "skip"],
+        help="at a line that holds no document: stop, or report and skip it (stop)",
+    )
+    data.add_argument("--no-checksums", action="store_true", help="write no PREFIX_KEY_document.checksums.json")
+    tokenizer = add_tokenizer_arguments(parser, "GPT2BPETokenizer")
+    tokenizer.add_argument(
+        "--tokenizer-engine",
+        default="auto",
+        choices=ENGINES,
+        help="engine that encodes; auto is the fastest that gives the tokenizer's ids on a sample of the input (auto)",
+    )
+    runtime = parser.add_argument_group("running")
+    runtime.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    runtime.add_argument(
+        "--log-interval", type=int, default=1000, metavar="N", help="documents between two reports (1000)"
+    )
+    runtime.add_argument("--restart", action="store_true", help="discard unfinished work and start again")
+    runtime.add_argument(
+        "--partitions", type=int, default=1, metavar="N", help="lay documents out as Megatron does with N partitions"
+    )
+    runtime.add_argument(
+        "--keep-sequential-samples", action="store_true", help="with --partitions, keep the order of the input"
+    )
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Check the values of the flags and report every problem at once.
+
+    Raises:
+        ConfigurationError: naming every invalid value.
+    """
+    problems = [
+        f"--{name.replace('_', '-')} {getattr(arguments, name)} is not positive"
+        for name in ("workers", "log_interval", "partitions")
+        if getattr(arguments, name) < 1
+    ]
+    repeated = {key for key in arguments.json_keys if arguments.json_keys.count(key) > 1}
+    if repeated:
+        problems.append(f"--json-keys names {' '.join(sorted(repeated))} more than once")
+    if arguments.sft:
+        idle = {"append_eod": False, "split_sentences": False, "partitions": 1, "json_keys": ["text"]}
+        problems += [
+            f"--{name.replace('_', '-')} does not go with --sft, whose chat template makes the text; leave it out"
+            for name, default in idle.items()
+            if getattr(arguments, name) != default
+        ]
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def load_conversations(
+    arguments: argparse.Namespace, files: list[InputFile], tokenizer: Tokenizer
+) -> ConversationEncoder | None:
+    """Return what encodes the conversations of ``--sft``; None without it.
+
+    Raises:
+        DataError: the input is not jsonl, or there is no chat template.
+    """
+    if not arguments.sft:
+        report_unused(build_parser(), arguments, "--sft", ("chat_template",))
+        return None
+    for file in files:
+        if file.kind != "jsonl":
+            raise DataError(f"{file.name} is {file.kind}, and --sft reads jsonl; write a conversation a line")
+    return ConversationOptions(tokenizer, arguments.chat_template).encoder()
+
+
+def load_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
+    """Build the tokenizer.
+
+    Raises:
+        TokenizerError: it cannot be built, or lacks the token that --append-eod appends.
+    """
+    tokenizer = tokenizer_of(arguments)
+    if arguments.append_eod and tokenizer.eod_id is None:
+        raise TokenizerError(f"--append-eod: this {tokenizer.name} has no end-of-document token; drop --append-eod")
+    return tokenizer
+
+
+def describe_work(
+    arguments: argparse.Namespace,
+    files: list[InputFile],
+    tokenizer: Tokenizer,
+    conversations: ConversationEncoder | None,
+) -> dict[str, Any]:
+    """List all that the output depends on: only the same command may resume unfinished work."""
+    return {
+        **({} if conversations is None else {"sft": conversations.describe()}),
+        "format": FORMAT,
+        "input": [file.identity() for file in files],
+        "json_keys": list(arguments.json_keys),
+        "tokenizer": {
+            **tokenizer.arguments,
+            "files": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in tokenizer.files],
+        },
+        "append_eod": arguments.append_eod,
+        "on_error": arguments.on_error,
+        "split_sentences": [arguments.keep_newlines, arguments.lang] if arguments.split_sentences else None,
+        "partitions": 1 if arguments.keep_sequential_samples else arguments.partitions,
+        "chunk_bytes": CHUNK_BYTES,
+    }
+
+
+def is_done(arguments: argparse.Namespace, description: dict[str, Any], prefixes: list[str]) -> bool:
+    """Tell whether this very command made the data sets, and refuse to replace others without --overwrite.
+
+    Unfinished work is gone on with: what it replaces was settled at its start. What comes through a pipe may be another
+    text each time.
+
+    Raises:
+        DataError: a data set exists that another command made, or that is not known to be this one's.
+    """
+    if arguments.overwrite or unfinished_path(arguments.output_prefix).exists():
+        return False
+    existing = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
+    if not existing:
+        return False
+    different = differences(record_path(arguments.output_prefix), description, prefixes)
+    if different == [] and STDIN not in arguments.input and not arguments.restart:
+        return True
+    why = f" (another command made it: {', '.join(different)} differ)" if different else ""
+    raise DataError(f"{existing[0]} exists already; replace it with --overwrite, or change --output-prefix{why}")
+
+
+def tokenize(
+    arguments: argparse.Namespace, files: list[InputFile], recipe: Recipe, tokenizer: Tokenizer, folder: WorkFolder
+) -> tuple[Progress, Recipe]:
+    """Tokenize the chunks that are left: choose an engine, start the workers, wait until all chunks are written.
+
+    The returned recipe holds the engine, because freeing it takes a while and is left to the end of the process.
+
+    Raises:
+        InputError: the input or an engine cannot be used.
+        WorkerError: a worker died.
+    """
+    chunks = cut_input(files, folder.num_chunks, folder.last)
+    first = next(chunks, None)
+    total_bytes = None if any(file.path == STDIN for file in files) else sum(file.num_bytes for file in files)
+    progress = Progress(None if total_bytes is None else total_bytes - folder.source_bytes, arguments.log_interval)
+    if first is not None and recipe.conversations is not None:
+        print(f"Encoding with {recipe.conversations.template.name} in {arguments.workers} process(es)", flush=True)
+    elif first is not None:
+        sample = take_sample(files, recipe.keys, first)
+        encoder = choose_encoder(tokenizer, arguments.tokenizer_engine, sample, print)
+        missing = missing_engine(tokenizer, encoder) if arguments.tokenizer_engine == "auto" else None
+        faster = "" if missing is None else f"; {missing} is faster and not installed: pip install {missing}"
+        print(f"Encoding with {encoder.name} in {arguments.workers} process(es){faster}", flush=True)
+        recipe = replace(recipe, encoder=encoder)
+    if first is not None:
+        progress.start()
+        slot_bytes = CHUNK_BYTES * recipe.dtype.itemsize  # a byte of text makes one token at most
+        needed = WORKER_BASE_BYTES + num_slots(arguments.workers) * slot_bytes
+        growth = max(WORKERS_MEMORY_BYTES // arguments.workers - needed, MIN_WORKER_GROWTH_BYTES)
+        skip_errors = arguments.on_error == "skip"
+        with WorkerPool(arguments.workers, slot_bytes, work, (files, recipe, growth)) as pool:
+            leader = Leader(pool, folder, files, recipe.num_partitions, skip_errors, progress)
+            leader.run(itertools.chain([first], chunks))
+    if folder.token_bytes == 0:
+        folder.forget()
+        names = ", ".join(file.name for file in files)
+        found = first_keys(files)
+        if not folder.num_documents and not folder.num_skipped:
+            raise DataError(f"{names}: there is no line or row in it; change --input")
+        skipped = f" and {folder.num_skipped} lines skipped" if folder.num_skipped else ""
+        raise DataError(
+            f"{names}: holds no text: {folder.num_documents} documents without a token{skipped}; looked for under "
+            f"{', '.join(recipe.keys)}, the keys there are {', '.join(found) or 'none'}: change --json-keys"
+        )
+    return progress, recipe
+
+
+def preprocess(arguments: argparse.Namespace) -> None:
+    """Tokenize the input and publish the data sets.
+
+    Raises:
+        InputError: the arguments, the tokenizer or the data cannot be used; what was done before is kept.
+        WorkerError: a worker died; what was done is kept.
+    """
+    check_arguments(arguments)
+    files = find_input(arguments.input, arguments.json_keys, arguments.input_format)
+    if not arguments.split_sentences:
+        report_unused(build_parser(), arguments, "--split-sentences", ("keep_newlines", "lang"))
+    tokenizer = load_tokenizer(arguments)
+    splitter = load_splitter(arguments.lang, arguments.keep_newlines) if arguments.split_sentences else None
+    keys = tuple(arguments.json_keys)
+    num_partitions = 1 if arguments.keep_sequential_samples else arguments.partitions
+    dtype = optimal_dtype(tokenizer.vocab_size)
+    conversations = load_conversations(arguments, files, tokenizer)
+    recipe = Recipe(
+        encoder=ReferenceEncoder(tokenizer),
+        keys=keys,
+        eod_id=tokenizer.eod_id if arguments.append_eod else None,
+        dtype=dtype,
+        num_partitions=num_partitions,
+        split_sentences=splitter,
+        extract_texts=find_compiled_reader(),
+        conversations=conversations,
+    )
+    level = "sentence" if arguments.split_sentences else "document"
+    prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in keys]
+    groups, dtypes = (
+        [range(i * num_partitions, (i + 1) * num_partitions) for i in range(len(keys))],
+        [dtype] * len(keys),
+    )
+    if conversations is not None:
+        # The masks are published first: conversations that are in place have theirs.
+        prefix = f"{arguments.output_prefix}_sft_document"
+        prefixes, groups, dtypes = [mask_prefix(prefix), prefix], [range(1, 2), range(1)], [MASK_DTYPE, dtype]
+    description = describe_work(arguments, files, tokenizer, conversations)
+    if is_done(arguments, description, prefixes):
+        print(f"Done already: this command made {', '.join(prefixes)}; --overwrite makes them again")
+        return
+    print(
+        f"Tokenizing {len(files)} file(s) with {tokenizer.name} ({tokenizer.vocab_size} ids) into {dtype.name}",
+        flush=True,
+    )
+    folder = WorkFolder(arguments.output_prefix, description, sum(map(len, groups)), arguments.restart)
+    try:
+        if folder.num_chunks:
+            print(f"Going on in {folder.path} after {folder.num_documents} documents", flush=True)
+        progress = None
+        if not folder.is_complete:
+            progress, recipe = tokenize(arguments, files, recipe, tokenizer, folder)
+            folder.complete(groups, dtypes)
+        # Of conversations there are two streams of as many tokens, of different sizes.
+        num_tokens = folder.token_bytes // sum({item.itemsize for item in dtypes})
+        folder.publish(groups, prefixes, not arguments.no_checksums)
+    finally:
+        folder.close()
+    if progress is not None:
+        progress.finish()
+        print(f"Done: {progress.rates()}, {progress.elapsed_s:.2f} s.")
+    skipped = f", {folder.num_skipped} lines skipped" if folder.num_skipped else ""
+    print(f"{folder.num_documents} documents, {num_tokens} tokens{skipped}")
+    for prefix in prefixes:
+        print(f"Wrote {prefix}.bin and .idx")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    arguments = build_parser().parse_args(argv)
+    # Each worker encodes in one thread; threads of the package's own would not survive the fork.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return exit_status_of(lambda: preprocess(arguments))

@@ -1,0 +1,27 @@
+"""Pretrain a GPT: the command line of pretrain_gpt.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.training.exit_reason import launch_environment_or_exit, parse_arguments_or_exit
+from megatron.training.gpt import forward_step, provide_datasets, provide_model
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return the exit status."""
+    launch = launch_environment_or_exit()
+    if "--explain" in argv:
+        from megatron.cli import explain
+
+        return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
+    config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
+    # Neither --help nor a wrong command line waits for these.
+    from megatron.training.fault_tolerance.supervisor import keep_rank
+    from megatron.training.preflight import prepare_data_or_exit
+
+    kept = keep_rank(config, launch)
+    tokenizer = prepare_data_or_exit(config, launch, provide_datasets)
+    from megatron.training.pretrain import pretrain
+
+    return pretrain(config, launch, tokenizer, provide_model, provide_datasets, forward_step, kept)

@@ -1,0 +1,51 @@
+"""Print how many parameters a model has and how much memory training it takes, in Megatron's lines.
+
+python tools/report_theoretical_memory.py TRAINING-FLAGS [--world-size 8]
+
+The flags are those of pretrain_gpt.py. No GPU, no data and no tokenizer are needed. tools/gpu_dry_run.py records the
+memory of a whole step.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.cli.arguments import Parser, exit_status_of
+from megatron.config.arguments import resolve_arguments
+from megatron.core.errors import ConfigurationError
+from megatron.planner.simulation.vocabulary import with_known_vocabulary
+from megatron.training.theoretical_memory_usage import describe_theoretical_memory
+
+
+def build_parser() -> Parser:
+    """Declare the flag beside those of a training."""
+    parser = Parser(
+        prog="report_theoretical_memory.py",
+        usage="%(prog)s TRAINING-FLAGS [--world-size N]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the run (1)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit status: 2 for flags that cannot be used."""
+    arguments, training_flags = build_parser().parse_known_args(argv)
+    return exit_status_of(lambda: report(arguments.world_size, training_flags))
+
+
+def report(world_size: int, training_flags: list[str]) -> None:
+    """Print the lines.
+
+    Raises:
+        ConfigurationError: the flags are wrong, or do not say the size of the vocabulary.
+    """
+    if world_size < 1:
+        raise ConfigurationError(f"--world-size {world_size} is not positive; give the number of the run's ranks")
+    parsed = resolve_arguments(training_flags, world_size, needs_files=False)
+    config = with_known_vocabulary(parsed.config)
+    for note in parsed.notes:
+        print(note)
+    print("\n".join(describe_theoretical_memory(config)))

@@ -1,0 +1,112 @@
+"""Answer Megatron's PUT /api with the model of a checkpoint.
+
+Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
+that the checkpoint was written at; the first process listens. SIGTERM or SIGINT ends all of them. Requests:
+
+    curl -X PUT -H 'Content-Type: application/json' http://127.0.0.1:5000/api \\
+        -d '{"prompts": ["The castle stood"], "tokens_to_generate": 32}'
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megatron.cli.generation_arguments import (
+    EndRequest,
+    Parser,
+    add_model_flags,
+    add_server_flags,
+    model_request,
+    run_on_ranks,
+    server_problems,
+)
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.serving.generation_setup import load_engine, open_checkpoint
+from megatron.training.initialize import LaunchEnvironment, initialize_device, shut_down
+
+if TYPE_CHECKING:
+    from megatron.serving.text_generation_server import GenerationServer
+
+_LAST_ANSWERS_S = 2.0
+
+
+def build_parser() -> Parser:
+    """Declare the flags."""
+    parser = Parser(
+        prog="run_text_generation_server.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_server_flags(parser, 5000)
+    add_model_flags(parser)
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Check the values of the flags and report every problem at once.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    if problems := list(server_problems(arguments)):
+        raise ConfigurationError(problems)
+
+
+def open_port(arguments: argparse.Namespace) -> GenerationServer:
+    """Bind the port. Requests are answered once the model is loaded.
+
+    Raises:
+        InputError: the port is taken or not allowed.
+    """
+    from megatron.serving.text_generation_server import GenerationServer
+
+    try:
+        return GenerationServer(arguments.host, arguments.port)
+    except OSError as error:
+        raise InputError(
+            f"cannot listen at {arguments.host}:{arguments.port}: {error}; change --host or --port"
+        ) from error
+
+
+def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
+    """Serve until a signal.
+
+    Raises:
+        InputError: a flag, the checkpoint or the port cannot be used.
+    """
+    check_arguments(arguments)
+    model = model_request(arguments)
+    end = EndRequest()
+    from megatron.core.flight_recorder import FlightRecorder
+    from megatron.core.inference.continuous_engine import ContinuousEngine
+    from megatron.serving.generation_service import run_service
+    from megatron.serving.text_generation_server import ApiTranslator
+    from megatron.training.fault_tolerance.watchdog import watching
+
+    flight = FlightRecorder()
+    checkpoint = open_checkpoint(model, launch)
+    server = open_port(arguments) if launch.rank == 0 else None
+    try:
+        engine = load_engine(checkpoint, launch, flight)
+        end.serving = True
+        if server is not None:
+            limit = arguments.max_tokens_to_oom
+            server.start(
+                ApiTranslator(checkpoint.tokenizer, checkpoint.config, limit, engine.max_batch_size), arguments.seed
+            )
+            print(f"serving at {server.url}", flush=True)
+        jobs = None if server is None else server.jobs
+        continuous = ContinuousEngine(engine, engine.max_batch_size, arguments.max_tokens_to_oom)
+        with watching(flight, engine.state, initialize_device(launch), arguments.hang_report_seconds, settling=0):
+            run_service(continuous, jobs, lambda: end.asked, flight)
+        if server is not None:
+            server.stop(_LAST_ANSWERS_S)
+    finally:
+        shut_down()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    return run_on_ranks(build_parser(), run, argv)

@@ -1,0 +1,214 @@
+"""Answer OpenAI's /v1/completions and /v1/chat/completions with the model of a checkpoint, and show a page.
+
+Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
+that the checkpoint was written at; the first process listens. SIGTERM or SIGINT ends all of them. Megatron's PUT /api
+is answered too. The page is at the address that is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.cli.generation_arguments import (
+    EndRequest,
+    Parser,
+    add_model_flags,
+    add_server_flags,
+    model_request,
+    run_on_ranks,
+    server_problems,
+)
+from megatron.core.datasets.chat_template import choose_template
+from megatron.core.errors import ConfigurationError, DataError, InputError
+from megatron.serving.generation_setup import Checkpoint, load_engine, open_checkpoint
+from megatron.training.initialize import LaunchEnvironment, initialize_device, shut_down
+
+if TYPE_CHECKING:
+    from megatron.serving.job_queue import JobQueue
+    from megatron.serving.openai.http_server import HttpServer
+    from megatron.serving.openai.translator import Translator
+
+_SWITCH_S = 0.0005
+_HERE = ("127.0.0.1", "localhost", "::1")
+
+
+def build_parser() -> Parser:
+    """Declare the flags."""
+    parser = Parser(
+        prog="serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_server_flags(parser, 8000)
+    parser.add_argument("--api-key", metavar="KEY", help="answer only who sends Authorization: Bearer KEY")
+    parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the key")
+    parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (its folder's name)")
+    parser.add_argument(
+        "--chat-template", metavar="NAME|FILE", help="how conversations are written (as the tokenizer's files say)"
+    )
+    limits = parser.add_argument_group("limits")
+    for flag, default, text in (
+        ("--inference-max-requests", 32, "prompts that run together"),
+        ("--max-waiting", 256, "requests that wait for their turn; others get 429"),
+        ("--max-connections", 512, "requests that are open at once; others get 503"),
+        ("--max-body-mib", 16, "MiB of a request; longer ones get 413"),
+    ):
+        limits.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} ({default})")
+    add_model_flags(parser)
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Check the values of the flags and report every problem at once.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    problems = list(server_problems(arguments))
+    for name in ("inference_max_requests", "max_waiting", "max_connections", "max_body_mib"):
+        if getattr(arguments, name) < 1:
+            problems.append(f"--{name.replace('_', '-')} {getattr(arguments, name)} is not positive")
+    if arguments.api_key is not None and arguments.api_key_file is not None:
+        problems.append("--api-key and --api-key-file are two keys; give one of them")
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def read_key(arguments: argparse.Namespace) -> str | None:
+    """Return the key that clients must send, or None.
+
+    Raises:
+        InputError: it is empty, has other characters than visible ones of ASCII, or its file cannot be read.
+    """
+    key: str | None = arguments.api_key
+    source = "--api-key"
+    if arguments.api_key_file is not None:
+        source = f"--api-key-file {arguments.api_key_file}"
+        try:
+            key = (Path(arguments.api_key_file).read_text(encoding="utf-8").splitlines() or [""])[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read {source}: {error}") from error
+    if key is not None and not (key and all("!" <= character <= "~" for character in key)):
+        raise InputError(f"{source} gives no key: it must be one or more visible ASCII characters without spaces")
+    return key
+
+
+def open_port(arguments: argparse.Namespace) -> HttpServer:
+    """Bind the port. Requests are answered once the model is loaded.
+
+    Raises:
+        InputError: a package is missing, or the port is taken or not allowed.
+    """
+    try:
+        from megatron.serving.openai import application
+        from megatron.serving.openai.http_server import HttpServer
+    except ImportError as error:
+        if error.name is None or error.name.startswith("megatron"):
+            raise
+        raise InputError(
+            f"serve needs the packages fastapi and uvicorn, and {error.name} cannot be imported; install them with: "
+            "pip install fastapi uvicorn (or, in the checkout: pip install -e '.[serve]')"
+        ) from error
+    assert application is not None
+    try:
+        return HttpServer(arguments.host, arguments.port)
+    except OSError as error:
+        raise InputError(
+            f"cannot listen at {arguments.host}:{arguments.port}: {error}; change --host or --port"
+        ) from error
+
+
+def make_translator(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Translator:
+    """Return what reads requests for the model; without a chat template it takes no conversations.
+
+    Raises:
+        InputError: the chat template that a flag names cannot be used.
+    """
+    from megatron.serving.openai.translator import Translator
+
+    template, why_not = None, ""
+    try:
+        # Who reads it is a client, and not who gives the server its flags.
+        flag = "the command serve its flag --chat-template:"
+        template = choose_template(checkpoint.tokenizer, arguments.chat_template, flag)
+    except DataError as error:
+        if arguments.chat_template is not None:
+            raise
+        why_not = f"conversations cannot be written: {error}"
+    return Translator(checkpoint.tokenizer, checkpoint.config, arguments.max_tokens_to_oom, template, why_not)
+
+
+def make_application(
+    arguments: argparse.Namespace, translator: Translator, jobs: JobQueue, key: str | None, max_batch_size: int
+) -> Any:
+    """Return the application with its limits, as a server of ASGI runs it."""
+    from megatron.serving.openai.application import Application
+    from megatron.serving.openai.guard import Guard, Limits, Metrics
+    from megatron.serving.text_generation_server import ApiTranslator, PutApi
+
+    own = ApiTranslator(translator.tokenizer, translator.config, translator.max_tokens, max_batch_size)
+    metrics = Metrics()
+    put_api = PutApi(own, jobs, arguments.seed)
+    application = Application(translator, jobs, put_api, model_name(arguments), metrics, log_line)
+    limits = Limits(body_bytes=arguments.max_body_mib * 2**20, requests=arguments.max_connections)
+    return Guard(application.asgi(), limits, key, metrics)
+
+
+def log_line(line: str) -> None:
+    """Print a line, if anybody still reads them: a closed pipe must not fail a request."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
+
+
+def model_name(arguments: argparse.Namespace) -> str:
+    """Return what clients call the model."""
+    folder = arguments.load if arguments.load_hf is None else arguments.load_hf
+    return arguments.served_model_name or Path(folder).resolve().name or "model"
+
+
+def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
+    """Serve until a signal.
+
+    Raises:
+        InputError: a flag, a package, the checkpoint or the port cannot be used.
+    """
+    check_arguments(arguments)
+    key = read_key(arguments)
+    model = model_request(arguments)
+    end = EndRequest()
+    from megatron.core.flight_recorder import FlightRecorder
+    from megatron.core.inference.continuous_engine import ContinuousEngine
+    from megatron.serving.generation_service import run_service
+    from megatron.serving.job_queue import JobQueue
+    from megatron.training.fault_tolerance.watchdog import watching
+
+    flight = FlightRecorder()
+    server = open_port(arguments) if launch.rank == 0 else None
+    checkpoint = open_checkpoint(model, launch)
+    translator = make_translator(arguments, checkpoint)
+    jobs = None if server is None else JobQueue(arguments.max_waiting)
+    try:
+        engine = load_engine(checkpoint, launch, flight)
+        end.serving = True
+        if server is not None and jobs is not None:
+            # The loop of tokens must not keep the threads of HTTP waiting, who have little to do and often.
+            sys.setswitchinterval(_SWITCH_S)
+            server.start(make_application(arguments, translator, jobs, key, engine.max_batch_size))
+            if key is None and arguments.host not in _HERE:
+                print("whoever reaches this address may use the model; --api-key lets in who has it", file=sys.stderr)
+            print(f"serving {model_name(arguments)} at {server.url}", flush=True)
+        continuous = ContinuousEngine(engine, arguments.inference_max_requests, arguments.max_tokens_to_oom)
+        with watching(flight, engine.state, initialize_device(launch), arguments.hang_report_seconds, settling=0):
+            run_service(continuous, jobs, lambda: end.asked, flight)
+        if server is not None and jobs is not None:
+            jobs.close()
+            server.stop()
+    finally:
+        shut_down()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    return run_on_ranks(build_parser(), run, argv)

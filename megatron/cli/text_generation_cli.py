@@ -1,0 +1,218 @@
+"""Continue a text with the model of a checkpoint.
+
+Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
+that the checkpoint was written at: all processes are tensor-parallel unless the flags say otherwise. Model and
+tokenizer are those that the checkpoint records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from megatron.cli.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
+from megatron.core.errors import ConfigurationError, InputError
+from megatron.core.inference.beam_search import BeamConfig
+from megatron.core.inference.inference_request import GenerationRequest, StopRule, check_request, context_length
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.serving.generation_setup import ModelRequest, load_engine, open_checkpoint
+from megatron.training.initialize import LaunchEnvironment, shut_down
+
+SEPARATOR = "-" * 40
+
+
+def build_parser() -> Parser:
+    """Declare the flags."""
+    parser = Parser(
+        prog="text_generation_cli.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file with one prompt a line; blank lines are skipped")
+    parser.add_argument(
+        "--tokens-to-generate", type=int, default=64, metavar="N", help="tokens after each prompt, at most (64)"
+    )
+    sampling = parser.add_argument_group("choice of the next token")
+    sampling.add_argument("--greedy", action="store_true", help="take the most probable one")
+    sampling.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (1.0)")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K most probable (all)")
+    sampling.add_argument(
+        "--top-p", type=float, default=0.0, metavar="P", help="draw from the most probable that sum to P (all)"
+    )
+    sampling.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the draws (1234)")
+    sampling.add_argument(
+        "--no-repeat-ngram-size", type=int, default=0, metavar="N", help="repeat no run of N tokens (0: any may repeat)"
+    )
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divides the logits of tokens that the text has already, above 1 so that they come less (1.0)",
+    )
+    beams = parser.add_argument_group("beam search: the likeliest texts, nothing is drawn")
+    beams.add_argument("--num-beams", type=int, default=1, metavar="N", help="texts followed at once (1: no search)")
+    beams.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="P",
+        help="scores are sums of log-probabilities over length ** P: above 0 favours long texts (1.0)",
+    )
+    beams.add_argument(
+        "--early-stopping",
+        choices=("true", "false", "never"),
+        help="end with N finished texts; where no running text beats them (false); where none ever can",
+    )
+    add_model_flags(parser)
+    return parser
+
+
+def check_sampling(arguments: argparse.Namespace) -> SamplingConfig:
+    """Return the sampling configuration.
+
+    Raises:
+        ConfigurationError: naming every invalid value.
+    """
+    sampling = SamplingConfig(
+        greedy=arguments.greedy,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        no_repeat_ngram_size=arguments.no_repeat_ngram_size,
+        repetition_penalty=arguments.repetition_penalty,
+    )
+    problems = list(sampling.problems())
+    if arguments.num_beams < 1:
+        problems.append(f"--num-beams {arguments.num_beams} is not positive; 1 follows one text")
+    for flag, value in (("--length-penalty", arguments.length_penalty), ("--early-stopping", arguments.early_stopping)):
+        if value is not None and arguments.num_beams == 1:
+            problems.append(f"{flag} {value} is of use with --num-beams 2 or more")
+    if arguments.tokens_to_generate < 1:
+        problems.append(f"--tokens-to-generate {arguments.tokens_to_generate} is not positive")
+    if problems:
+        raise ConfigurationError(problems)
+    return sampling
+
+
+def beam_config(arguments: argparse.Namespace) -> BeamConfig | None:
+    """Return how beams are searched; None where there are none."""
+    if arguments.num_beams == 1:
+        return None
+    stopping: dict[str | None, bool | Literal["never"]] = {"true": True, "never": "never"}
+    return BeamConfig(
+        num_beams=arguments.num_beams,
+        length_penalty=1.0 if arguments.length_penalty is None else arguments.length_penalty,
+        early_stopping=stopping.get(arguments.early_stopping, False),
+    )
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[str]:
+    """Return the prompts.
+
+    Raises:
+        InputError: there is none, or the file cannot be read.
+    """
+    if arguments.prompt_file is None:
+        if not arguments.prompt:
+            raise InputError("--prompt is empty; give it some text")
+        # Bytes of the command line that are not UTF-8 arrive as half characters.
+        if any("\ud800" <= character <= "\udfff" for character in arguments.prompt):
+            raise InputError("--prompt is not valid UTF-8; convert it")
+        return [arguments.prompt]
+    try:
+        lines = Path(arguments.prompt_file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read --prompt-file {arguments.prompt_file}: {error}") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise InputError(f"--prompt-file {arguments.prompt_file} holds no text; write one prompt a line")
+    return prompts
+
+
+def make_request(
+    prompts: Sequence[str],
+    tokenizer: Tokenizer,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    beams: BeamConfig | None = None,
+) -> GenerationRequest:
+    """Return the engine's request: each prompt goes on until its document ends."""
+    return GenerationRequest(
+        prompts=tuple(tuple(tokenizer.tokenize(prompt)) for prompt in prompts),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop=StopRule(end_tokens=frozenset() if tokenizer.eod_id is None else frozenset((tokenizer.eod_id,))),
+        beams=beams,
+    )
+
+
+def describe_long_text(config: GPTConfig, request: GenerationRequest) -> str | None:
+    """Return a warning if a text may be longer than the model's context; learned positions reject it instead."""
+    prompt, count = max(map(len, request.prompts)), request.max_new_tokens
+    limit = context_length(config, prompt + count)
+    if prompt + count <= limit:
+        return None
+    return (
+        f"WARNING: a prompt of {prompt} tokens and --tokens-to-generate {count} are {prompt + count} tokens, and the "
+        f"model was trained on {limit} positions: the text after them will be worse; shorten the prompt or lower "
+        "--tokens-to-generate"
+    )
+
+
+def generate_texts(
+    model: ModelRequest,
+    launch: LaunchEnvironment,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    beams: BeamConfig | None = None,
+) -> list[str]:
+    """Load the checkpoint and return each prompt with what follows it.
+
+    Raises:
+        InputError: the checkpoint, the tokenizer or the prompts cannot be used.
+    """
+    checkpoint = open_checkpoint(model, launch)
+    tokenizer = checkpoint.tokenizer
+    request = make_request(prompts, tokenizer, max_new_tokens, sampling, beams)
+    check_request(checkpoint.config, request)
+    warning = describe_long_text(checkpoint.config, request)
+    if warning is not None and launch.rank == 0:
+        print(warning, file=sys.stderr)
+    engine = load_engine(checkpoint, launch)
+    continuations = engine.generate(request)
+    return [
+        tokenizer.detokenize([*prompt, *continuation.tokens])
+        for prompt, continuation in zip(request.prompts, continuations, strict=True)
+    ]
+
+
+def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
+    """Print each prompt with its continuation.
+
+    Raises:
+        InputError: a flag, a prompt or the checkpoint cannot be used.
+    """
+    sampling = check_sampling(arguments)
+    prompts = read_prompts(arguments)
+    model = model_request(arguments)
+    try:
+        texts = generate_texts(model, launch, prompts, arguments.tokens_to_generate, sampling, beam_config(arguments))
+    finally:
+        shut_down()
+    if launch.rank == 0:
+        print(f"\n{SEPARATOR}\n".join(texts), flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command, by default on the words of the command line, and return its exit status."""
+    return run_on_ranks(build_parser(), run, argv)

@@ -1,0 +1,223 @@
+"""Train: start the ranks of a run on this machine, watch them, and say last what went wrong.
+
+megatron train --nproc 4 --config run.toml --save DIR
+megatron train --continue DIR
+
+It takes every flag of pretrain_gpt.py (megatron train --help). Ctrl-C finishes the step, saves and ends; a second one
+ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron.checkpoint.checkpoint_folder import TRACKER_FILE
+from megatron.cli.rank_launcher import Place, launch
+from megatron.config.arguments import parse_arguments, resolve_arguments
+from megatron.core.broken_pipe import reader_may_leave
+from megatron.core.console import print_line
+from megatron.core.errors import ConfigurationError, InputError, StorageError
+from megatron.core.object_store import as_path
+from megatron.core.safe_io import parse_json, read_plain_text
+from megatron.training.exit_reason import reasons_of, refuse
+from megatron.training.gpt import training_script
+from megatron.training.loggers.run_record import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE, RECORD_FOLDER
+
+
+@dataclass(frozen=True)
+class ContinuedRun:
+    """Hold the words that stand before what was typed, the folder that paths are seen from, and the processes."""
+
+    words: tuple[str, ...]
+    folder: Path
+    nproc: int
+    nnodes: int
+
+    @classmethod
+    def read(cls, directory: str) -> ContinuedRun:
+        """Return what the record in a folder of checkpoints says.
+
+        A run without a checkpoint begins again as it began.
+
+        Raises:
+            ConfigurationError: there is no record that can be read.
+        """
+        try:
+            folder = as_path(directory).resolve()
+        except StorageError as error:
+            raise ConfigurationError(f"--continue: {error}") from error
+        record = folder / RECORD_FOLDER
+        try:
+            environment = parse_json(read_plain_text(record / ENVIRONMENT_FILE))
+            nproc, nnodes = (_count(environment, key) for key in ("processes_per_machine", "machines"))
+            started_in = Path(str(environment["folder"]))
+            is_saved = (folder / TRACKER_FILE).is_file()
+        except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
+            raise ConfigurationError(
+                f"--continue {directory}: {record / ENVIRONMENT_FILE} cannot be read ({_reason(error)}); name the "
+                "--save folder of a run of this version, or give its flags with --load"
+            ) from error
+        config = record / (CONTINUE_FILE if is_saved else CONFIG_FILE)
+        words = ["--config", str(config), "--save", str(folder), *(["--load", str(folder)] if is_saved else [])]
+        return cls(tuple(words), started_in, nproc, nnodes)
+
+
+def _count(environment: Mapping[str, Any], key: str) -> int:
+    value = environment[key]
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} is {json.dumps(value)}")
+    return value
+
+
+def _reason(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(getattr(error, "strerror", None) or error)
+
+
+_ASKING = ("-h", "--help", "--print-config")
+_MOST_RANKS = 4096
+_DEFAULT_PORT = 29500
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit status: 2 for flags that cannot be used."""
+    try:
+        return _train(sys.argv[1:] if argv is None else argv)
+    except InputError as error:
+        return refuse(reasons_of(error), rank=0)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Declare the flags that say which ranks there are; all others belong to the run."""
+    parser = argparse.ArgumentParser(
+        prog="megatron train",
+        usage="%(prog)s [--nproc N] [--nnodes N --node-rank R --master-addr HOST] FLAGS",
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    group = parser.add_argument_group("ranks")
+    group.add_argument("--nproc", metavar="N", help="processes on this machine, one for each GPU (1)")
+    group.add_argument("--nnodes", metavar="N", help="machines of the run (1); each starts this command")
+    group.add_argument("--node-rank", metavar="R", help="number of this machine, from 0 on")
+    group.add_argument("--master-addr", metavar="HOST", help="the machine with --node-rank 0")
+    group.add_argument("--master-port", metavar="PORT", help=f"a port of it that is free ({_DEFAULT_PORT})")
+    group.add_argument(
+        "--continue", metavar="DIR", help="go on with the run that saves there (or to a URL); needs nothing else"
+    )
+    group.add_argument("--script", metavar="FILE", help="a script of yours in place of pretrain_gpt.py")
+    return parser
+
+
+def _train(argv: Sequence[str]) -> int:
+    own, words = _split(argv)
+    if "continue" in own:
+        words = [*_go_on(own, words), *words]
+    place = _place(own)
+    if any(word in _ASKING for word in words):
+        if any(word in _ASKING[:2] for word in words):
+            with reader_may_leave():
+                print(build_parser().format_help())
+        parse_arguments(words, place.world_size)
+    script = training_script()
+    if "script" in own:
+        script = Path(own["script"])
+        if not script.is_file():
+            raise ConfigurationError(f"--script {script} is not there; name a Python file that trains")
+    elif "--explain" not in words:
+        resolve_arguments(words, place.world_size)  # what is wrong is said before any rank is started
+    if sys.stderr.isatty():
+        # Until the first line of the run some seconds go by, in which torch is imported.
+        print_line(f"starting {place.nproc} process{'es' if place.nproc > 1 else ''} ...", sys.stderr)
+    if place.world_size > 1 or "script" in own:
+        return launch(script, words, place)
+    from megatron.cli.pretrain import main as pretrain
+
+    _end_on_interrupt()
+    return pretrain(words)
+
+
+def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the values of this command's own flags, and the words that are for the run.
+
+    Raises:
+        ConfigurationError: a flag lacks its value.
+    """
+    try:
+        namespace, words = build_parser().parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(f"{error.argument_name}: a value is missing; see megatron train --help") from error
+    return vars(namespace), words
+
+
+def _go_on(own: dict[str, str], typed: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of the run that is to go on, and change to the folder where it was started.
+
+    Relative paths are seen from there, also those of the words ``typed`` beside it, which is said.
+
+    Raises:
+        ConfigurationError: it has no record, or ran on several machines of which nothing is said.
+    """
+    run = ContinuedRun.read(own["continue"])
+    own.setdefault("nproc", str(run.nproc))
+    if run.nnodes > 1 and "nnodes" not in own:
+        raise ConfigurationError(
+            f"--continue {own['continue']}: the run had {run.nnodes} machines; give --nnodes {run.nnodes}, --node-rank "
+            "R and --master-addr HOST on each, or --nnodes 1"
+        )
+    if "script" in own:
+        own["script"] = str(Path(own["script"]).resolve())
+    if not run.folder.is_dir():
+        print_line(f"WARNING: the run's folder {run.folder} is gone: its paths are seen from here", sys.stderr)
+    elif run.folder != Path.cwd():
+        os.chdir(run.folder)
+        if typed:
+            print_line(f"paths are seen from {run.folder}, where the run was started", sys.stderr)
+    return run.words
+
+
+def _place(own: dict[str, str]) -> Place:
+    """Return which ranks this machine has.
+
+    Raises:
+        ConfigurationError: the numbers are none, or do not go together.
+    """
+    nproc, nnodes = (_number(own, name, 1, 1, _MOST_RANKS) for name in ("nproc", "nnodes"))
+    node_rank = _number(own, "node_rank", 0, 0, nnodes - 1)
+    if nnodes == 1:
+        given = [f"--{name.replace('_', '-')}" for name in ("master_addr", "master_port") if name in own]
+        if given:
+            raise ConfigurationError(f"{', '.join(given)}: one machine needs none; give --nnodes, or leave it out")
+        return Place(nproc=nproc)
+    missing = [f"--{name.replace('_', '-')}" for name in ("node_rank", "master_addr") if name not in own]
+    if missing:
+        raise ConfigurationError(f"--nnodes {nnodes} needs {' and '.join(missing)} on each machine")
+    port = _number(own, "master_port", _DEFAULT_PORT, 1, 65535)
+    return Place(nproc, nnodes, node_rank, own["master_addr"], port)
+
+
+def _number(own: dict[str, str], name: str, default: int, least: int, most: int) -> int:
+    text = own.get(name, str(default))
+    if not text.isascii() or not text.isdecimal() or len(text) > 9 or not least <= int(text) <= most:
+        raise ConfigurationError(f"--{name.replace('_', '-')} {text}: a number from {least} to {most} is expected")
+    return int(text)
+
+
+def _end_on_interrupt() -> None:
+    """Let a first Ctrl-C be a SIGTERM, which a run in training answers with a checkpoint, and a second one the end."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        print_line("\nstopping after this step; Ctrl-C once more ends the run at once", sys.stderr)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, interrupt)

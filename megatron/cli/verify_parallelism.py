@@ -1,0 +1,233 @@
+"""Prove on this machine that parallel layouts compute what one process computes.
+
+Every cell of a matrix of layouts trains a tiny model for three steps on up to eight CPU processes and is held against
+one process: loss, gradient norm, every parameter's gradient, and the parameters after the steps. With --communication
+nothing is computed twice: what all ranks ask of torch.distributed is recorded and held against NCCL's rules. With
+--emulate-cuda the ranks are emulated CUDA devices, which tests/emulated_cuda has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# One thread a process: eight processes that each take all cores would wait for one another.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from megatron.cli.arguments import Parser, report_unused
+from megatron.core.broken_pipe import reader_may_leave
+from megatron.core.console import ProgressBar
+from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
+from megatron.verification.model_cells import (
+    ATTENTION_SHAPES,
+    EXPERT_SHAPES,
+    LATENT_SHAPES,
+    PREDICTION_SHAPES,
+    attention_matrix,
+    expert_matrix,
+    latent_matrix,
+    prediction_matrix,
+)
+from megatron.verification.random_cells import fuzz
+from megatron.verification.training_cells import odd_matrix, recipe_matrix, sharding_matrix
+
+if TYPE_CHECKING:
+    from megatron.verification.verifier import Tolerance, Verifier
+
+    OpenVerifier = Callable[[int, str, Tolerance | None], AbstractContextManager[Verifier]]
+
+EMULATED_PROGRAM = Path(__file__).resolve().parents[2] / "tests/emulated_cuda/verify_parallelism.py"
+"""This command on emulated devices; a package that is installed without the repository has no such file."""
+
+
+def build_parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        prog="verify_parallelism.py", description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--filter",
+        default="",
+        metavar="TEXT",
+        help="only cells whose name contains every word of TEXT; '#7' with --fuzz is the random cell of that number",
+    )
+    parser.add_argument(
+        "--shape",
+        choices=(*SHAPES, *EXPERT_SHAPES, *PREDICTION_SHAPES, *LATENT_SHAPES, *ATTENTION_SHAPES),
+        help="only this model shape",
+    )
+    parser.add_argument("--max-world-size", type=int, default=MAX_WORLD_SIZE, metavar="N", help="only cells of up to N")
+    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
+    parser.add_argument("--tolerance", type=float, metavar="X", help="relative; by default what fits the dtype")
+    parser.add_argument("--fuzz", type=int, metavar="N", help="N random configurations in place of the matrix")
+    parser.add_argument("--seed", type=int, default=0, help="of --fuzz")
+    parser.add_argument(
+        "--communication", action="store_true", help="replay each cell's communication under NCCL's rules instead"
+    )
+    parser.add_argument(
+        "--emulate-cuda",
+        nargs="?",
+        const="h100",
+        metavar="GPU",
+        help="run the ranks on emulated CUDA devices over emulated NCCL, check their streams, and compare with one CPU "
+        "process (docs/development/emulated_cuda.md); GPU is a100, h100 (default), h200 or b200",
+    )
+    parser.add_argument(
+        "--emulated-triton",
+        choices=("interpreter", "absent"),
+        help="whether Triton's interpreter runs the Triton programs of --emulate-cuda, or torch's operators compute "
+        "instead; absent is the default of float64, which no Triton program computes",
+    )
+    parser.add_argument("--list", action="store_true", help="print the cells and stop")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the values of the command line; a wrong one ends the program with status 2 and one line."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.fuzz is None:
+        report_unused(parser, arguments, "--fuzz", ("seed",))
+    elif arguments.fuzz < 1:
+        parser.error(f"--fuzz {arguments.fuzz} asks for no configuration; give 1 or more, or leave it out")
+    tolerance = arguments.tolerance
+    if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
+        parser.error(f"--tolerance {tolerance} is not a number that is 0 or more")
+    if arguments.emulate_cuda is None:
+        report_unused(parser, arguments, "--emulate-cuda", ("emulated_triton",))
+    elif arguments.communication:
+        parser.error("--communication runs no ranks that --emulate-cuda could give devices; leave one of them out")
+    elif arguments.emulated_triton is None:
+        arguments.emulated_triton = "absent" if arguments.dtype == "float64" else "interpreter"
+    return arguments
+
+
+def choose_cells(arguments: argparse.Namespace) -> list[Cell]:
+    """Return the cells that the command line asks for."""
+    of_models = (*expert_matrix(), *prediction_matrix(), *latent_matrix(), *attention_matrix())
+    proved = [*matrix(), *of_models, *sharding_matrix(), *recipe_matrix(), *odd_matrix()]
+    cells = fuzz(arguments.seed, arguments.fuzz) if arguments.fuzz else proved
+    words = arguments.filter.split()
+    return [
+        cell
+        for cell in cells
+        if cell.world_size <= arguments.max_world_size
+        and all(fits(cell, word) for word in words)
+        and (arguments.shape is None or cell.name.split()[0 if not arguments.fuzz else 1] == arguments.shape)
+    ]
+
+
+def fits(cell: Cell, word: str) -> bool:
+    """Return whether a word is in a cell's name; the number of a random cell is meant whole."""
+    return word == cell.name.split()[0] if word.startswith("#") else word in cell.name
+
+
+def main(argv: Sequence[str] | None = None, open_verifier: OpenVerifier | None = None) -> int:
+    """Verify and return the exit status: 0 where every cell passed, 1 where one failed, 2 for wrong usage.
+
+    ``open_verifier`` makes the verifier for a number of ranks, a dtype and a tolerance: by default of CPU processes.
+    """
+    arguments = parse_arguments(argv)
+    cells = choose_cells(arguments)
+    if not cells:
+        print("error: no cell fits; --list prints all of them", file=sys.stderr)
+        return 2
+    if arguments.list:
+        with reader_may_leave():
+            print("\n".join(cell.name for cell in cells))
+        return 0
+    if arguments.communication:
+        return replay_communication(cells, is_random=arguments.fuzz is not None)
+    if open_verifier is not None:
+        return verify(cells, arguments, open_verifier)
+    if arguments.emulate_cuda is not None:
+        return _verify_on_emulated_devices(sys.argv[1:] if argv is None else argv)
+    return verify(cells, arguments, _open_cpu_verifier)
+
+
+def _verify_on_emulated_devices(argv: Sequence[str]) -> int:
+    """Replace this process by the command on emulated devices; return 2 where the emulator is absent."""
+    if not EMULATED_PROGRAM.exists():
+        print(
+            f"error: --emulate-cuda needs the emulator of the repository, and {EMULATED_PROGRAM} does not exist; run "
+            "tools/verify_parallelism.py of a checkout",
+            file=sys.stderr,
+        )
+        return 2
+    sys.stdout.flush()
+    # torch takes the emulator only at its import, so the process starts anew.
+    os.execv(sys.executable, [sys.executable, str(EMULATED_PROGRAM), *argv])
+
+
+@contextmanager
+def _open_cpu_verifier(size: int, dtype: str, tolerance: Tolerance | None) -> Iterator[Verifier]:
+    from megatron.training.gpt import forward_step, provide_model
+    from megatron.verification.verifier import Verifier
+    from megatron.verification.worker_pool import WorkerPool
+
+    with WorkerPool(size) as pool:
+        yield Verifier(pool, provide_model, forward_step, dtype, tolerance)
+
+
+def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
+    """Record and replay the cells, and print one line each, with a line more for each rule that is broken."""
+    from megatron.core.errors import ConfigurationError, TrainingError
+    from megatron.training.gpt import forward_step, provide_model
+    from megatron.verification.collective_recorder import record_cell
+    from megatron.verification.communication_replay import communication_problems
+
+    counts = {"passed": 0, "failed": 0, "refused": 0}
+    bar = ProgressBar()
+    for number, cell in enumerate(cells):
+        bar.show("replaying", number, len(cells), cell.name)
+        try:
+            logs = record_cell(cell, provide_model, forward_step)
+        except ConfigurationError as error:
+            outcome, reasons = "refused", list(error.problems)
+        except TrainingError as error:
+            outcome, reasons = "failed", str(error).splitlines()
+        else:
+            reasons = communication_problems(logs)
+            outcome = "failed" if reasons else "passed"
+        counts[outcome] += 1
+        bar.clear()
+        print("\n".join((f"{outcome:8}{cell.name}", *(f"        {reason}" for reason in reasons))), flush=True)
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} refused at parse time")
+    return 1 if counts["failed"] or (counts["refused"] and not is_random) else 0
+
+
+def verify(cells: Sequence[Cell], arguments: argparse.Namespace, open_verifier: OpenVerifier) -> int:
+    """Run the cells and print one line each."""
+    from megatron.verification.verifier import NOT_HELD, Tolerance
+
+    counts = {"passed": 0, "failed": 0, "refused": 0}
+    start_time = time.perf_counter()
+    tolerance = None if arguments.tolerance is None else Tolerance.of_all(arguments.tolerance)
+    worst = [0.0] * 4
+    with open_verifier(max(cell.world_size for cell in cells), arguments.dtype, tolerance) as verifier:
+        bar = ProgressBar()
+        for number, cell in enumerate(cells):
+            bar.show("verifying", number, len(cells), cell.name)
+            report = verifier.check(cell)
+            bar.clear()
+            counts[report.outcome] += 1
+            worst = [max(pair) for pair in zip(worst, report.differences)]
+            print(report.describe(), flush=True)
+    elapsed_s = time.perf_counter() - start_time
+    allowed = verifier.tolerance
+    print(
+        f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} refused at parse time, "
+        f"{arguments.dtype}, {elapsed_s:.0f} s\n"
+        f"worst relative difference (allowed): loss {worst[0]:.1e} ({allowed.loss:.0e}), norm {worst[1]:.1e} "
+        f"({allowed.norm:.0e}), gradients {worst[2]:.1e} ({allowed.gradient:.0e}), parameters {worst[3]:.1e} "
+        f"({'any' if allowed.parameter == NOT_HELD else f'{allowed.parameter:.0e}'})"
+    )
+    # A layout of the matrix is there to run; a random one may be impossible, and is then refused.
+    return 1 if counts["failed"] or (counts["refused"] and not arguments.fuzz) else 0

@@ -1,1 +1,0 @@
-"""What command lines share: parsers, exit statuses, and the flags of generation."""

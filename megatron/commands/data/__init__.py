@@ -1,1 +1,0 @@
-"""Commands that make data sets of text and look into them."""

@@ -1,1 +1,0 @@
-"""Commands that show runs: pictures of them, and a page that is live."""

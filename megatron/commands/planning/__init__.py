@@ -1,1 +1,0 @@
-"""Commands that say what a run will do, need and cost before it runs."""

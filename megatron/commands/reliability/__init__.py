@@ -1,1 +1,0 @@
-"""Commands that examine machines, layouts and runs, and do them harm on purpose."""

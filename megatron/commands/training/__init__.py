@@ -1,1 +1,0 @@
-"""Training from one command: its ranks are started, watched and ended here."""

@@ -1,1 +1,0 @@
-"""Raw text into clean jsonl: encodings, languages, duplicates."""

@@ -1,1 +1,0 @@
-"""Statistics and damage of token files."""

@@ -1,1 +1,0 @@
-"""jsonl into token files, in several processes, resumable at any point."""

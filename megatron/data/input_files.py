@@ -1,0 +1,523 @@
+"""Find and open the input files of preprocessing: jsonl, text, Parquet, Arrow and WebDataset tars.
+
+The format is detected from a file's name and its first bytes. Files that are not jsonl are read as JSON lines.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import glob
+import gzip
+import importlib
+import io
+import itertools
+import json
+import lzma
+import os
+import posixpath
+import sys
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Final
+
+from megatron.core.errors import DataError
+
+KINDS: Final = ("jsonl", "text", "parquet", "arrow", "tar")
+TEXT_KINDS: Final = ("jsonl", "text")
+_NUM_BEGINNING_BYTES: Final = 16
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+
+_COMPRESSIONS: Final = {".gz": "gz", ".zst": "zst", ".xz": "xz", ".bz2": "bz2"}
+_SUFFIXES: Final = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".txt": "text",
+    ".md": "text",
+    ".markdown": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".tar": "tar",
+    ".tgz": "tar",
+}
+_COMPRESSED_BEGINNINGS: Final = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\0": "xz", b"BZh": "bz2"}
+_KIND_BEGINNINGS: Final = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+_FOREIGN_BEGINNINGS: Final = {
+    b"PK\x03\x04": "a zip archive (or an Office document); unpack it and give what is in it",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it and give what is in it",
+    b"Rar!": "a rar archive; unpack it and give what is in it",
+    b"%PDF": "a PDF; write its text to a .txt file first",
+    b"\x89HDF": "an HDF5 file; write its texts to Parquet or jsonl first",
+    b"SQLite format 3": "an SQLite database; write its texts to Parquet or jsonl first",
+    b"Obj\x01": "an Avro file; write it to Parquet or jsonl first",
+    b"ORC": "an ORC file; write it to Parquet or jsonl first",
+}
+_ENCODINGS: Final = {
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"{\0": "UTF-16LE",
+    b"\0{": "UTF-16BE",
+}
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """Name what a file holds, one of `KINDS`, how it is compressed, and the bytes before its text."""
+
+    kind: str
+    compression: str | None
+    num_mark_bytes: int
+
+
+def has_known_suffix(path: str) -> bool:
+    """Return whether the name of a file says what it holds."""
+    return _named(path)[0] is not None
+
+
+def detect_format(path: str, wanted: str | None = None) -> FileFormat:
+    """Return what a file holds: ``wanted``, or what its first bytes say, or its name; jsonl where neither does.
+
+    Raises:
+        DataError: it cannot be read, its encoding is not UTF-8, or it is of a kind that is not read.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            beginning = file.read(_NUM_BEGINNING_BYTES)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    kind, compression = _named(path)
+    compression = compression or _begins(beginning, _COMPRESSED_BEGINNINGS)
+    if compression is None:
+        kind = _begins(beginning, _KIND_BEGINNINGS) or kind
+    kind = wanted or kind or "jsonl"
+    if kind in TEXT_KINDS and compression is None:
+        _check_encoding(path, beginning)
+        foreign = _begins(beginning, _FOREIGN_BEGINNINGS)
+        if foreign is not None:
+            raise DataError(f"{path} is {foreign}")
+    mark = len(BYTE_ORDER_MARK) if compression is None and beginning.startswith(BYTE_ORDER_MARK) else 0
+    return FileFormat(kind, compression, mark)
+
+
+def advice(line: bytes) -> str | None:
+    """Say how a line that is no JSON object can be read after all; None where it was meant to be one."""
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return (
+            f"0x{line[error.start]:02x} is not UTF-8, as in Latin-1 or Windows-1252: convert the file with "
+            "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+        )
+    if line.lstrip().startswith(b"["):
+        return "one JSON array becomes lines with: jq -c '.[]' FILE > NEW"
+    if line.lstrip().startswith((b"{", b'"')):
+        return None
+    return "is it plain text? Read it as one document a file with --input-format text"
+
+
+def _named(path: str) -> tuple[str | None, str | None]:
+    stem, suffix = os.path.splitext(path.lower())
+    compression = _COMPRESSIONS.get(suffix)
+    if compression is not None:
+        suffix = os.path.splitext(stem)[1]
+    return _SUFFIXES.get(suffix), "gz" if suffix == ".tgz" else compression
+
+
+def _begins(beginning: bytes, known: dict[bytes, str]) -> str | None:
+    return next((name for start, name in known.items() if beginning.startswith(start)), None)
+
+
+def _check_encoding(path: str, beginning: bytes) -> None:
+    encoding = _begins(beginning, _ENCODINGS)
+    if encoding is not None:
+        raise DataError(
+            f"{path} is encoded in {encoding}, UTF-8 is expected; convert it: iconv -f {encoding} -t UTF-8 {path} > NEW"
+        )
+
+
+_ROWS: Final = 64
+_TEXT_MEMBERS: Final = ("txt", "md")
+"""Members of a tar that hold a sample's ``text`` where none has that name."""
+
+
+class LineStream(io.RawIOBase):
+    """Give lines as one stream of bytes, each made when it is read."""
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self._lines = iter(lines)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with the next bytes and return how many there are; 0 at the end."""
+        if not self._rest:
+            self._rest = memoryview(next(self._lines, b""))
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+
+def read_texts(paths: Iterable[str], keys: Sequence[str], open_file: Callable[[str], IO[bytes]]) -> Iterator[bytes]:
+    """Yield a line for each file: all of it is one document. A byte-order mark is left out."""
+    for path in paths:
+        with open_file(path) as file:
+            yield _line({keys[0]: _decode(file.read()).removeprefix("\ufeff")})
+
+
+def read_tar(stream: IO[bytes], keys: Sequence[str]) -> Iterator[bytes]:
+    """Yield a line for each sample: members that follow each other and share their name up to its first dot.
+
+    A key is a member of that suffix, or is in the sample's ``.json``; ``text`` may also be its ``.txt`` or ``.md``.
+
+    Raises:
+        tarfile.TarError: it is damaged or cut short.
+    """
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        members = (member for member in _each_member(archive) if member.isfile())
+        for _, group in itertools.groupby(members, lambda member: _sample_name(member.name)):
+            sample: dict[str, bytes] = {}
+            for member in group:
+                content = archive.extractfile(member)
+                assert content is not None  # of a file
+                sample[posixpath.basename(member.name).partition(".")[2]] = content.read()
+            yield _line(_sample_values(sample, keys))
+        # An archive ends with empty blocks, of which the first one was read; the package does not ask for them.
+        if archive.fileobj is not None and archive.fileobj.tell() == archive.offset:
+            raise tarfile.ReadError("it ends without the mark of its end; copy it again")
+
+
+def _each_member(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an archive, which would remember all of them."""
+    while (member := archive.next()) is not None:
+        archive.members.clear()  # type: ignore[attr-defined]
+        yield member
+
+
+def read_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[bytes]:
+    """Yield a line for each row of a Parquet or an Arrow file; a value that is null is an empty text.
+
+    Raises:
+        DataError: pyarrow is missing, the file is damaged, or a column is not there.
+    """
+    arrow = load_pyarrow(path)
+    try:
+        for batch in _parquet_batches(path, keys) if kind == "parquet" else _arrow_batches(arrow, path, keys):
+            for row in batch.to_pylist():
+                yield _line({key: _text(value) for key, value in row.items()})
+    except arrow.ArrowException as error:
+        raise DataError(f"{path} cannot be read as {kind}: {error}") from error
+
+
+def load_pyarrow(path: str) -> Any:
+    """Return the package.
+
+    Raises:
+        DataError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module("pyarrow")
+    except (ImportError, OSError) as error:
+        raise DataError(
+            f"{path}: reading Parquet and Arrow files needs the package pyarrow, which cannot be imported ({error}); "
+            "install it with: pip install pyarrow"
+        ) from error
+
+
+def _parquet_batches(path: str, keys: Sequence[str]) -> Iterator[Any]:
+    parquet = importlib.import_module("pyarrow.parquet")
+    # Buffered ahead, all columns of a file would stay in memory to its end.
+    with parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+        _check_columns(path, file.schema_arrow.names, keys)
+        yield from file.iter_batches(_ROWS, columns=list(keys), use_threads=False)
+
+
+def _arrow_batches(arrow: Any, path: str, keys: Sequence[str]) -> Iterator[Any]:
+    with arrow.memory_map(path) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
+        _check_columns(path, reader.schema.names, keys)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        for batch in batches:
+            chosen = batch.select(list(keys))
+            yield from (chosen.slice(begin, _ROWS) for begin in range(0, len(chosen), _ROWS))
+
+
+def _check_columns(path: str, names: Sequence[str], keys: Sequence[str]) -> None:
+    for key in keys:
+        if key not in names:
+            raise DataError(f"{path}: no column {key!r} (found: {', '.join(names)}); change --json-keys")
+
+
+def _sample_name(path: str) -> str:
+    folder, name = posixpath.split(path)
+    return posixpath.join(folder, name.partition(".")[0])
+
+
+def _sample_values(sample: dict[str, bytes], keys: Sequence[str]) -> dict[str, Any]:
+    """Return what a sample has under each key; where it lacks one, all names that it has, to be named."""
+    try:
+        described = json.loads(sample.get("json", b"{}"))
+    except ValueError:
+        described = {}
+    values: dict[str, Any] = {name: _decode(content) for name, content in sample.items()}
+    values = described | values
+    text = next((values[name] for name in ("text", *_TEXT_MEMBERS) if name in values), None)
+    values |= {} if text is None else {"text": text}
+    return {key: values[key] for key in keys} if set(keys) <= set(values) else dict.fromkeys(values, "")
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_text(part) for part in value]
+    return "" if value is None else _decode(value) if isinstance(value, bytes) else value
+
+
+def _decode(content: bytes) -> str:
+    """Keep bytes that are not UTF-8, so that the line is refused for them."""
+    return content.decode("utf-8", "surrogateescape")
+
+
+def _line(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, ensure_ascii=False, default=str).encode("utf-8", "surrogateescape") + b"\n"
+
+
+STDIN = "-"
+_STREAM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """Name one input with what tells whether it changed; sizes are those on disk, 0 for standard input.
+
+    Attributes:
+        kind: what it holds, one of `file_format.KINDS`.
+        compression: how it is compressed, or None.
+        begin: where its text begins.
+        keys: the keys under which documents that are not jsonl get their text.
+        members: files of which each is a document, the first of them ``path``; none for other kinds.
+    """
+
+    path: str
+    num_bytes: int
+    modified_ns: int
+    kind: str = "jsonl"
+    compression: str | None = None
+    begin: int = 0
+    keys: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether any part of the text can be read without what stands before it."""
+        return self.path != STDIN and self.kind == "jsonl" and self.compression is None
+
+    @property
+    def name(self) -> str:
+        """Give the name that messages use."""
+        return "standard input" if self.path == STDIN else self.path
+
+    def line_name(self, line: int) -> str:
+        """Name a line or a document, counted from 0."""
+        return self.members[line] if self.members else f"{self.name}:{line + 1}"
+
+    def identity(self) -> list[Any]:
+        """Return what tells whether it is the same input again, as JSON values."""
+        plain: list[Any] = [self.path, self.num_bytes, self.modified_ns]
+        names = zlib.crc32("\0".join(self.members).encode("utf-8", "surrogateescape"))
+        return plain if self.kind == "jsonl" else [*plain, self.kind, len(self.members), names]
+
+
+def find_input(patterns: Sequence[str], keys: Sequence[str] = ("text",), kind: str | None = None) -> list[InputFile]:
+    """List the files that paths, folders and patterns name: in the order given, those of one sorted by name.
+
+    ``kind`` says what all files hold; without it each file does.
+
+    Raises:
+        DataError: a pattern matches nothing, or what a file holds cannot be read here.
+    """
+    files: list[InputFile] = []
+    for pattern in patterns:
+        if pattern == STDIN:
+            if kind not in (None, "jsonl"):
+                raise DataError(
+                    f"--input - is read as jsonl, and --input-format is {kind}; give files, or leave it out"
+                )
+            files.append(InputFile(STDIN, 0, 0))
+            continue
+        paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        if not paths:
+            raise DataError(f"no file matches {pattern}; change --input")
+        for path in paths:
+            for found in _files_of_folder(path, kind) if os.path.isdir(path) else [path]:
+                _add(files, found, detect_format(found, kind), tuple(keys))
+    if sum(file.path == STDIN for file in files) > 1:
+        raise DataError("--input names standard input (-) more than once")
+    for file in files:
+        if file.compression == "zst":
+            _load_zstandard(file.path)
+        if file.kind in ("parquet", "arrow"):
+            load_pyarrow(file.path)
+        if file.kind == "text" and len(keys) > 1:
+            raise DataError(f"{file.path} is one text, and --json-keys names {len(keys)} keys; name one")
+    return files
+
+
+def _files_of_folder(folder: str, kind: str | None) -> list[str]:
+    """List the files of a folder and those below it; of a data set that Hugging Face's datasets saved, its parts.
+
+    Texts beside data (a README.md beside Parquet files) are left out.
+
+    Raises:
+        DataError: it holds nothing that can be read, or several splits.
+    """
+    entries = set(os.listdir(folder))
+    if "dataset_dict.json" in entries:
+        splits = sorted(name for name in entries if os.path.isdir(os.path.join(folder, name)))
+        raise DataError(f"{folder} holds the splits {', '.join(splits)}; name one: --input {folder}/{splits[0]}")
+    if "state.json" in entries:
+        return [os.path.join(folder, name) for name in _saved_parts(os.path.join(folder, "state.json"))]
+    everything = _files_below(folder)
+    found = [path for path in everything if kind is not None or has_known_suffix(path)]
+    if found and len(found) < len(everything):
+        others = [path for path in everything if not has_known_suffix(path)]
+        named = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+        print(
+            f"Leaving out {len(others)} files of {folder} whose names do not say what they hold ({named}): name them "
+            "in --input, or give --input-format",
+            flush=True,
+        )
+    if not found:
+        raise DataError(f"{folder} is not a file and holds none of a known kind (.jsonl, .txt, …); change --input")
+    if kind is None:
+        data = [path for path in found if detect_format(path).kind != "text"]
+        if 0 < len(data) < len(found):
+            print(f"Leaving out {len(found) - len(data)} texts beside the data in {folder}", flush=True)
+            found = data
+    return found
+
+
+def _files_below(folder: str) -> list[str]:
+    """List the files of a folder and those below it by name, through links too, each folder once; no hidden ones."""
+    found, seen = [], set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        place = os.path.realpath(parent)
+        is_new = place not in seen
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        found += [os.path.join(parent, name) for name in names if is_new and not name.startswith(".")]
+    return sorted(found)
+
+
+def _saved_parts(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            names = [str(part["filename"]) for part in json.load(file)["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not that of a data set which Hugging Face saved ({error!r}); name the files themselves"
+        ) from error
+    if not names:
+        raise DataError(f"{path} names no files of data; change --input")
+    return names
+
+
+def _add(files: list[InputFile], path: str, found: FileFormat, keys: tuple[str, ...]) -> None:
+    """Append a file; texts that follow each other become one input, since each may be small."""
+    if not os.path.isfile(path):
+        raise DataError(f"{path} is not a file; change --input")
+    status = os.stat(path)
+    size, time = status.st_size, status.st_mtime_ns
+    members: tuple[str, ...] = (path,) if found.kind == "text" else ()
+    last = files[-1] if files else None
+    if members and last is not None and last.members and last.compression == found.compression:
+        files.pop()
+        path, members = last.path, last.members + members
+        size, time = last.num_bytes + size, max(last.modified_ns, time)
+    begin = found.num_mark_bytes if found.kind == "jsonl" else 0
+    files.append(InputFile(path, size, time, found.kind, found.compression, begin, keys, members))
+
+
+@dataclass(frozen=True)
+class TextStream:
+    """Hold jsonl, to be read from its beginning, and the file that it comes from."""
+
+    text: IO[bytes]
+    source: IO[bytes] | None
+
+    def source_position(self, text_position: int) -> int:
+        """Return how many bytes of the file on disk were read for this much text."""
+        return text_position if self.source is None else self.source.tell()
+
+    def close(self) -> None:
+        """Close the text and the file."""
+        self.text.close()
+        if self.source is not None:
+            self.source.close()
+
+
+def open_stream(file: InputFile) -> TextStream:
+    """Open compressed jsonl or standard input, or the documents of another kind of file as jsonl."""
+    if file.path == STDIN:
+        _skip_mark(sys.stdin.buffer)
+        return TextStream(sys.stdin.buffer, None)
+    if file.kind in ("parquet", "arrow"):
+        return TextStream(_as_stream(read_table(file.path, file.kind, file.keys)), None)
+    if file.kind == "text":
+        return TextStream(_as_stream(read_texts(file.members, file.keys, lambda path: _open(file, path)[0])), None)
+    text, source = _open(file, file.path)
+    if file.kind == "tar":
+        return TextStream(_as_stream(read_tar(text, file.keys)), source)
+    _skip_mark(text)
+    return TextStream(text, source)
+
+
+def _as_stream(lines: Iterator[bytes]) -> io.BufferedReader:
+    return io.BufferedReader(LineStream(lines), _STREAM_BYTES)
+
+
+def _open(file: InputFile, path: str) -> tuple[io.BufferedReader, IO[bytes]]:
+    """Return what a file holds, decompressed, and the file."""
+    source = open(path, "rb", buffering=0)  # noqa: SIM115 - closed with the stream
+    if file.compression is None:
+        plain: Any = io.BufferedReader(source, _STREAM_BYTES)
+        return plain, plain
+    if file.compression == "zst":
+        reader = _load_zstandard(path).ZstdDecompressor().stream_reader(source, read_across_frames=True)
+    else:
+        opened: dict[str, Callable[[IO[bytes]], Any]] = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open}
+        reader = opened[file.compression](source)
+    return io.BufferedReader(reader, _STREAM_BYTES), source
+
+
+def _skip_mark(text: Any) -> None:
+    if text.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
+        text.read(len(BYTE_ORDER_MARK))
+
+
+def reading_errors() -> tuple[type[Exception], ...]:
+    """List what damaged files raise."""
+    known: list[type[Exception]] = [OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError]
+    with contextlib.suppress(ImportError):
+        known.append(importlib.import_module("zstandard").ZstdError)
+    return tuple(known)
+
+
+def _load_zstandard(path: str) -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except (ImportError, OSError) as error:
+        raise DataError(
+            f"{path}: reading .zst needs the package zstandard, which cannot be imported ({error}); "
+            "install it with: pip install zstandard"
+        ) from error

@@ -1,0 +1,141 @@
+"""Read the texts of jsonl: one JSON object a line, under each key a text or a list of texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.errors import DataError, TokenizerError
+from megatron.core.tokenizers.tokenizer import require_unicode
+
+ExtractTexts = Callable[[bytes, Sequence[bytes]], tuple[list[bytes | None], NDArray[np.int64], int]]
+"""From a block and keys to the text of each document and key (None: left to `parse_line`), the (line, begin, end) of
+each document, and the number of lines."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Hold a line's number, counted from 0, and what is wrong with it."""
+
+    line: int
+    message: str
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """Hold the documents of a block of lines.
+
+    Attributes:
+        texts: for each key, the UTF-8 texts of all documents, in order.
+        num_texts: for each key, how many of them each document has, int64 ``[documents]``.
+        lines: the line of each document, counted from 0, int64 ``[documents]``.
+        num_lines: how many lines the block has, blank ones included.
+        problems: the lines that hold no document.
+    """
+
+    texts: tuple[list[bytes], ...]
+    num_texts: tuple[NDArray[np.int64], ...]
+    lines: NDArray[np.int64]
+    num_lines: int
+    problems: list[Problem]
+
+
+def parse_line(line: bytes, keys: Sequence[str]) -> list[list[bytes]]:
+    """Read the texts of one line, a list of them for each key.
+
+    Raises:
+        DataError: the line is not UTF-8, not a JSON object, lacks a key or holds no text there.
+    """
+    try:
+        content = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError
+        raise DataError(f"not a JSON line: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"expected a JSON object, found {type(content).__name__}")
+    texts = []
+    for key in keys:
+        if key not in content:
+            raise DataError(f"no key {key!r} (found: {', '.join(content)}); change --json-keys or the line")
+        value = content[key]
+        parts = value if isinstance(value, list) else [value]
+        for part in parts:
+            if not isinstance(part, str):
+                raise DataError(f"{key!r} holds {type(part).__name__}, expected text or a list of texts")
+        try:
+            require_unicode(parts)
+        except TokenizerError as error:
+            raise DataError(str(error)) from error
+        texts.append([part.encode("utf-8") for part in parts])
+    return texts
+
+
+def list_lines(block: bytes, keys: Sequence[bytes]) -> tuple[list[bytes | None], NDArray[np.int64], int]:
+    """Find the lines of a block that are not blank and leave all to `parse_line`: the twin of the compiled reader."""
+    places = []
+    begin = number = 0
+    while begin < len(block):
+        newline = block.find(b"\n", begin)
+        end = len(block) if newline < 0 else newline
+        if not (end == begin or block[begin:end].isspace()):
+            places.append((number, begin, end))
+        begin = end + 1
+        number += 1
+    nothing: list[bytes | None] = [None] * (len(places) * len(keys))
+    return nothing, np.array(places, np.int64).reshape(-1, 3), number
+
+
+def find_compiled_reader() -> ExtractTexts | None:
+    """Return the compiled reader, or None where it was not built."""
+    try:
+        from megatron.data import _json_lines
+    except ImportError:
+        return None
+    return _json_lines.extract_texts
+
+
+_PYTHON: Final[ExtractTexts] = list_lines
+
+
+def read_json_lines(block: bytes, keys: Sequence[str], extract_texts: ExtractTexts | None = None) -> JsonLines:
+    """Read a block of whole lines, the slow way without ``extract_texts``; the result is the same."""
+    extracted, places, num_lines = (extract_texts or _PYTHON)(block, [key.encode("utf-8") for key in keys])
+    stride = len(keys)
+    if None not in extracted:
+        whole = [text for text in extracted if text is not None] if stride == 0 else extracted
+        ones = np.ones(len(places), np.int64)
+        texts = tuple(whole[k::stride] for k in range(stride))
+        return JsonLines(texts, (ones,) * stride, places[:, 0], num_lines, [])  # type: ignore[arg-type]
+    return _read_some_slowly(block, keys, extracted, places, num_lines)
+
+
+def _read_some_slowly(
+    block: bytes,
+    keys: Sequence[str],
+    extracted: list[bytes | None],
+    places: NDArray[np.int64],
+    num_lines: int,
+) -> JsonLines:
+    """Parse the lines that the reader left out, between the others."""
+    stride = len(keys)
+    texts: tuple[list[bytes], ...] = tuple([] for _ in keys)
+    counts: tuple[list[int], ...] = tuple([] for _ in keys)
+    lines: list[int] = []
+    problems: list[Problem] = []
+    for index, (line, begin, end) in enumerate(places.tolist()):
+        known = [text for text in extracted[index * stride : (index + 1) * stride] if text is not None]
+        try:
+            document = [[text] for text in known] if known else parse_line(block[begin:end], keys)
+        except DataError as error:
+            problems.append(Problem(line, str(error)))
+            continue
+        lines.append(line)
+        for k, parts in enumerate(document):
+            texts[k].extend(parts)
+            counts[k].append(len(parts))
+    num_texts = tuple(np.array(count, np.int64) for count in counts)
+    return JsonLines(texts, num_texts, np.array(lines, np.int64), num_lines, problems)

@@ -1,0 +1,164 @@
+"""Hand chunks to workers, write their results in the order of the input, and report the progress."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron.core.console import ProgressBar
+from megatron.core.errors import DataError
+from megatron.data.input_chunks import Chunk, read_chunk
+from megatron.data.input_files import InputFile, advice
+from megatron.data.work_folder import Entry, StreamTally, WorkFolder
+from megatron.data.worker_pool import Tally, Worker, WorkerPool
+
+
+class Progress:
+    """Print rates and the time left, every so many documents, and not more than once a second.
+
+    On a terminal a bar shows the same between two lines.
+
+    ``total_bytes`` is the size of the input on disk, None where it is not known, and ``source_bytes`` what is done
+    of it; ``num_bytes`` counts text, which rates are of.
+    """
+
+    def __init__(self, total_bytes: int | None, log_interval: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_documents = self.num_bytes = 0
+        self._source_bytes = 0
+        self._total_bytes = total_bytes
+        self._log_interval = log_interval
+        self._next_report = log_interval
+        self._clock = clock
+        self._bar = ProgressBar()
+        self.start()
+
+    def start(self) -> None:
+        """Let the time begin now."""
+        self._start = self._last_report = self._clock()
+
+    def add(self, num_documents: int, num_bytes: int, source_bytes: int) -> None:
+        """Count what was finished, and print a line where one is due."""
+        self.num_documents += num_documents
+        self.num_bytes += num_bytes
+        self._source_bytes += source_bytes
+        now = self._clock()
+        if self.num_documents >= self._next_report and now - self._last_report >= 1:
+            self._last_report = now
+            self._next_report = (self.num_documents // self._log_interval + 1) * self._log_interval
+            self._bar.clear()
+            print(f"Processed {self.rates()}{self._time_left()}.", flush=True)
+        if self._bar.is_on:
+            self._draw()
+
+    def finish(self) -> None:
+        """Take the bar away."""
+        self._bar.clear()
+
+    def _draw(self) -> None:
+        text = f"{self.rates()}{self._time_left()}"
+        if self._total_bytes is None:
+            self._bar.tell(f"processing {text}")
+        else:
+            self._bar.show("processing", self._source_bytes, self._total_bytes, text)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Give the seconds since the start."""
+        return max(self._clock() - self._start, 1e-9)
+
+    def rates(self) -> str:
+        """Return the number of documents that are done, and the rates."""
+        elapsed_s = self.elapsed_s
+        documents_s, megabytes_s = self.num_documents / elapsed_s, self.num_bytes / 1e6 / elapsed_s
+        return f"{self.num_documents} documents ({documents_s:.1f} docs/s, {megabytes_s:.2f} MB/s)"
+
+    def _time_left(self) -> str:
+        if self._total_bytes is None:
+            return ""
+        left_s = max(0, self._total_bytes - self._source_bytes) * self.elapsed_s / max(self._source_bytes, 1)
+        minutes, seconds = divmod(round(left_s), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f", {hours}:{minutes:02}:{seconds:02} left"
+
+
+class Leader:
+    """Drive workers over chunks until all are written and recorded.
+
+    A chunk is tokenized by any worker at any time, and written as soon as all before it are. So the result does not
+    depend on the workers.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        folder: WorkFolder,
+        files: Sequence[InputFile],
+        num_partitions: int,
+        skip_errors: bool,
+        progress: Progress,
+    ) -> None:
+        self._pool = pool
+        self._folder = folder
+        self._files = files
+        self._num_partitions = num_partitions
+        self._skip_errors = skip_errors
+        self._progress = progress
+        self._chunks: dict[int, Chunk] = {}
+        self._tallies: dict[int, tuple[Worker, Tally]] = {}
+
+    def run(self, chunks: Iterator[Chunk]) -> None:
+        """Tokenize and write all chunks.
+
+        Raises:
+            InputError: the input cannot be used, or the output not written; what was written before is recorded.
+            WorkerError: a worker died.
+        """
+        upcoming = next(chunks, None)
+        while upcoming is not None or self._chunks:
+            while upcoming is not None:
+                worker = self._pool.free_worker(needs_idle=upcoming.data is not None)
+                if worker is None:
+                    break
+                self._chunks[upcoming.number] = upcoming
+                self._pool.submit(worker, upcoming)
+                upcoming = next(chunks, None)
+            self._tallies |= {tally.chunk: (worker, tally) for worker, tally in self._pool.receive()}
+            while self._folder.num_chunks in self._tallies:
+                self._write(*self._tallies.pop(self._folder.num_chunks))
+
+    def _write(self, worker: Worker, tally: Tally) -> None:
+        """Write the chunk whose turn it is."""
+        if tally.problems and not self._skip_errors:
+            self._refuse(tally)
+        chunk = self._chunks.pop(tally.chunk)
+        for problem in tally.problems:
+            print(f"{self._line_name(chunk, problem.line)}: {problem.message}; skipped", file=sys.stderr)
+        slot = worker.slots[tally.slot]
+        contents = [
+            (one.tokens if one.place is None else slot[slice(*one.place)], one.lengths, one.counts)
+            for one in tally.streams
+        ]
+        streams = [(self._stream(index), StreamTally.of(*parts)) for index, parts in enumerate(contents)]
+        entry = Entry(chunk, tally.num_lines, tally.num_documents, len(tally.problems), streams)
+        self._folder.commit(entry, contents)
+        worker.free_slots.append(tally.slot)
+        self._progress.add(tally.num_documents, chunk.num_bytes, chunk.source_bytes)
+
+    def _stream(self, index: int) -> int:
+        """Turn the partition of a document within its chunk into that within the input."""
+        key, partition = divmod(index, self._num_partitions)
+        return key * self._num_partitions + (partition + self._folder.num_lines) % self._num_partitions
+
+    def _line_name(self, chunk: Chunk, line: int) -> str:
+        """Name a line of the next chunk to be recorded."""
+        last = self._folder.last
+        before = self._folder.num_lines_before if last is not None and last.file == chunk.file else 0
+        return self._files[chunk.file].line_name(before + line)
+
+    def _refuse(self, tally: Tally) -> None:
+        problem = tally.problems[0]
+        chunk = self._chunks[tally.chunk]
+        line = read_chunk(chunk, self._files[chunk.file]).split(b"\n")[problem.line]
+        way_on = advice(line) or "correct the line, or leave such lines out with --on-error skip"
+        raise DataError(f"{self._line_name(chunk, problem.line)}: {problem.message}; {way_on}")

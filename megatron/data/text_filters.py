@@ -1,0 +1,328 @@
+"""Filter documents by URL, length and language, in several processes and in the order of the input.
+
+A text is judged by itself: its encoding is repaired, and the keys of its duplicates are computed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import multiprocessing
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from megatron.core.errors import ConfigurationError, DataError, MegatronError, TokenizerError
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.core.tokenizers.tokenizer import load_package
+from megatron.data.deduplication import SignatureMaker, shingles
+from megatron.data.document_reader import Document
+
+
+class _Address(NamedTuple):
+    host: str
+    path: str
+    query: str
+
+
+class UrlBlacklist:
+    """Match URLs against lists with one entry a line.
+
+    ``example.com`` covers the host and its subdomains; ``example.com/members`` covers that path and all below it;
+    ``example.com/page?id=3`` covers that page alone. Scheme, port, ``www.`` before a path, case of the host, fragment
+    and a slash at the end do not matter. Empty lines and lines that start with ``#`` are comments.
+
+    Raises:
+        DataError: a list cannot be read, or a line is no entry; the error names the line.
+    """
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._hosts: set[str] = set()
+        self._paths: set[tuple[str, str]] = set()
+        self._pages: set[_Address] = set()
+        for file in files:
+            self._add_file(file)
+
+    def __len__(self) -> int:
+        return len(self._hosts) + len(self._paths) + len(self._pages)
+
+    def _add_file(self, file: str) -> None:
+        try:
+            with open(file, encoding="utf-8-sig") as lines:
+                for number, line in enumerate(lines, start=1):
+                    entry = line.strip()
+                    if entry and not entry.startswith("#"):
+                        self._add(entry, f"{file}:{number}")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{file} cannot be read: {error}; change --url-blacklist") from error
+
+    def _add(self, entry: str, place: str) -> None:
+        address = _parse(entry)
+        if address is None or ("." not in address.host and address.host != "localhost"):
+            raise DataError(f"{place}: {entry!r} is neither a host, such as example.com, nor a URL; correct the line")
+        if address.query:
+            self._pages.add(address._replace(host=address.host.removeprefix("www.")))
+        elif address.path:
+            self._paths.add((address.host.removeprefix("www."), address.path))
+        else:
+            self._hosts.add(address.host)
+
+    def entry_for(self, url: str) -> str | None:
+        """Return the entry that covers a URL, or None; a URL without a host is covered by ``malformed``."""
+        address = _parse(url)
+        if address is None:
+            return "malformed"
+        host = address.host
+        while host:
+            if host in self._hosts:
+                return host
+            host = host.partition(".")[2]
+        bare = address.host.removeprefix("www.")
+        if address._replace(host=bare) in self._pages:
+            return f"{bare}{address.path}?{address.query}"
+        path = address.path
+        while path:
+            if (bare, path) in self._paths:
+                return bare + path
+            path = path.rpartition("/")[0]
+        return None
+
+
+def _parse(url: str) -> _Address | None:
+    url = url.strip()
+    try:
+        parts = urlsplit(url if "://" in url else f"//{url}")
+        host = (parts.hostname or "").rstrip(".")
+    except ValueError:  # such as an unfinished IPv6 address
+        return None
+    if not host or any(character.isspace() for character in url):
+        return None
+    try:
+        host = host.encode("idna").decode("ascii")
+    except UnicodeError:  # a label that is too long, or empty: compared as it is
+        host = host.lower()
+    return _Address(host, parts.path.rstrip("/"), parts.query)
+
+
+SAMPLE_CHARACTERS: Final = 4096
+
+
+class Guess(NamedTuple):
+    """Hold an ISO 639-1 code and how likely it is."""
+
+    language: str
+    probability: float
+
+
+class LanguageDetector:
+    """Guess from the beginning of a text; the model comes with the package, and the same text gives the same guess.
+
+    Raises:
+        ConfigurationError: the package cannot be imported, or does not know a language that is asked for.
+    """
+
+    def __init__(self, wanted: Sequence[str]) -> None:
+        module = load_package("py3langid.langid", "--language", ConfigurationError)
+        self._identifier = module.LanguageIdentifier.from_model_file(module.MODEL_FILE, norm_probs=True)
+        known = self._identifier.labels
+        unknown = [language for language in wanted if language not in known]
+        if unknown:
+            raise ConfigurationError(f"--language {' '.join(unknown)} is not known; choose among {' '.join(known)}")
+
+    def guess(self, text: str) -> Guess:
+        """Return the most likely language."""
+        language, probability = self._identifier.classify(text[:SAMPLE_CHARACTERS])
+        return Guess(str(language), float(probability))
+
+
+NO_TEXT: Final = "no text"
+TOO_SHORT: Final = "too short"
+OTHER_LANGUAGE: Final = "other language"
+
+# A text is long enough without reading on where its beginning has this many times the tokens asked for.
+_LENGTH_MARGIN: Final = 2
+_CHARACTERS_PER_TOKEN: Final = 16
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """Hold the rules for a text. A rule that is None, 0 or empty is off.
+
+    Attributes:
+        tokenizer: the keywords of `build_tokenizer`, where ``min_tokens`` is not 0.
+        similarity: near duplicates share at least this part of their runs of ``shingle_words`` words.
+    """
+
+    fix_encoding: bool
+    min_tokens: int
+    tokenizer: Mapping[str, object]
+    languages: Sequence[str]
+    min_language_probability: float
+    exact_duplicates: bool
+    similarity: float | None
+    num_permutations: int
+    shingle_words: int
+
+
+class Finding(NamedTuple):
+    """Hold the verdict on a text.
+
+    Attributes:
+        text: after repair.
+        reason: why it is dropped, or None; ``detail`` has the values.
+        digest: what texts have in common that are equal but for spaces at their ends.
+        keys: of which near duplicates are likely to share one.
+    """
+
+    text: str
+    reason: str | None = None
+    detail: str = ""
+    digest: bytes = b""
+    keys: Sequence[int] = ()
+
+
+class TextExaminer:
+    """Apply rules to texts, each for itself, so that any process may do any of them.
+
+    Raises:
+        InputError: a rule needs a package, a tokenizer file or a language that there is not.
+    """
+
+    def __init__(self, rules: TextRules) -> None:
+        self._rules = rules
+        self._ftfy = load_package("ftfy", "--fix-encoding", ConfigurationError) if rules.fix_encoding else None
+        self._tokenizer = build_tokenizer(**rules.tokenizer) if rules.min_tokens else None  # type: ignore[arg-type]
+        self._detector = LanguageDetector(rules.languages) if rules.languages else None
+        self._signatures = (
+            SignatureMaker(rules.similarity, rules.num_permutations) if rules.similarity is not None else None
+        )
+
+    def examine(self, text: str) -> Finding:
+        """Repair a text and decide on it.
+
+        Raises:
+            TokenizerError: the tokenizer refuses the text.
+        """
+        rules = self._rules
+        if self._ftfy is not None:
+            text = self._ftfy.fix_text(text)
+        stripped = text.strip()
+        if not stripped:
+            return Finding(text, NO_TEXT)
+        if self._tokenizer is not None:
+            num_tokens = self._count_tokens(stripped)
+            if num_tokens < rules.min_tokens:
+                return Finding(text, TOO_SHORT, f"{num_tokens} tokens of {rules.min_tokens}")
+        if self._detector is not None:
+            guess = self._detector.guess(stripped)
+            if guess.language not in rules.languages or guess.probability < rules.min_language_probability:
+                return Finding(text, OTHER_LANGUAGE, f"{guess.language} with probability {guess.probability:.3f}")
+        if not rules.exact_duplicates:
+            return Finding(text)
+        digest = hashlib.blake2b(stripped.encode("utf-8"), digest_size=16).digest()
+        keys = [] if self._signatures is None else self._signatures.keys(shingles(stripped, rules.shingle_words))
+        return Finding(text, digest=digest, keys=keys)
+
+    def _count_tokens(self, text: str) -> int:
+        """Count the tokens of a text, or of a beginning that has more than enough."""
+        assert self._tokenizer is not None
+        enough = self._rules.min_tokens * _LENGTH_MARGIN
+        begin = text[: enough * _CHARACTERS_PER_TOKEN]
+        num_tokens = len(self._tokenizer.tokenize(begin))
+        return num_tokens if len(begin) == len(text) or num_tokens >= enough else len(self._tokenizer.tokenize(text))
+
+
+def examine_batch(examiner: TextExaminer, texts: Sequence[tuple[str, str]]) -> list[Finding]:
+    """Examine texts, each given after its place.
+
+    Raises:
+        TokenizerError: naming the place of the text that the tokenizer refuses.
+    """
+    findings = []
+    for place, text in texts:
+        try:
+            findings.append(examiner.examine(text))
+        except TokenizerError as error:
+            raise TokenizerError(f"{place}: {error}") from error
+    return findings
+
+
+BATCH_CHARACTERS: Final = 1 << 19
+BATCH_DOCUMENTS: Final = 1024
+
+
+Item = tuple[Document, Finding | None]
+"""A document, and what is known about it already; None where its text is to be examined."""
+
+
+def examine_all(items: Iterator[Item], rules: TextRules, workers: int) -> Iterator[tuple[Document, Finding]]:
+    """Yield each document with what was found, in the order of the input.
+
+    Raises:
+        InputError: a rule cannot be applied, here or to one of the texts.
+        MegatronError: a worker died.
+    """
+    examiner = TextExaminer(rules)  # also with workers, so that what is missing is said once and at once
+    batches = _gather(items)
+    if workers == 1:
+        for batch in batches:
+            yield from _join(batch, examine_batch(examiner, _texts(batch)))
+        return
+    # Not forked: the tokenizer's and NumPy's threads do not survive a fork.
+    executor = concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), _start_worker, (rules,)
+    )
+    under_way: deque[tuple[list[Item], concurrent.futures.Future[list[Finding]]]] = deque()
+    try:
+        for batch in batches:
+            under_way.append((batch, executor.submit(_examine_in_worker, _texts(batch))))
+            if len(under_way) > 2 * workers:
+                done, future = under_way.popleft()
+                yield from _join(done, future.result())
+        while under_way:
+            done, future = under_way.popleft()
+            yield from _join(done, future.result())
+    except BrokenProcessPool as error:
+        raise MegatronError("a worker died, for lack of memory perhaps; give fewer --workers and run again") from error
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _gather(items: Iterator[Item]) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    num_characters = 0
+    for item in items:
+        batch.append(item)
+        num_characters += len(item[0].text)
+        if num_characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _texts(batch: list[Item]) -> list[tuple[str, str]]:
+    return [(document.place, document.text) for document, known in batch if known is None]
+
+
+def _join(batch: list[Item], findings: list[Finding]) -> Iterator[tuple[Document, Finding]]:
+    examined = iter(findings)
+    for document, known in batch:
+        yield document, next(examined) if known is None else known
+
+
+class _WorkerState:
+    """Hold the examiner of this process; a process pool has no other way to hand one to its calls."""
+
+    examiner: TextExaminer
+
+
+def _start_worker(rules: TextRules) -> None:
+    _WorkerState.examiner = TextExaminer(rules)
+
+
+def _examine_in_worker(texts: list[tuple[str, str]]) -> list[Finding]:
+    return examine_batch(_WorkerState.examiner, texts)

@@ -1,0 +1,231 @@
+"""Tokenize the documents of one chunk into the arrays that the output files hold."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.conversation_file import MASK_DTYPE, ConversationEncoder, EncodedConversation
+from megatron.core.errors import DataError, InputError, TokenizerError
+from megatron.core.tokenizers.text_encoder import TextEncoder
+from megatron.data.json_lines import ExtractTexts, JsonLines, Problem, list_lines, read_json_lines
+
+SplitSentences = Callable[[str], list[str]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hold all that the output depends on, the input apart.
+
+    Attributes:
+        encoder: text to ids.
+        keys: the JSON keys, each of which makes a data set.
+        eod_id: what ends a document, or None.
+        dtype: the type of a token on disk.
+        num_partitions: document n goes to partition n modulo this; the data set is one partition after the other.
+        split_sentences: cuts a text into the sequences of a document, or None.
+        extract_texts: the compiled jsonl reader, or None.
+        conversations: encodes conversations in place of texts, to a stream of tokens and one of loss masks; or None.
+    """
+
+    encoder: TextEncoder
+    keys: tuple[str, ...]
+    eod_id: int | None
+    dtype: np.dtype[Any]
+    num_partitions: int
+    split_sentences: SplitSentences | None
+    extract_texts: ExtractTexts | None
+    conversations: ConversationEncoder | None = None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Hold what a chunk adds to one data set, or to one partition of one.
+
+    Attributes:
+        tokens: back to back.
+        begin: where the tokens begin in the room that was given for them; None if they did not fit into it.
+        lengths: int32, of each sequence.
+        counts: int32, the sequences of each document.
+    """
+
+    tokens: NDArray[Any]
+    begin: int | None
+    lengths: NDArray[np.int32]
+    counts: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class TokenizedChunk:
+    """Hold the streams of a chunk (keys, and within a key partitions), and what was met in it."""
+
+    streams: list[Stream]
+    num_lines: int
+    num_documents: int
+    problems: list[Problem]
+
+
+def tokenize_block(block: bytes, recipe: Recipe, room: NDArray[Any]) -> TokenizedChunk:
+    """Parse and encode a block of lines; lines that cannot be used become problems, in order.
+
+    Tokens are laid into ``room``, an array of their type, as far as it reaches.
+    """
+    if recipe.conversations is not None:
+        return _encode_conversations(block, recipe.conversations, recipe.dtype)
+    documents = read_json_lines(block, recipe.keys, recipe.extract_texts)
+    if recipe.split_sentences is not None:
+        documents = _split(documents, recipe.split_sentences)
+    try:
+        streams = _streams(documents, recipe, room)
+    except TokenizerError:
+        documents = _without_refused(documents, recipe.encoder)
+        streams = _streams(documents, recipe, room)
+    return TokenizedChunk(streams, documents.num_lines, len(documents.lines), documents.problems)
+
+
+def _encode_conversations(block: bytes, encoder: ConversationEncoder, dtype: np.dtype[Any]) -> TokenizedChunk:
+    _, places, num_lines = list_lines(block, ())
+    encoded: list[EncodedConversation] = []
+    problems = []
+    for line, begin, end in places.tolist():
+        try:
+            encoded += encoder.encode_line(block[begin:end])
+        except InputError as error:
+            problems.append(Problem(line, str(error)))
+    lengths = np.array([len(conversation.tokens) for conversation in encoded], np.int32)
+    contents = (
+        np.concatenate([np.empty(0, dtype), *(conversation.tokens.astype(dtype) for conversation in encoded)]),
+        np.concatenate([np.empty(0, MASK_DTYPE), *(conversation.loss_mask for conversation in encoded)]),
+    )
+    streams = [Stream(content, None, lengths, np.ones_like(lengths)) for content in contents]
+    return TokenizedChunk(streams, num_lines, len(encoded), problems)
+
+
+def _streams(documents: JsonLines, recipe: Recipe, room: NDArray[Any]) -> list[Stream]:
+    streams: list[Stream] = []
+    used = 0
+    for texts, num_texts in zip(documents.texts, documents.num_texts):
+        ids = recipe.encoder.encode(texts)
+        parts: list[tuple[Iterable[NDArray[Any]], NDArray[np.int64]]] = [(ids, num_texts)]
+        if recipe.num_partitions > 1:
+            encoded = list(ids)
+            chosen = [documents.lines % recipe.num_partitions == number for number in range(recipe.num_partitions)]
+            parts = [(itertools.compress(encoded, np.repeat(of, num_texts).tolist()), num_texts[of]) for of in chosen]
+        for part_ids, part_num_texts in parts:
+            streams.append(pack(part_ids, part_num_texts, recipe.eod_id, room, used))
+            used += 0 if streams[-1].begin is None else len(streams[-1].tokens)
+    return streams
+
+
+def pack(
+    ids: Iterable[NDArray[Any]], num_texts: NDArray[np.int64], eod_id: int | None, room: NDArray[Any], begin: int
+) -> Stream:
+    """Lay the ids of texts behind each other, each as soon as it is there, and end each document.
+
+    They go to ``room`` from ``begin`` on, or to an array of their own if they do not fit there. A text without tokens
+    is no sequence. A document without any keeps its place, and gets no end.
+    """
+    tokens, fits = room[begin:], True
+    end = 0
+    lengths: list[int] = []
+    counts: list[int] = []
+    texts = iter(ids)
+    for number in num_texts.tolist():
+        count = 0
+        for values in itertools.islice(texts, number):
+            size = len(values)
+            if size:
+                start, end = end, end + size
+                if end >= len(tokens):  # an end of the document must fit, too
+                    tokens, fits = np.concatenate([tokens, np.empty(end + 1, room.dtype)]), False
+                tokens[start:end] = values
+                lengths.append(size)
+                count += 1
+        if count and eod_id is not None:
+            tokens[end] = eod_id
+            end += 1
+            lengths[-1] += 1
+        counts.append(count)
+    return Stream(tokens[:end], begin if fits else None, np.array(lengths, np.int32), np.array(counts, np.int32))
+
+
+def _split(documents: JsonLines, split_sentences: SplitSentences) -> JsonLines:
+    """Cut each text into sentences, which become the texts of its document."""
+    texts, num_texts = [], []
+    for key_texts, counts in zip(documents.texts, documents.num_texts):
+        sentences = [split_sentences(str(text, "utf-8")) for text in key_texts]
+        owner = np.repeat(np.arange(len(counts)), counts)
+        sizes = np.array([len(parts) for parts in sentences], np.int64)
+        texts.append([sentence.encode("utf-8") for parts in sentences for sentence in parts])
+        num_texts.append(np.bincount(owner, sizes, len(counts)).astype(np.int64))
+    return JsonLines(tuple(texts), tuple(num_texts), documents.lines, documents.num_lines, documents.problems)
+
+
+def _without_refused(documents: JsonLines, encoder: TextEncoder) -> JsonLines:
+    """Encode the documents one by one, to learn which of them the tokenizer refuses."""
+    starts = [np.concatenate([[0], np.cumsum(counts)]).tolist() for counts in documents.num_texts]
+    problems = list(documents.problems)
+    kept = []
+    for index, line in enumerate(documents.lines.tolist()):
+        try:
+            for texts, start in zip(documents.texts, starts):
+                list(encoder.encode(texts[start[index] : start[index + 1]]))
+        except TokenizerError as error:
+            problems.append(Problem(line, str(error)))
+        else:
+            kept.append(index)
+    return JsonLines(
+        tuple(
+            [text for index in kept for text in texts[start[index] : start[index + 1]]]
+            for texts, start in zip(documents.texts, starts)
+        ),
+        tuple(counts[kept] for counts in documents.num_texts),
+        documents.lines[kept],
+        documents.num_lines,
+        sorted(problems, key=lambda problem: problem.line),
+    )
+
+
+def load_splitter(language: str, keep_newlines: bool) -> SplitSentences:
+    """Return nltk's sentence splitter of a language.
+
+    With ``keep_newlines``, the white space behind a sentence stays with it, as in Megatron.
+
+    Raises:
+        DataError: nltk, or its data of that language, is not on this machine.
+    """
+    try:
+        punkt = importlib.import_module("nltk.tokenize.punkt")
+    except (ImportError, OSError) as error:
+        raise DataError(
+            f"--split-sentences needs the package nltk, which cannot be imported ({error}); "
+            "install it with: pip install nltk"
+        ) from error
+    try:
+        splitter = punkt.PunktTokenizer(language)
+    except (LookupError, ValueError) as error:
+        raise DataError(
+            f"--split-sentences --lang {language}: nltk's data of that language is not on this machine; "
+            "fetch it with: python -m nltk.downloader punkt_tab (or change --lang)"
+        ) from error
+    if keep_newlines:
+        parameters = splitter._params
+        splitter = punkt.PunktSentenceTokenizer(lang_vars=_keep_white_space(punkt))
+        splitter._params = parameters
+    split: SplitSentences = splitter.tokenize
+    return split
+
+
+def _keep_white_space(punkt: Any) -> Any:
+    """Make a sentence's end take the white space that follows, which Punkt otherwise drops between sentences."""
+    plain = punkt.PunktLanguageVars._period_context_fmt
+    before, following = r"(?=(?P<after_tok>", r"\s+(?P<next_tok>\S+)"
+    assert plain.count(before) == plain.count(following) == 1, "nltk changed how it finds the ends of sentences"
+    changed = plain.replace(before, r"\s*" + before).replace(following, r"(?P<next_tok>\S+)")
+    return type("WhiteSpaceKept", (punkt.PunktLanguageVars,), {"_period_context_fmt": changed})()

@@ -1,0 +1,384 @@
+"""Parity test cases of model features: experts, latent attention, multi-token prediction and attention sinks.
+
+Routing is a choice: if two experts score alike, rounding decides, and layouts may differ. In float64 with weights
+drawn at random, no two scores of these cells are that close.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.verification.cells import DROPOUT, EXCHANGES, MODULES, SHAPES, Cell, Layout, make_cell
+
+_EXPERTS = (
+    *("--num-experts", "8", "--moe-ffn-hidden-size", "12", "--moe-router-topk", "2"),
+    *("--moe-aux-loss-coeff", "0.1", "--moe-z-loss-coeff", "0.01"),
+)
+EXPERT_SHAPES: dict[str, tuple[str, ...]] = {
+    "mixtral": (*SHAPES["llama"], *_EXPERTS),
+    "gpt2-experts": (*_EXPERTS, "--moe-layer-freq", "2"),
+    "qwen3-moe": (
+        *SHAPES["qwen"],
+        *_EXPERTS,
+        *("--moe-router-pre-softmax", "--moe-router-topk", "3", "--moe-router-load-balancing-type", "seq_aux_loss"),
+    ),
+    "deepseek-experts": (
+        *SHAPES["llama"],
+        *_EXPERTS,
+        *("--moe-router-score-function", "sigmoid", "--moe-router-num-groups", "4", "--moe-router-group-topk", "2"),
+        *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.02"),
+        *("--moe-router-topk-scaling-factor", "1.5", "--moe-layer-freq", "([0]+[1]*3)"),
+        *("--moe-shared-expert-intermediate-size", "16"),
+    ),
+    "dropping": (
+        # Positions are learned: with rotary ones two equal tokens at the start of a sequence weigh the same.
+        *("--swiglu", "--disable-bias-linear"),
+        *_EXPERTS,
+        *("--moe-expert-capacity-factor", "0.75", "--moe-shared-expert-intermediate-size", "16"),
+        *("--moe-shared-expert-gate", "--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type"),
+        "alltoall",
+    ),
+}
+"""Model shapes with experts by name: what each adds to the base command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout(Layout):
+    """Hold one way to shard a model with experts over processes."""
+
+    ep: int = 1
+    etp: int | None = None
+    dispatcher: str = "alltoall"
+    expert_flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the layout in short."""
+        cut = "" if self.etp is None else f" etp{self.etp}"
+        further = "".join(" " + flag.removeprefix("--") for flag in self.expert_flags)
+        return f"{super().name} ep{self.ep}{cut} {self.dispatcher}{further}"
+
+    def to_flags(self, num_layers: int = 4) -> tuple[str, ...]:
+        """Return the layout as flags of the training command."""
+        flags = ["--expert-model-parallel-size", str(self.ep), "--moe-token-dispatcher-type", self.dispatcher]
+        flags += [] if self.etp is None else ["--expert-tensor-parallel-size", str(self.etp)]
+        return (*super().to_flags(num_layers), *flags, *self.expert_flags)
+
+
+def make_expert_cell(shape: str, layout: ExpertLayout, data: str = "plain", extra: Sequence[str] = ()) -> Cell:
+    """Return the cell of a shape with experts at a layout; ``extra`` flags go to the reference too."""
+    cell = make_cell("gpt2", layout, data, (*EXPERT_SHAPES[shape], *extra))
+    further = "".join(f" {flag}" for flag in extra)
+    return replace(cell, name=f"{shape} {data} {layout.name}{further}")
+
+
+DISPATCHERS = ("alltoall", "allgather")
+
+
+def expert_matrix() -> list[Cell]:
+    """Return the layouts of models with experts that every release must pass, each once."""
+    cells = [cell for family in (_spread, _mixed, _kept, _dropped, _global, _at_random) for cell in family()]
+    return list({cell.name: cell for cell in cells}.values())
+
+
+_EXPERT_LAYOUTS = (
+    ExpertLayout(),
+    ExpertLayout(dp=2, ep=2),
+    ExpertLayout(dp=4, ep=2),
+    ExpertLayout(dp=4, ep=4),
+    ExpertLayout(tp=2, ep=2),
+    ExpertLayout(tp=2, etp=1),
+    ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True),
+    ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True),
+    ExpertLayout(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True),
+    ExpertLayout(pp=2, dp=2, ep=2),
+    ExpertLayout(cp=2, ep=2),
+    ExpertLayout(cp=2, dp=2, ep=4),
+    ExpertLayout(cp=2, dp=2, etp=2),
+)
+
+
+def _spread() -> Iterator[Cell]:
+    """Yield every shape at every way to spread experts, by both dispatchers."""
+    for shape, layout, dispatcher in itertools.product(EXPERT_SHAPES, _EXPERT_LAYOUTS, DISPATCHERS):
+        if layout.tp > 1 and not layout.sequence_parallel and layout.ep * (layout.etp or layout.tp) > layout.world_size:
+            continue
+        if shape != "dropping" or dispatcher == "alltoall":
+            yield make_expert_cell(shape, replace(layout, dispatcher=dispatcher))
+
+
+def _mixed() -> Iterator[Cell]:
+    """Yield several kinds of parallelism together, with sharded state."""
+    for sharding, shape in itertools.product(("optim", "optim_grads"), ("mixtral", "deepseek-experts")):
+        for layout in (
+            ExpertLayout(dp=4, ep=2),
+            ExpertLayout(dp=4, ep=4),
+            ExpertLayout(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True),
+            ExpertLayout(tp=2, pp=2, dp=2, ep=2, sequence_parallel=True),
+            ExpertLayout(pp=2, virtual_stages=2, dp=4, ep=2),
+            ExpertLayout(pp=2, schedule="zero-bubble", dp=2, ep=2),
+            ExpertLayout(cp=2, dp=4, ep=4),
+            ExpertLayout(tp=2, cp=2, dp=2, ep=4, etp=1, sequence_parallel=True),
+        ):
+            yield make_expert_cell(shape, replace(layout, sharding=sharding, overlap=True))
+    for data in ("packed", "uneven"):
+        yield make_expert_cell("mixtral", ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True), data)
+        yield make_expert_cell("gpt2-experts", ExpertLayout(cp=2, dp=2, ep=4), data)
+
+
+def _kept() -> Iterator[Cell]:
+    """Yield the ways in which activations are kept."""
+    of_parts = ("selective", "core_attn", "layernorm", "moe_act", "shared_experts")
+    for recompute in (("selective", "core_attn", "layernorm", "mlp", "moe"), of_parts, ("full", "uniform", "1")):
+        for layout in (
+            ExpertLayout(dp=2, ep=2),
+            ExpertLayout(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True),
+            ExpertLayout(pp=2, schedule="zero-bubble", dp=2, ep=2),
+            ExpertLayout(pp=2, virtual_stages=2, dp=2, ep=2),
+        ):
+            yield make_expert_cell("deepseek-experts", replace(layout, recompute=recompute))
+    shared = ("--moe-shared-expert-overlap",)
+    for layout in (ExpertLayout(dp=2, ep=2), ExpertLayout(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True)):
+        yield make_expert_cell("deepseek-experts", replace(layout, expert_flags=shared))
+
+
+def _dropped() -> Iterator[Cell]:
+    """Yield experts of limited capacity, padded and not, by both policies."""
+    by_position = ("--moe-token-drop-policy", "position")
+    padded = ("--moe-pad-expert-input-to-capacity",)
+    for extra, flags in itertools.product(((), by_position), ((), padded)):
+        for layout in (
+            ExpertLayout(dp=2, ep=2),
+            ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True),
+            ExpertLayout(cp=2, dp=2, ep=4),
+        ):
+            yield make_expert_cell("dropping", replace(layout, expert_flags=flags), extra=extra)
+
+
+def _global() -> Iterator[Cell]:
+    """Yield the loss of the global batch: one process takes the batch as one micro-batch, and so do all ranks."""
+    extra = ("--moe-router-load-balancing-type", "global_aux_loss", "--micro-batch-size", "8")
+    for layout in (ExpertLayout(dp=2, ep=2), ExpertLayout(dp=4, ep=2), ExpertLayout(tp=2, cp=2, dp=2, ep=2)):
+        flags = ("--micro-batch-size", str(8 // layout.dp))
+        yield make_expert_cell("mixtral", replace(layout, expert_flags=flags), extra=extra)
+
+
+def _at_random() -> Iterator[Cell]:
+    """Yield experts that random numbers choose, which every layout draws alike."""
+    for shape in ("mixtral", "deepseek-experts"):
+        for layout in (
+            ExpertLayout(tp=2, dp=2, ep=2, sequence_parallel=True),
+            ExpertLayout(tp=2, etp=1, dispatcher="allgather", recompute=("full", "uniform", "1")),
+            ExpertLayout(pp=2, virtual_stages=2, dp=2, ep=2),
+            ExpertLayout(cp=2, dp=2, ep=4, recompute=("selective", "core_attn", "moe")),
+        ):
+            yield make_expert_cell(shape, layout, extra=("--moe-router-force-load-balancing",))
+
+
+_LATENT = (
+    *("--position-embedding-type", "rope", "--multi-latent-attention", "--kv-lora-rank", "10"),
+    *("--qk-head-dim", "6", "--qk-pos-emb-head-dim", "4", "--num-query-groups", "4"),
+)
+_GATED = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
+LATENT_SHAPES: dict[str, tuple[str, ...]] = {
+    "latent": (*_GATED, *_LATENT, "--q-lora-rank", "12", "--v-head-dim", "8", "--qk-layernorm"),
+    "latent-wide-values": (*_LATENT, "--v-head-dim", "14", "--untie-embeddings-and-output-weights"),
+    "latent-yarn": (
+        *(*_GATED, *_LATENT, "--q-lora-rank", "12", "--v-head-dim", "8", "--qk-layernorm"),
+        *("--rotary-scaling-factor", "4", "--original-max-position-embeddings", "8"),
+        *("--mscale", "0.8", "--mscale-all-dim", "0.5"),
+        *("--mtp-num-layers", "1", "--untie-embeddings-and-output-weights"),
+    ),
+}
+"""Model shapes with latent attention by name: what each adds to the base command line."""
+
+
+def make_latent_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[str] = ()) -> Cell:
+    """Return the cell of a shape with latent attention at a layout; ``extra`` flags go to the reference too."""
+    cell = make_cell("gpt2", layout, data, (*LATENT_SHAPES[shape], *extra))
+    further = "".join(f" {flag}" for flag in extra)
+    return replace(cell, name=f"{shape} {data} {layout.name}{further}")
+
+
+_LATENT_LAYOUTS = (
+    Layout(),
+    Layout(dp=2, sharding="optim"),
+    Layout(tp=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(tp=4, sequence_parallel=True),
+    Layout(pp=2, schedule="zero-bubble"),
+    Layout(cp=2),
+    Layout(cp=2, cp_comm_type="all_gather"),
+    Layout(cp=2, cp_comm_type="a2a"),
+    Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2)),
+    Layout(tp=2, pp=2, cp=2, sequence_parallel=True),
+    Layout(tp=2, pp=2, dp=2, sequence_parallel=True, sharding="optim_grads", overlap=True),
+    Layout(tp=2, sequence_parallel=True, recompute=MODULES),
+    Layout(tp=2, cp=2, sequence_parallel=True, recompute=("selective", "core_attn", "mla_up_proj")),
+    Layout(pp=2, recompute=("full", "uniform", "1")),
+)
+
+
+def latent_matrix() -> list[Cell]:
+    """Return the layouts of models with latent attention that every release must pass."""
+    return list(_latent_cells())
+
+
+def _latent_cells() -> Iterator[Cell]:
+    for shape in LATENT_SHAPES:
+        for layout in _LATENT_LAYOUTS:
+            yield make_latent_cell(shape, layout)
+    for layout in (Layout(cp=2), Layout(tp=2, pp=2, sequence_parallel=True)):
+        yield make_latent_cell("latent", layout, "packed")
+        yield make_latent_cell("latent-yarn", layout, extra=DROPOUT)
+    for expert_layout in (ExpertLayout(pp=2, dp=2, ep=2), ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True)):
+        yield make_expert_cell(
+            "deepseek-experts", expert_layout, extra=(*LATENT_SHAPES["latent"], "--mtp-num-layers", "1")
+        )
+
+
+_ONE_MTP_LAYER = ("--mtp-num-layers", "1", "--mtp-loss-scaling-factor", "0.5")
+_TWO_MTP_LAYERS = ("--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.5")
+PREDICTION_SHAPES: dict[str, tuple[str, ...]] = {
+    "llama-mtp": (*SHAPES["llama"], *_ONE_MTP_LAYER),
+    "qwen-mtp": (*SHAPES["qwen"], *_TWO_MTP_LAYERS),
+    "gemma3-mtp": (*SHAPES["gemma3"], *_ONE_MTP_LAYER),
+}
+"""Model shapes with further tokens by name: what each adds to the base command line. The second is tied."""
+
+
+def make_prediction_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[str] = ()) -> Cell:
+    """Return the cell of a shape with further tokens at a layout; ``extra`` flags go to the reference too."""
+    cell = make_cell("gpt2", layout, data, (*PREDICTION_SHAPES[shape], *extra))
+    further = "".join(f" {flag}" for flag in extra)
+    return replace(cell, name=f"{shape} {data} {layout.name}{further}")
+
+
+_PREDICTION_LAYOUTS = (
+    Layout(),
+    Layout(dp=2),
+    Layout(tp=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(pp=2),
+    Layout(pp=4, pipeline_layout="E|tt|tt|L"),
+    Layout(pp=2, virtual_stages=2),
+    Layout(pp=2, schedule="zero-bubble"),
+    Layout(cp=2),
+    Layout(tp=2, pp=2, cp=2, sequence_parallel=True),
+    Layout(tp=2, pp=2, dp=2, sequence_parallel=True, sharding="optim", overlap=True),
+    Layout(pp=2, dp=2, sharding="optim_grads", overlap=True),
+    Layout(pp=2, recompute=("full", "uniform", "1")),
+    Layout(tp=2, sequence_parallel=True, recompute=("selective", "core_attn", "layernorm", "mlp")),
+    Layout(pp=2, pp_overlap=("--defer-embedding-wgrad-compute",)),
+)
+
+
+def prediction_matrix() -> list[Cell]:
+    """Return the layouts of models with further tokens that every release must pass."""
+    return list(_prediction_cells())
+
+
+def _prediction_cells() -> Iterator[Cell]:
+    for shape in PREDICTION_SHAPES:
+        for layout in _PREDICTION_LAYOUTS:
+            is_untied = "--untie-embeddings-and-output-weights" in PREDICTION_SHAPES[shape]
+            if is_untied or not layout.pp_overlap:
+                yield make_prediction_cell(shape, layout)
+    for exchange in EXCHANGES[1:]:
+        yield make_prediction_cell("llama-mtp", Layout(cp=2, cp_comm_type=exchange))
+    for data in ("packed", "uneven"):
+        for layout in (Layout(dp=2), Layout(cp=2), Layout(tp=2, pp=2, sequence_parallel=True)):
+            yield make_prediction_cell("qwen-mtp", layout, data)
+    for layout in (Layout(tp=2, pp=2, sequence_parallel=True), Layout(cp=2, pp=2)):
+        yield make_prediction_cell("qwen-mtp", layout, extra=DROPOUT)
+    for layout in (
+        ExpertLayout(dp=2, ep=2),
+        ExpertLayout(pp=2, dp=2, ep=2),
+        ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True),
+    ):
+        for shape in ("mixtral", "deepseek-experts"):
+            yield make_expert_cell(shape, layout, extra=_ONE_MTP_LAYER)
+
+
+_GROUPED_QUERIES = (
+    *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
+    *("--group-query-attention", "--num-query-groups", "2"),
+)
+_WINDOWS = ("--window-size", "4,0", "--window-attn-skip-freq", "2")
+ATTENTION_SHAPES: dict[str, tuple[str, ...]] = {
+    "sinks": (*_GROUPED_QUERIES, *_WINDOWS, "--swiglu", "--softmax-type", "learnable"),
+    "off-by-one": (*_GROUPED_QUERIES, "--swiglu", "--softmax-type", "off-by-one"),
+    "no-rope": (*_GROUPED_QUERIES, "--swiglu", "--disable-bias-linear", "--no-rope-freq", "2"),
+    "gpt-oss": (
+        *(*_GROUPED_QUERIES, *_WINDOWS, "--softmax-type", "learnable"),
+        *("--quick-geglu", "--glu-linear-offset", "1", "--activation-func-clamp-value", "0.3"),
+        *("--rope-type", "yarn", "--rotary-scaling-factor", "4", "--original-max-position-embeddings", "8"),
+        *("--no-yarn-correction-range-round-to-int", "--beta-fast", "4"),
+        *("--num-experts", "8", "--moe-ffn-hidden-size", "12", "--moe-router-topk", "3"),
+        *("--moe-aux-loss-coeff", "0.1"),
+    ),
+}
+"""Model shapes by name: what each adds to the base command line."""
+
+
+def make_attention_cell(shape: str, layout: Layout, data: str = "plain", extra: Sequence[str] = ()) -> Cell:
+    """Return the cell of one of these shapes at a layout; ``extra`` flags go to the reference too."""
+    cell = make_cell("gpt2", layout, data, (*ATTENTION_SHAPES[shape], *extra))
+    further = "".join(f" {flag}" for flag in extra)
+    return replace(cell, name=f"{shape} {data} {layout.name}{further}")
+
+
+_ATTENTION_LAYOUTS = (
+    Layout(tp=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(pp=2),
+    Layout(cp=2),
+    Layout(cp=2, cp_comm_type="all_gather"),
+    Layout(cp=2, cp_comm_type="a2a"),
+    Layout(tp=2, pp=2, cp=2, sequence_parallel=True),
+)
+_MORE_ATTENTION_LAYOUTS = (
+    Layout(tp=4, sequence_parallel=True),
+    Layout(pp=2, virtual_stages=2),
+    Layout(pp=2, schedule="zero-bubble"),
+    Layout(cp=4, cp_comm_type="a2a+p2p", cp_levels=(2, 2)),
+    Layout(dp=2, sharding="optim"),
+    Layout(dp=2, sharding="optim_grads", overlap=True),
+    Layout(dp=2, sharding="optim_grads_params"),
+    Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads_params", recompute=("full", "uniform", "1")),
+    Layout(tp=2, sequence_parallel=True, recompute=MODULES),
+    Layout(cp=2, recompute=("selective",)),
+    Layout(pp=2, recompute=("full", "uniform", "1")),
+)
+_ATTENTION_EXPERT_LAYOUTS = (
+    ExpertLayout(tp=2, pp=2, sequence_parallel=True),
+    ExpertLayout(dp=2, ep=2),
+    ExpertLayout(tp=2, ep=2, etp=1, sequence_parallel=True),
+    ExpertLayout(tp=2, etp=2),
+    ExpertLayout(pp=2, dp=2, ep=2),
+    ExpertLayout(cp=2, ep=2, cp_comm_type="all_gather"),
+)
+
+
+def attention_matrix() -> list[Cell]:
+    """Return the layouts of such models that every release must pass."""
+    return list(_attention_cells())
+
+
+def _attention_cells() -> Iterator[Cell]:
+    for shape in ("sinks", "off-by-one", "no-rope"):
+        for layout in _ATTENTION_LAYOUTS:
+            yield make_attention_cell(shape, layout)
+    for layout in _MORE_ATTENTION_LAYOUTS:
+        yield make_attention_cell("sinks", layout)
+    for expert_layout in _ATTENTION_EXPERT_LAYOUTS:
+        yield make_attention_cell("gpt-oss", expert_layout)
+    for layout in (Layout(cp=2), Layout(cp=2, cp_comm_type="a2a"), Layout(tp=2, pp=2, sequence_parallel=True)):
+        yield make_attention_cell("sinks", layout, "packed")
+        yield make_attention_cell("sinks", layout, extra=DROPOUT)
+    yield make_attention_cell("no-rope", Layout(cp=2), "packed")
+    yield make_attention_cell("no-rope", Layout(pp=2), extra=("--mtp-num-layers", "1"))
+    latent = Layout(tp=2, sequence_parallel=True, cp=2)
+    yield make_latent_cell("latent", latent, extra=("--softmax-type", "learnable"))
