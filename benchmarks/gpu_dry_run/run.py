@@ -21,9 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.arguments import resolve_arguments
+from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import find_gpu
-from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
-from megatron.planner.simulation.vocabulary import with_known_vocabulary
+from megatron.planner.simulation.fake_cuda import load_pretended_cuda
 
 GPT2_345M = (
     *("--num-layers", "24", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024"),

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.gpu_dry_run.run import COMMON, FP8, GPT2_345M, LLAMA_8B, TENSORWISE
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
+from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import H100
-from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
-from megatron.planner.simulation.vocabulary import with_known_vocabulary
+from megatron.planner.simulation.fake_cuda import load_pretended_cuda
 
 if TYPE_CHECKING:
     from megatron.planner.verified_stage import VerifiedStage

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.planner.measured_runs import Fields, Measured, MeasuredRun
+from megatron.planner.evaluation import Fields, Measured, MeasuredRun
 
 _LLAMA = {
     "num_query_groups": 8,

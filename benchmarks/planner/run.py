@@ -25,9 +25,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.planner.published import published_records
-from megatron.planner.evaluation import EvaluatedRun, describe_errors, evaluate
+from megatron.planner.evaluation import EvaluatedRun, MeasuredRun, describe_errors, evaluate, read_runs
 from megatron.planner.implementations import MEGATRON_TE, OURS, FittedTimes
-from megatron.planner.measured_runs import MeasuredRun, read_runs
 from megatron.planner.prediction import HOPPER_MACHINES, Platform
 
 HERE = Path(__file__).resolve().parent

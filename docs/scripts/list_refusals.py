@@ -54,8 +54,8 @@ SUBJECTS = {
     "Other trainers' scripts": ("megatron/cli/adopt/",),
     "Generating and serving": (
         "megatron/serving/", "megatron/core/inference/", "megatron/cli/generation_arguments.py",
-        "megatron/cli/serve.py", "megatron/cli/chat.py", "megatron/cli/evaluate.py", "megatron/cli/text_generation_cli.py",
-        "megatron/cli/run_text_generation_server.py",
+        "megatron/cli/serve.py", "megatron/cli/chat.py", "megatron/cli/evaluate.py",
+        "megatron/cli/text_generation_cli.py", "megatron/cli/run_text_generation_server.py",
     ),
     "Pictures": ("megatron/plotting/", "megatron/cli/plot.py", "megatron/cli/dashboard.py"),
     "Other commands": ("megatron/", "pretrain_gpt.py"),

@@ -29,12 +29,10 @@ from megatron.cli.planner_arguments import (
     write_text,
 )
 from megatron.core.errors import ConfigurationError
-from megatron.planner.changes import find_changes
-from megatron.planner.explanation import explain
+from megatron.planner.explanation import explain, find_changes
 from megatron.planner.implementations import find_implementation
-from megatron.planner.page import to_page
-from megatron.planner.text_report import describe_changes, to_text
-from megatron.planner.trace_store import trace_in_this_process
+from megatron.planner.report import describe_changes, to_page, to_text
+from megatron.planner.traces import trace_in_this_process
 
 
 def build_parser(world_size: int) -> Parser:

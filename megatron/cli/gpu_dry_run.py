@@ -19,9 +19,9 @@ from megatron.cli.planner_arguments import check_world_size, check_writable, wri
 from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.core.parallel_sizes import ParallelSizes
+from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import GPUS, find_gpu
-from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
-from megatron.planner.simulation.vocabulary import with_known_vocabulary
+from megatron.planner.simulation.fake_cuda import load_pretended_cuda
 
 # Torch is imported by the function that needs it: the library that replaces the CUDA driver must be loaded before.
 
@@ -78,9 +78,8 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     load_pretended_cuda()
     from megatron.planner.simulation.dry_run import dry_run
     from megatron.planner.simulation.estimate import EstimatedRun, estimate_step, slowest_of
-    from megatron.planner.simulation.memory_picture import draw_memory
-    from megatron.planner.simulation.report import to_json, to_text
-    from megatron.planner.simulation.triton import has_triton_package
+    from megatron.planner.simulation.fake_triton import has_triton_package
+    from megatron.planner.simulation.report import draw_memory, to_json, to_text
     from megatron.training.gpt import forward_step, provide_model
 
     if not (arguments.without_triton or has_triton_package()):

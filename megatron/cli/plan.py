@@ -49,21 +49,26 @@ from megatron.config.checks.run_checks import find_problems
 from megatron.config.config_sources import preset_names, preset_words
 from megatron.core.console import waiting
 from megatron.core.errors import ConfigurationError, DataError, MegatronError
-from megatron.planner.changes import find_changes
-from megatron.planner.choice import SEARCHED_FLAGS, Choice
-from megatron.planner.comparison import describe_comparison
-from megatron.planner.evaluation import describe_errors, evaluate
-from megatron.planner.explanation import explain
+from megatron.planner.choice import SEARCHED_FLAGS, Choice, has_flag
+from megatron.planner.evaluation import describe_errors, evaluate, read_runs
+from megatron.planner.explanation import explain, find_changes
 from megatron.planner.gpu import GPUS
 from megatron.planner.implementations import IMPLEMENTATIONS, find_implementation
-from megatron.planner.measured_runs import read_runs
-from megatron.planner.page import to_page
-from megatron.planner.ranking import describe_ranking, launch_command, ranking_json
+from megatron.planner.report import (
+    Variation,
+    describe_changes,
+    describe_comparison,
+    describe_experts,
+    describe_ranking,
+    describe_sensitivities,
+    find_sensitivity,
+    launch_command,
+    ranking_json,
+    to_page,
+    variations,
+)
 from megatron.planner.search import Candidate, Search, search
-from megatron.planner.sensitivity import Variation, describe_sensitivities, find_sensitivity, variations
-from megatron.planner.text_report import describe_changes, describe_experts
-from megatron.planner.trace_store import trace_in_this_process
-from megatron.planner.training_words import has_flag
+from megatron.planner.traces import trace_in_this_process
 
 if TYPE_CHECKING:
     from megatron.config.run_config import RunConfig

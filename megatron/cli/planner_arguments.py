@@ -17,12 +17,11 @@ from megatron.config.run_config import RunConfig
 from megatron.core.console import waiting
 from megatron.core.errors import ConfigurationError, MegatronError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planner.gpu import GPUS, Gpu, find_gpu
-from megatron.planner.gpu_file import read_gpu
+from megatron.planner.explanation import with_known_vocabulary
+from megatron.planner.gpu import GPUS, Gpu, find_gpu, read_gpu
 from megatron.planner.implementations import IMPLEMENTATIONS, OURS, Implementation
 from megatron.planner.prediction import HOPPER_MACHINES, usable_bytes
-from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
-from megatron.planner.simulation.vocabulary import with_known_vocabulary
+from megatron.planner.simulation.fake_cuda import load_pretended_cuda
 
 if TYPE_CHECKING:
     from megatron.planner.verified_stage import VerifiedStage

@@ -13,7 +13,7 @@ import argparse
 from megatron.cli.arguments import Parser, exit_status_of
 from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.planner.simulation.vocabulary import with_known_vocabulary
+from megatron.planner.explanation import with_known_vocabulary
 from megatron.training.theoretical_memory_usage import describe_theoretical_memory
 
 

@@ -16,13 +16,16 @@ from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
-from megatron.planner.layer_kinds import layer_kinds, layer_numbers
-from megatron.planner.piece_memory import NOTHING, ModelPieces
-from megatron.planner.piece_time import PieceTime, computed_seconds, piece_time
-from megatron.planner.pieces import end_trace, layer_trace
-from megatron.planner.plan import Plan
-from megatron.planner.stage_memory import StageState, stage_memory
-from megatron.planner.step_time import SIMULATED_ROUNDS, neighbours_seconds, update_seconds
+from megatron.planner.memory import NOTHING, ModelPieces, StageState, end_trace, layer_trace, stage_memory
+from megatron.planner.plan import Plan, layer_kinds, layer_numbers
+from megatron.planner.step_time import (
+    SIMULATED_ROUNDS,
+    PieceTime,
+    computed_seconds,
+    neighbours_seconds,
+    piece_time,
+    update_seconds,
+)
 from megatron.planner.traces import FEWEST_SAMPLES, PieceMemory, PieceTrace
 
 _ROUNDING = 1e-9

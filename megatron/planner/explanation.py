@@ -1,28 +1,297 @@
-"""What a configuration does, needs and costs: where each rank stands, what it holds, sends and computes."""
+"""Explain a configuration before it runs: layout, memory, communication, time, and the use of data.
+
+The size of the vocabulary is taken from the tokenizer, or from the flags if they say enough. The epochs of the
+training data follow from the samples of its token files.
+
+If a configuration is rejected or does not fit, the cheapest changes are found. Each change is tried before it is
+named, as a user would try it: its flags go through the parser and all checks, and the outcome is predicted.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron.config.arguments import ParsedArguments, without_flags
+from megatron.config.resolution import DEFAULT_SPLIT
 from megatron.config.run_config import RunConfig
+from megatron.core.datasets.gpt_dataset_config import parse_blend, parse_split, split_boundaries
+from megatron.core.datasets.index_builder import count_samples, plan_epochs
+from megatron.core.datasets.indexed_dataset import IndexedDataset, idx_path
+from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import StagePlace, build_schedule, with_deferred_grads
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.timeline import Timeline
-from megatron.planner.data_need import DataNeed, data_need
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.planner.choice import (
+    LAYOUT_FLAGS,
+    RECOMPUTE_FLAGS,
+    VIRTUAL_FLAGS,
+    as_typed,
+    has_flag,
+    replaced,
+    whole_value,
+)
+from megatron.planner.communication import step_traffic
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
-from megatron.planner.plan import Plan
+from megatron.planner.plan import Plan, step_flops
 from megatron.planner.prediction import Prediction, predict, usable_bytes
-from megatron.planner.step_flops import step_flops
-from megatron.planner.step_traffic import step_traffic
+from megatron.planner.step_time import StepTime
 from megatron.training.theoretical_memory_usage import ModelSize, model_size
 
-if TYPE_CHECKING:
-    from megatron.planner.changes import Change
+
+@dataclass(frozen=True)
+class DataSetNeed:
+    """Hold the training part of one data set: its tokens, its samples, what the run takes of it, and how often."""
+
+    prefix: str
+    tokens: int
+    samples: int
+    samples_wanted: int
+    epochs: int
+
+
+@dataclass(frozen=True)
+class DataNeed:
+    """Hold the samples and tokens that a run trains on, its data sets, and why there are none where none are known."""
+
+    samples: int
+    tokens: int
+    iterations: int
+    data_sets: tuple[DataSetNeed, ...]
+    reason: str | None
+
+
+def data_need(config: RunConfig) -> DataNeed:
+    """Return what a run reads of its training data; files that are not here are left out with the reason."""
+    length, samples = config.data.seq_length, config.train_samples
+    iterations = config.train_iters if samples else 0
+    sets, reason = _data_sets(config)
+    return DataNeed(samples, samples * length, iterations, sets, reason)
+
+
+def _data_sets(config: RunConfig) -> tuple[tuple[DataSetNeed, ...], str | None]:
+    data = config.data
+    paths = data.train_data_path or data.data_path
+    if data.mock_data or not paths:
+        return (), "no data path is given" if not data.mock_data else "the data are made up"
+    if data.sft:
+        return (), "conversations are counted when they are read"
+    try:
+        blend = parse_blend(paths)
+        missing = [prefix for prefix in blend.prefixes if not idx_path(prefix).is_file()]
+        if missing:
+            return (), f"{idx_path(missing[0])} is not here"
+        weights = blend.weights
+        sets = [IndexedDataset(prefix) for prefix in blend.prefixes]
+        trained = [_training_tokens(config, each) for each in sets]
+    except InputError as error:
+        return (), "; ".join(str(error).splitlines())
+    # Data sets without weights are taken in the proportion of their sizes.
+    shares = weights or [max(tokens, 1) for tokens in trained]
+    needs = []
+    for each, tokens, share in zip(sets, trained, shares):
+        wanted = -(-config.train_samples * share // sum(shares))
+        epochs = plan_epochs(tokens, data.seq_length, int(wanted)).num_epochs if tokens else 0
+        needs.append(DataSetNeed(str(each.prefix), tokens, count_samples(tokens, data.seq_length), int(wanted), epochs))
+    return tuple(needs), None
+
+
+def _training_tokens(config: RunConfig, data_set: IndexedDataset) -> int:
+    if config.data.train_data_path:
+        return data_set.num_tokens
+    part = split_boundaries(parse_split(config.data.split or DEFAULT_SPLIT), len(data_set))[0]
+    return 0 if part is None else data_set.count_tokens(part)
+
+
+_GPT2_SIZE = 50257
+
+
+def with_known_vocabulary(config: RunConfig) -> RunConfig:
+    """Return the configuration with its vocabulary's size: the tokenizer's own, or what the flags say of it.
+
+    Raises:
+        ConfigurationError: the tokenizer's files are not there and no flag says its size.
+    """
+    model = dataclasses.replace(config.model, vocab_size=_vocabulary_size(config))
+    return dataclasses.replace(config, model=model)
+
+
+def _vocabulary_size(config: RunConfig) -> int:
+    tokenizer = config.tokenizer
+    try:
+        return build_tokenizer(**dataclasses.asdict(tokenizer)).vocab_size
+    except InputError as error:
+        size = tokenizer.padded_vocab_size or tokenizer.vocab_size
+        if size is None and tokenizer.tokenizer_type == "GPT2BPETokenizer":
+            size = _GPT2_SIZE + tokenizer.extra_vocab_size
+        if size is None:
+            raise ConfigurationError(
+                f"the size of the vocabulary is not known ({error}); add --vocab-size N or --padded-vocab-size N"
+            ) from error
+        return size
+
+
+WANTED = 3
+_NO_LIMIT = 1 << 62
+_MIB = 2**20
+_TP, _PP, _CP = LAYOUT_FLAGS[:3]
+_MICRO, _GLOBAL, _SEQUENCE, _GPUS = "--micro-batch-size", "--global-batch-size", "--sequence-parallel", "GPUs"
+_FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+_ALTERS = {_GLOBAL: 1, _GPUS: 2}
+_SECOND = ("recompute", "sharding", _MICRO, _GLOBAL, _GPUS)
+"""Subjects of a second edit beside a first one of any subject."""
+_MOST_TRIED = 200
+"""Edits that are parsed, so that an answer takes a second or two."""
+
+Read = Callable[[Sequence[str], int], ParsedArguments]
+"""Parse and check training flags for a number of ranks; raise ConfigurationError for what is wrong."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Hold flags that make a configuration run, as a user types them, and what they cost in words.
+
+    ``seconds_per_token`` is GPU time a token, the measure of what is cheap; ``alters`` counts what the user may not be
+    free to alter: the global batch, the number of GPUs.
+    """
+
+    flags: str
+    cost: str
+    seconds_per_token: float
+    alters: int
+
+    def only_adds_to(self, other: Change) -> bool:
+        """Return whether this is another change and more, without being cheaper."""
+        return f" {other.flags} " in f" {self.flags} " and other.seconds_per_token <= self.seconds_per_token
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """Hold one edit of a command line: what it is about, in words, and its outcome."""
+
+    subject: str
+    flags: str
+    words: tuple[str, ...]
+    world_size: int
+    alters: int = 0
+
+
+def find_changes(
+    words: Sequence[str], world_size: int, read: Read, gpu: Gpu, implementation: Implementation
+) -> tuple[Change, ...]:
+    """Return the cheapest changes that make a refused or too large configuration run, at most three.
+
+    Two changes are tried together where there are fewer single ones, unless some problem stays whatever is changed.
+    """
+    try:
+        plan, lasting = Plan.of(read(words, world_size).config), set[str]()
+        time = predict(plan, implementation, gpu, usable=_NO_LIMIT).time
+        before = None if time is None else _seconds_per_token(plan, time)
+    except ConfigurationError as error:
+        before, lasting = None, set(error.problems)
+    changes, seen = list[Change](), set[frozenset[str]]()
+    edits = list(_edits(_Edit("", "", tuple(words), world_size)))
+    second = (edit for first in edits for edit in _edits(first) if edit.subject.split()[-1] in _SECOND)
+    for edit in itertools.chain(edits, second):
+        is_single = len(edit.subject.split()) == 1
+        if len(seen) >= _MOST_TRIED or ((len(changes) >= WANTED or lasting) and not is_single):
+            break
+        key = frozenset((*as_typed(edit.words), str(edit.world_size)))
+        if key in seen or not _may_be(edit):
+            continue
+        seen.add(key)
+        try:
+            change = _try(edit, before, read, gpu, implementation)
+        except ConfigurationError as error:
+            lasting.intersection_update(error.problems)
+            continue
+        lasting.clear()
+        if change is not None and not any(change.only_adds_to(other) for other in changes):
+            changes = [*(other for other in changes if not other.only_adds_to(change)), change]
+    changes.sort(key=lambda change: (change.alters, change.seconds_per_token))
+    return tuple(changes[:WANTED])
+
+
+def _edits(before: _Edit) -> Iterator[_Edit]:
+    """Yield a further edit of each subject that is not edited yet."""
+    for subject, flags, words, world_size in _single_edits(before.words, before.world_size):
+        if subject not in before.subject.split():
+            alters = before.alters + _ALTERS.get(subject, 0)
+            yield _Edit(
+                f"{before.subject} {subject}".strip(), f"{before.flags} {flags}".strip(), words, world_size, alters
+            )
+
+
+def _single_edits(words: tuple[str, ...], world: int) -> Iterator[tuple[str, str, tuple[str, ...], int]]:
+    """Yield subjects, flags as they are typed, the words with them, and the number of ranks."""
+    bare = tuple(without_flags(words, RECOMPUTE_FLAGS))
+    for recompute in (_FULL, ("--recompute-granularity", "selective")):
+        yield "recompute", " ".join(recompute), (*bare, *recompute), world
+    sharding = ("--data-parallel-sharding-strategy", "optim_grads")
+    yield "sharding", " ".join(sharding), replaced(words, *sharding), world
+    micro = whole_value(words, _MICRO, 1)
+    sizes = {size: whole_value(words, size, 1) for size in (_TP, _PP, _CP)}
+    for flag, most in ((_TP, 8), (_PP, 16), (_CP, 8)):
+        for size in range(1, most + 1):
+            if size != sizes[flag]:
+                sequence = (_SEQUENCE,) if flag == _TP and size > 1 and not has_flag(words, _SEQUENCE) else ()
+                given = " ".join((flag, str(size), *sequence))
+                yield flag, given, (*replaced(words, flag, str(size)), *sequence), world
+    for size in sorted({1, micro // 2} - {0, micro}):
+        yield _MICRO, f"{_MICRO} {size}", replaced(words, _MICRO, str(size)), world
+    if has_flag(words, *VIRTUAL_FLAGS):
+        yield "virtual", "(no virtual stages)", tuple(without_flags(words, VIRTUAL_FLAGS)), world
+    for flag in (_SEQUENCE, "--fp8-format", "--cpu-offloading", "--pipeline-schedule"):
+        if has_flag(words, flag):
+            yield flag, f"(no {flag})", tuple(without_flags(words, (flag,))), world
+    copy = math.prod(sizes.values())
+    batch, step = whole_value(words, _GLOBAL, 0), micro * max(1, world // copy)
+    if batch % step:
+        for size in sorted({max(step, batch // step * step), (batch // step + 1) * step}):
+            yield _GLOBAL, f"{_GLOBAL} {size}", replaced(words, _GLOBAL, str(size)), world
+    wholes = {world // copy * copy, (world // copy + 1) * copy} - {0}
+    for size in (2 * world, 4 * world, 8 * world) if world % copy == 0 else sorted(wholes):
+        yield _GPUS, f"({size} GPUs in place of {world})", words, size
+
+
+def _may_be(edit: _Edit) -> bool:
+    """Return whether the ranks are whole copies of the model and share the batch: what is soon seen, before parsing."""
+    copy = math.prod(whole_value(edit.words, flag, 1) for flag in (_TP, _PP, _CP))
+    if edit.world_size % copy:
+        return False
+    batch = whole_value(edit.words, _GLOBAL, 0)
+    return batch % (whole_value(edit.words, _MICRO, 1) * (edit.world_size // copy)) == 0
+
+
+def _try(edit: _Edit, before: float | None, read: Read, gpu: Gpu, implementation: Implementation) -> Change | None:
+    """Return what an edit comes to, or None where it does not fit either.
+
+    Raises:
+        ConfigurationError: it is refused.
+    """
+    plan = Plan.of(read(edit.words, edit.world_size).config)
+    prediction = predict(plan, implementation, gpu)
+    if prediction.time is None or prediction.used_bytes is None:
+        return None
+    seconds = _seconds_per_token(plan, prediction.time)
+    speed = f"{1e3 * prediction.time.total:.0f} ms a step"
+    if before is not None:
+        speed += f", {100 * (seconds / before - 1):+.1f} % GPU time a token"
+    margin = (usable_bytes(gpu) - prediction.used_bytes) // _MIB
+    return Change(edit.flags, f"{speed}; {margin} MiB left", seconds, edit.alters)
+
+
+def _seconds_per_token(plan: Plan, time: StepTime) -> float:
+    """Return the time of all GPUs together that a token takes."""
+    return time.total * plan.parallel_sizes.world_size / (plan.global_batch_size * plan.seq_length)
+
 
 _DRAWN_ROUNDS = 4
 """Rounds of a schedule that are simulated: later ones repeat them."""

@@ -1,9 +1,16 @@
-"""The programs whose runs are predicted: what each keeps, and how fast what it calls is.
+"""Implementations whose runs are predicted: saved activations, memory passes, launches, fitted constants.
 
-Every constant names its source. Three times and two amounts of memory are fitted by benchmarks/planner/run.py on the
-measured runs in its folder. All others are counted, published, or assumed where they say so. The measured runs do not
-tell ``pass_share`` and ``backward_share`` apart well: from 0.44 and 0.62, which the fit gives, to 0.56 and 0.53 the
-mean error of a step's time stays between 0.98 and 1.10 %. Of these pairs the last has the smallest worst error, 3.1 %.
+Every constant names its source. Three times and two amounts of memory are fitted by benchmarks/planner/run.py on
+the measured runs in its folder. All others are counted, published, or assumed where they say so. The measured runs
+do not tell ``pass_share`` and ``backward_share`` apart well: from 0.44 and 0.62, which the fit gives, to 0.56 and
+0.53 the mean error of a step's time stays between 0.98 and 1.10 %. Of these pairs the last has the smallest worst
+error, 3.1 %.
+
+Saved activations of Megatron-LM are counted with transformer-engine and with Megatron's own layers. With its own
+layers the counts are those of Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
+
+A memory pass of Megatron-LM and torchtitan reads and writes tensors between GEMMs: norms, residual sums,
+activations, rotary embeddings, casts. Counts are for one micro-batch of a layer, forward and backward together.
 """
 
 from __future__ import annotations
@@ -12,14 +19,118 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
+from megatron.core.context_parallel.key_value_heads import key_value_heads_of_rank
 from megatron.core.errors import ConfigurationError
+from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planner.saved_by_megatron import (
-    saved_by_local_layers,
-    saved_by_megatron_bridge,
-    saved_by_transformer_engine,
-)
+from megatron.planner.plan import ExpertLayer, LayerKind, Plan
+
+_WIDE = 4
+
+
+def saved_by_transformer_engine(
+    model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int, *, weighs_early: bool = False
+) -> Mapping[str, int]:
+    """Return by part what a layer of transformer-engine's modules keeps of one micro-batch, with flash attention.
+
+    In fp8 the inputs of products are kept in 8 bits; attention's output then twice, as attention needs it in 16. What
+    experts keep is taken to be in 16 bits, unless ``weighs_early`` says that a token's weights are applied between an
+    expert's two products: then these too keep 8 bits beside fp8, and what experts give is not kept.
+    """
+    tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
+    join = _join(model, layer_number, rows, element)
+    if model.recompute_granularity == "full":
+        return {**_stream(model, rows, element), **join}
+    t, h = model.tensor_model_parallel_size, model.hidden_size
+    is_float8 = model.is_in_float8(layer_number, model.num_layers)
+    product_input = 1 if is_float8 else element
+    queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
+    feed_forward = {"feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)}
+    if model.moe_layers[model.kind_of(layer_number)]:
+        experts = ExpertLayer(model, tokens, micro_batch_size, element)
+        feed_forward = dict(experts.kept())
+        if weighs_early:
+            feed_forward |= {
+                "experts' inputs": experts.given * h * product_input,
+                "experts": experts.given * experts.width * (experts.gates * element + product_input),
+                "experts' outputs": experts.given * _WIDE,
+            }
+    parts = {
+        "stream": 2 * rows * h * element,
+        "norm outputs": 2 * rows * h * product_input,
+        "query, key, value": tokens * (queries + 2 * keys) * element,
+        # Recomputed attention keeps another copy of the keys: it frees nothing, as flash attention keeps no scores.
+        "recomputed attention": tokens * keys * element * (model.recompute_granularity == "selective"),
+        "attention output": tokens * queries * (element + is_float8),
+        **feed_forward,
+        "dropout masks": 2 * rows * h * (model.hidden_dropout > 0.0),
+        **join,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+saved_by_megatron_bridge = partial(saved_by_transformer_engine, weighs_early=True)
+"""What a layer keeps where Megatron-LM is of 2025, which multiplies an expert's middle by the weights of its tokens."""
+
+
+def saved_by_local_layers(
+    model: GPTConfig, seq_length: int, micro_batch_size: int, layer_number: int
+) -> Mapping[str, int]:
+    """Return by part what a layer of Megatron's own modules keeps of one micro-batch, scores of attention included."""
+    tokens, rows, element = _tokens(model, seq_length, micro_batch_size)
+    join = _join(model, layer_number, rows, element)
+    if model.recompute_granularity == "full":
+        return {**_stream(model, rows, element), **join}
+    t, h = model.tensor_model_parallel_size, model.hidden_size
+    queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
+    scores = 0 if "core_attn" in model.recomputed_modules else score_elements(model, seq_length, micro_batch_size)
+    masks = model.attention_dropout > 0.0
+    parts = {
+        "stream": 2 * rows * h * element,
+        "norm outputs": 2 * rows * h * element,
+        "query, key, value": tokens * (queries + 2 * keys) * element,
+        "scores": scores * (element + masks * (element + 1)),
+        "attention output": tokens * queries * element,
+        "feed-forward": tokens * ffn * ((2 if model.is_gated else 1) + 1) * element,
+        "dropout masks": 2 * rows * h * (model.hidden_dropout > 0.0),
+        **join,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def _tokens(model: GPTConfig, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
+    """Return a rank's tokens, the rows of its residual stream, and the bytes of an element."""
+    tokens = seq_length // model.context_parallel_size * micro_batch_size
+    rows = tokens // model.tensor_model_parallel_size if model.sequence_parallel else tokens
+    return tokens, rows, ELEMENT_BYTES[model.params_dtype]
+
+
+def _stream(model: GPTConfig, rows: int, element: int) -> dict[str, int]:
+    return {"stream": rows * model.hidden_size * element}
+
+
+def _join(model: GPTConfig, layer_number: int, rows: int, element: int) -> dict[str, int]:
+    """Return what is kept around the layer of an MTP module: inputs of its three norms and of its linear layer."""
+    if layer_number < model.num_layers:
+        return {}
+    hidden = rows * model.hidden_size * element
+    if model.recompute_granularity == "full":
+        return {"embedded tokens": hidden}
+    return {"norms of the join": 3 * hidden, "joined": 2 * hidden}
+
+
+def key_value_width(model: GPTConfig) -> int:
+    """Return the width of all keys on one tensor-parallel rank; ranks in excess of the groups hold copies."""
+    return key_value_heads_of_rank(model.num_query_groups, model.tensor_model_parallel_size) * model.head_width
+
+
+def score_elements(model: GPTConfig, seq_length: int, micro_batch_size: int) -> int:
+    """Return the attention scores of one layer and micro-batch on one rank."""
+    heads = model.num_attention_heads // model.tensor_model_parallel_size
+    return heads * seq_length * (seq_length // model.context_parallel_size) * micro_batch_size
+
 
 SavedBytes = Callable[[GPTConfig, int, int, int], Mapping[str, int]]
 """Return by part what a layer keeps of a micro-batch, from (model, sequence length, micro-batch size, layer number)."""
@@ -166,3 +277,121 @@ def implementation_of_software(description: str, has_flash_attention: bool) -> I
     if not has_flash_attention:
         return MEGATRON_2020 if "2020" in words or "deepspeedexamples" in words else MEGATRON_LOCAL
     return MEGATRON_BRIDGE if "bridge" in words or "nemo" in words else MEGATRON_TE
+
+
+_FUSED_ROTATION, _ROTATION = 8, 40
+"""Bytes per element of queries and keys: read and written once each way, or by some ten operations each way."""
+_LOSS_BYTES = 40
+"""Bytes per logit: rounded logits widened, largest, difference, exponential, sum, quotient; and back again."""
+_SCORE_BYTES = 30
+"""Bytes per score of attention without flash: matmul, scale and softmax, dropout, matmul; and back again."""
+_SCORE_PASSES = 14
+"""How often a score of the router is read or written: softmax, the best, their weights, losses; and back. Counted."""
+_FUSED_MOVES = 8
+"""How often rows of tokens are read or written each way if a permutation is one kernel."""
+_LAUNCHES, _EXPERT_LAUNCHES = 70, 60
+"""Kernels of a layer, and of a router, a dispatch and experts in addition, forward and backward. Assumed."""
+_LOOP_LAUNCHES, _CASTS = 6, 10
+"""Kernels of one expert whose matmuls are its own, and operands of them that are rounded to fp8: counted."""
+_CAST_LAUNCHES = {"delayed": 2, "tensorwise": 3}
+"""Kernels that round an operand."""
+_HALF = 2
+
+
+def expert_layer(plan: Plan) -> ExpertLayer:
+    """Return what a layer of experts has to do for one micro-batch on one rank."""
+    element = ELEMENT_BYTES[plan.model.params_dtype]
+    return ExpertLayer(plan.model, plan.num_tokens, plan.micro_batch_size, element)
+
+
+def loss_bytes(plan: Plan) -> float:
+    """Return the bytes that the loss reads and writes of the logits."""
+    return float(plan.num_logits * _LOSS_BYTES)
+
+
+def passed_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) -> float:
+    """Return the bytes that a layer's passes over memory read and write."""
+    total = _dense_bytes(plan, implementation, kind)
+    if kind.has_experts:
+        total += _expert_bytes(plan, implementation, kind)
+    if kind.in_float8:
+        total += _cast_bytes(plan, kind)
+    if kind.is_further:
+        # Three norms, and the concatenation of the hidden states and the embedded tokens.
+        total += plan.num_rows * plan.model.hidden_size * _HALF * (3 * 5.0 + 2 * 4.0)
+    return total
+
+
+def num_launches(plan: Plan, implementation: Implementation, kind: LayerKind) -> int:
+    """Return the kernels of a layer."""
+    if not kind.has_experts:
+        return _LAUNCHES
+    per_expert = 0
+    if kind.in_float8 or implementation.loops_over_experts:
+        # transformer-engine has a kernel of its own for each recipe.
+        most = max(_CAST_LAUNCHES.values())
+        per_expert = _LOOP_LAUNCHES + kind.in_float8 * _CASTS * _CAST_LAUNCHES.get(plan.model.fp8_recipe, most)
+    return _LAUNCHES + _EXPERT_LAUNCHES + expert_layer(plan).num_local * per_expert
+
+
+def _feed_forward_width(plan: Plan, kind: LayerKind) -> int:
+    """Return a rank's width of the feed-forward, or of the shared expert in a layer of experts."""
+    model = plan.model
+    whole = (model.moe_shared_expert_intermediate_size or 0) if kind.has_experts else model.ffn_hidden_size
+    return whole // plan.parallel_sizes.tp
+
+
+def _dense_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) -> float:
+    """Return the bytes of a layer's passes; of a feed-forward of experts only those of the shared expert."""
+    model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
+    t, h = plan.parallel_sizes.tp, model.hidden_size
+    queries, keys = model.num_attention_heads * model.head_width // t, key_value_width(model)
+    ffn, gates = _feed_forward_width(plan, kind), 2 if model.is_gated else 1
+    # Two norms (2 tensors forward, 3 backward) and two residual sums (3 each way).
+    total = rows * h * _HALF * 2.0 * (2 + 3 + 3 + 3)
+    if model.multi_latent_attention:
+        heads, narrow = model.num_attention_heads // t, (model.q_lora_rank or 0) + model.kv_lora_rank
+        total += tokens * (heads + 1) * model.qk_pos_emb_head_dim * _ROTATION
+        total += rows * narrow * _HALF * 5.0 * model.qk_layernorm
+    elif kind.has_rotary and model.position_embedding_type == "rope":
+        total += tokens * (queries + keys) * (_FUSED_ROTATION if implementation.is_rotation_fused else _ROTATION)
+    # Queries, keys and values are split, their gradients concatenated; gradients of shared heads are summed.
+    total += tokens * _HALF * (4 * (queries + 2 * keys) + 4 * queries * (keys < queries))
+    total += tokens * ffn * _HALF * ((gates + 1) + (2 * gates + 1))
+    if model.hidden_dropout > 0.0:
+        total += rows * h * 2 * 2
+    if not implementation.has_flash_attention:
+        total += score_elements(model, plan.seq_length, plan.micro_batch_size) * _SCORE_BYTES
+    return total
+
+
+def _expert_bytes(plan: Plan, implementation: Implementation, kind: LayerKind) -> float:
+    """Return the bytes of the passes of a router, a dispatch and experts."""
+    layer, h = expert_layer(plan), plan.model.hidden_size
+    moves = 2 * _FUSED_MOVES if implementation.fuses_permutation else sum(layer.moved_rows)
+    passed: float = layer.choices * h * layer.element * moves
+    passed += layer.given * layer.width * layer.element * (3 * layer.gates + 2)
+    passed += layer.rows * layer.num_experts * layer.wide * _SCORE_PASSES
+    if kind.in_float8:
+        # Inputs and gradients are read in 16 bits and written in 8, as they are and transposed.
+        passed += layer.given * (5 * (h + layer.width) + 4 * (layer.gates * layer.width + h))
+    return passed
+
+
+def _cast_bytes(plan: Plan, kind: LayerKind) -> float:
+    """Return the bytes of making fp8 operands as transformer-engine does: norms write fp8 at once, others are read in
+    16 bits and written.
+    """
+    model, tokens, rows = plan.model, plan.num_tokens, plan.num_rows
+    t, h, has_weight_gradients = plan.parallel_sizes.tp, model.hidden_size, not model.lora_rank
+    queries, keys = model.query_projection_size // t, key_value_width(model)
+    ffn, gates = _feed_forward_width(plan, kind), 2 if model.is_gated else 1
+    inputs = 3 * tokens * (queries + ffn) - 2 * rows * h
+    transposed = 2 * tokens * (2 * h + queries + ffn) if has_weight_gradients else 0
+    # Gradients are read in 16 bits and written as they are, and once more transposed for the weights' gradients.
+    gradients = (4 if has_weight_gradients else 3) * tokens * (2 * h + queries + 2 * keys + gates * ffn)
+    if kind.is_further:
+        inputs += 3 * rows * 2 * h
+        transposed += 2 * tokens * 2 * h
+        gradients += 4 * tokens * h // t
+    return float(inputs + transposed + gradients)

@@ -1,20 +1,270 @@
-"""What is planned: a model, its layout over ranks, and its batches, without anything of a particular run."""
+"""The plan: a model, its layout over ranks and its batches, with the work that its layers do.
+
+A plan holds nothing of a particular run. Layers are grouped by kind, since memory and time follow from the kind
+alone.
+
+Expert layers assume a balanced load. A rank routes a part of its tensor-parallel group's tokens. Each token has a
+choice for each of its experts, and for each rank that shards the expert: as many choices go out as come in. Names
+are those of docs/mixture_of_experts.md.
+
+FLOPs of a step are counted in two ways: those that the model needs, and those that Megatron-LM counts for its
+TFLOP/s.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import Action, first_actions, most_passes_in_flight
-from megatron.core.pipeline_parallel.stage_layout import StageLayout
+from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 
 if TYPE_CHECKING:
     from megatron.config.run_config import RunConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class LayerKind(NamedTuple):
+    """Say whether a layer's products are in fp8, whether it has experts, to how many keys a query looks back at most,
+    its own among them, whether --no-rope-freq leaves it its rotary positions, by which exchange context-parallel ranks
+    share keys and values, and whether it predicts a further token, behind the model.
+    """
+
+    in_float8: bool
+    has_experts: bool
+    window: int
+    has_rotary: bool
+    exchange: str
+    is_further: bool = False
+
+
+def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
+    """Return the kind of every layer, those that predict further tokens behind the others."""
+    exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
+    float8_layers = tuple(model.float8_layers(model.num_layers))
+    without_rotary = model.layers_without_rotary
+    own = _kinds(float8_layers, model.moe_layers, model.layer_windows, without_rotary, tuple(exchanges), seq_length)
+    further = own[-1]._replace(in_float8=model.is_in_float8(model.num_layers, model.num_layers), is_further=True)
+    return [*own, *[further] * model.num_further_tokens] if model.num_further_tokens else own
+
+
+def layer_numbers(model: GPTConfig, chunk: StageContents) -> tuple[int, ...]:
+    """Return the numbers of a chunk's layers, and behind them those of the layers that predict further tokens."""
+    further = model.num_further_tokens if chunk.has_loss else 0
+    return (*chunk.layer_numbers, *range(model.num_layers, model.num_layers + further))
+
+
+# A search asks for the same layers thousands of times.
+@functools.lru_cache(maxsize=1024)
+def _kinds(
+    float8_layers: tuple[int, ...],
+    has_experts: tuple[bool, ...],
+    windows: tuple[int | None, ...],
+    without_rotary: tuple[bool, ...],
+    exchanges: tuple[str, ...],
+    seq_length: int,
+) -> Sequence[LayerKind]:
+    return [
+        LayerKind(
+            in_float8=number in float8_layers,
+            has_experts=has,
+            window=min(window or seq_length, seq_length),
+            has_rotary=not is_without,
+            exchange=exchanges[0 if len(exchanges) == 1 else number],
+        )
+        for number, (has, window, is_without) in enumerate(zip(has_experts, windows, without_rotary, strict=True))
+    ]
+
+
+_INDEX = 8
+_ROUTER_BYTES = {None: 0, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """Hold what a layer of experts has to do for one micro-batch on one rank.
+
+    ``tokens`` are those of the tensor-parallel group, of so many ``sequences``, and ``element`` the bytes of a number
+    of the model's type.
+    """
+
+    model: TransformerConfig
+    tokens: int
+    sequences: int
+    element: int
+
+    @functools.cached_property
+    def sizes(self) -> ParallelSizes:
+        """Return the grid, of which only what a model copy spans counts."""
+        return self.model.parallel_sizes
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks that hold one copy of all experts."""
+        return self.sizes.ep * self.sizes.expert_tp
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return the axes along which these ranks lie."""
+        return ("ep", "etp") if self.sizes.has_expert_grid else ("tp",)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows that a rank routes, empty ones among them."""
+        return -(-self.tokens // self.sizes.tp)
+
+    @property
+    def choices(self) -> int:
+        """Return the rows that a rank sends, and is given in turn."""
+        factor = min(self.model.moe_expert_capacity_factor or 1.0, 1.0)
+        return round(self.rows * self.model.moe_router_topk * self.sizes.expert_tp * factor)
+
+    @property
+    def given(self) -> int:
+        """Return the rows that the experts of a rank compute, padding included."""
+        model, factor = self.model, self.model.moe_expert_capacity_factor
+        if factor is None or not model.moe_pad_expert_input_to_capacity:
+            return self.choices
+        whole = self.tokens * self.sizes.cp
+        capacity = min(math.ceil(whole * model.moe_router_topk / self.num_experts * factor), whole)
+        return self.num_ranks * min(capacity, self.rows) * self.num_local
+
+    @property
+    def num_experts(self) -> int:
+        """Return the number of experts of the layer."""
+        assert self.model.num_experts is not None, "a dense layer was asked for its experts"
+        return self.model.num_experts
+
+    @property
+    def num_local(self) -> int:
+        """Return how many of the experts are on this rank, whole or cut."""
+        return self.num_experts // self.sizes.ep
+
+    @property
+    def width(self) -> int:
+        """Return the width of what this rank has of an expert."""
+        return self.model.moe_ffn_hidden_size // self.sizes.expert_tp
+
+    @property
+    def shared_width(self) -> int:
+        """Return the width of this rank's part of the shared expert, 0 for none."""
+        return (self.model.moe_shared_expert_intermediate_size or 0) // self.sizes.tp
+
+    @property
+    def gates(self) -> int:
+        """Return how many times its width an expert's first product gives."""
+        return 2 if self.model.is_gated else 1
+
+    @property
+    def wide(self) -> int:
+        """Return the bytes of a score."""
+        return max(self.router_element, 4)
+
+    @property
+    def router_element(self) -> int:
+        """Return the bytes of an element of the router's product."""
+        return max(self.element, _ROUTER_BYTES[self.model.moe_router_dtype])
+
+    @property
+    def weight_element(self) -> int:
+        """Return the bytes of the weight of an expert's output."""
+        return self.element if self.model.moe_router_dtype is None else self.wide
+
+    @property
+    def at_work(self) -> int:
+        """Return the numbers at work in the backward pass beside what the layer still keeps."""
+        h, width = self.model.hidden_size, self.width
+        # Gradients of what came back, three times while they are sorted, when that itself has gone; then of products.
+        copies = 2 if self._is_sent and self.num_ranks > 1 else 1
+        experts = max(copies * self.choices * h, self.given * width, self.given * (self.gates * width - h))
+        return max(experts, self.tokens * self.shared_width * (self.gates + 1))
+
+    def kept(self, *, shared_keeps: bool = True) -> Mapping[str, int]:
+        """Return by part what the layer keeps beside its input.
+
+        ``shared_keeps`` says that the shared expert's second product keeps its input as it came.
+        """
+        h, e, modules = self.model.hidden_size, self.element, self.model.recomputed_modules
+        shared = self.tokens * self.shared_width * (self.gates + shared_keeps) * e
+        if "shared_experts" in modules:
+            shared = 0
+        elif self.model.moe_shared_expert_gate:
+            rows = self.rows if self.model.sequence_parallel else self.tokens
+            shared += rows * (h + 1) * e
+        return {
+            "router": self._router(),
+            "experts' inputs": self.given * h * self._keeps("linear_fc1") * e,
+            "experts": self.given
+            * self.width
+            * (self.gates + ("moe_act" not in modules) * self._keeps("linear_fc2"))
+            * e,
+            "experts' adapters": self.given * self._adapter_width * e,
+            "experts' outputs": self.choices * h * e,
+            "shared expert": shared,
+            "places of tokens": self._places(),
+        }
+
+    def _keeps(self, name: str) -> bool:
+        """Return whether the experts' product of this name keeps its input: for a gradient of weights or adapters."""
+        return not self.model.lora_rank or name in self.model.adapted_parts
+
+    @property
+    def _adapter_width(self) -> int:
+        """Return the width of what the experts' adapters keep beside their inputs: their narrow products."""
+        if not self.model.lora_rank:
+            return 0
+        parts = (self.model.adapted_parts.get(name, ()) for name in ("linear_fc1", "linear_fc2"))
+        return self.model.lora_rank * sum(map(len, parts))
+
+    def _router(self) -> int:
+        """Return what scores, weights and losses keep."""
+        model, rows, k = self.model, self.rows, self.model.moe_router_topk
+        of_scores, of_weights = rows * self.num_experts * self.wide, rows * k * self.wide
+        kept = 0
+        if self.router_element != self.element:
+            kept += (rows + self.num_experts) * model.hidden_size * self.router_element
+        is_softmax = model.moe_router_score_function == "softmax"
+        if is_softmax and not model.moe_router_pre_softmax:
+            kept += of_weights
+        else:
+            kept += of_scores
+            kept += 0 if is_softmax or k == 1 else of_weights + rows * self.wide
+        kept += (rows * k * self.sizes.expert_tp if self._is_sent else self._gathered * k) * self.weight_element
+        if model.moe_aux_losses:
+            kept += of_scores + (0 if is_softmax else rows * self.wide)
+        if model.moe_z_loss_coeff:
+            kept += of_scores + rows * self.wide
+        return kept
+
+    def _places(self) -> int:
+        """Return what says where rows go: whole numbers."""
+        choices = self.rows * self.model.moe_router_topk
+        places = choices + (self.rows if self.model.moe_aux_losses else 0)
+        if not self._is_sent:
+            return _INDEX * (places + self._gathered * self.model.moe_router_topk + self.choices)
+        places += choices * self.sizes.expert_tp + self.choices
+        return _INDEX * (places + (2 * self.choices if self.num_ranks > 1 else 0))
+
+    @property
+    def _is_sent(self) -> bool:
+        return self.model.moe_token_dispatcher_type == "alltoall"
+
+    @property
+    def _gathered(self) -> int:
+        return self.rows * self.num_ranks
+
+    @property
+    def moved_rows(self) -> tuple[int, int]:
+        """Return how many times the choices are read or written between products and exchanges, forward and back."""
+        return (9, 18) if self._is_sent and self.num_ranks > 1 else (5, 10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +336,29 @@ class Plan:
         group_size = self.model.microbatch_group_size_per_virtual_pipeline_stage
         pp, num_chunks = self.parallel_sizes.pp, self.stage_layout.num_chunks
         return self.pipeline_schedule, pp, stage, self.num_microbatches, num_chunks, group_size
+
+
+def megatron_step_flops(plan: Plan) -> float:
+    """Return the operations of a step as Megatron counts them for its TFLOP/s: attention as if all looked at all."""
+    return plan.global_batch_size * _megatron_flops(plan.model, plan.seq_length)
+
+
+def step_flops(plan: Plan) -> float:
+    """Return the operations of a step that a model needs, of attention those that are used."""
+    return 3.0 * plan.global_batch_size * _forward_flops(plan.model, plan.seq_length)
+
+
+# A search asks for the same models thousands of times.
+@functools.lru_cache(maxsize=64)
+def _forward_flops(model: GPTConfig, s: int) -> float:
+    return model.forward_flops_per_sequence(s)
+
+
+@functools.lru_cache(maxsize=64)
+def _megatron_flops(model: GPTConfig, s: int) -> float:
+    causal = dataclasses.replace(model, window_size=None, window_attn_skip_freq=None) if model.window_size else model
+    of_scores = 2 * model.query_projection_size
+    if model.multi_latent_attention:
+        of_scores = model.num_attention_heads * (model.latent_query_width + model.v_head_dim)
+    unused_half = 1.0 * s * s * of_scores * (model.num_layers + model.num_further_tokens)
+    return 3.0 * (_forward_flops(causal, s) + unused_half)

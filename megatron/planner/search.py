@@ -1,4 +1,7 @@
-"""All layouts of a model on a number of GPUs: which cannot be, which do not fit, and how fast the others are."""
+"""Search all layouts of a model on a number of GPUs: rejected, out of memory, or ranked by step time.
+
+Uneven pipeline splits give the last stage fewer layers, since it has the output layer too.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,51 @@ from dataclasses import dataclass, field
 from megatron.config.run_config import RunConfig
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planner.balanced_split import balanced_splits
 from megatron.planner.bounds import Bounds
 from megatron.planner.choice import RECOMPUTES, ZERO_BUBBLE, Choice
+from megatron.planner.communication import GPUS_A_MACHINE
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation
-from megatron.planner.layer_kinds import layer_kinds
-from megatron.planner.links import GPUS_A_MACHINE
-from megatron.planner.piece_memory import ModelPieces
-from megatron.planner.pieces import model_pieces
-from megatron.planner.plan import Plan
-from megatron.planner.prediction import HOPPER_MACHINES, Prediction, predict, usable_bytes
-from megatron.planner.refusals import plan_refusals
-from megatron.planner.stage_memory import StageState, stage_memory, stage_state
-from megatron.planner.step_flops import step_flops
-from megatron.planner.trace_store import trace_in_this_process
+from megatron.planner.memory import ModelPieces, StageState, model_pieces, stage_memory, stage_state
+from megatron.planner.plan import Plan, layer_kinds, step_flops
+from megatron.planner.prediction import HOPPER_MACHINES, Prediction, plan_refusals, predict, usable_bytes
+from megatron.planner.traces import trace_in_this_process
+
+
+def output_layers(model: GPTConfig) -> float:
+    """Return how many layers' work is behind the layers, the core of attention left out: the output layer is."""
+    width = model.ffn_hidden_size
+    if model.num_experts is not None:
+        # Of experts those that a token goes to.
+        of_experts = model.moe_router_topk * model.moe_ffn_hidden_size
+        of_experts += model.moe_shared_expert_intermediate_size or 0
+        share = sum(model.moe_layers) / model.num_layers
+        width = round(share * of_experts + (1.0 - share) * width)
+    ffn = width * (3 if model.is_gated else 2)
+    attention = 2 * (model.query_projection_size + model.kv_projection_size)
+    further, layer = model.num_further_tokens, ffn + attention
+    # Layers that predict further tokens are there too, with the product in front of each.
+    return ((1 + further) * model.padded_vocab_size + further * (layer + 2 * model.hidden_size)) / layer
+
+
+def balanced_splits(model: GPTConfig, pp: int, even: int) -> Iterator[tuple[int, ...]]:
+    """Yield layers by global stage, with one chunk a rank and with two, where the slowest rank has the least work.
+
+    Layers that are over go to the last of the other ranks, since the first ranks have the most in flight. Nothing is
+    yielded where a chunk would have no layer, or where that is the split with ``even`` layers on every rank.
+    """
+    if pp < 2:
+        return
+    layers, output = model.num_layers, output_layers(model)
+    last = min(range(1, layers // pp + 2), key=lambda count: max(-(-(layers - count) // (pp - 1)), count + output))
+    base, over = divmod(layers - last, pp - 1)
+    ranks = [*(base + (rank >= pp - 1 - over) for rank in range(pp - 1)), last]
+    if min(ranks) < 1 or set(ranks) == {even}:
+        return
+    yield tuple(ranks)
+    if min(ranks) > 1:
+        yield (*(count // 2 for count in ranks), *(count - count // 2 for count in ranks))
+
 
 _MOST_CHUNKS, _MOST_CONTEXT, _MOST_EXPERT_RANKS, _LARGEST_MICRO_BATCH = 10, 16, 64, 16
 _MIB = 2**20

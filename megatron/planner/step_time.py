@@ -1,4 +1,15 @@
-"""How long a training step takes, by part: the slowest stage's micro-batches, the bubble, and what comes at the end."""
+"""Time of a training step by part: pieces, layers, pipeline bubble, and the optimizer's update.
+
+The step takes the micro-batches of its slowest stage, the bubble, and what comes at the end.
+
+The layers of this program take the times of their traces, which are priced in NumPy. A GEMM takes its FLOPs at the
+rate that large GEMMs reach, and the writing of its result. A grouped GEMM reads the weights of each group too.
+Attention takes its FLOPs at published rates. Everything else takes the bytes that it moves. The host takes its time
+for each launch.
+
+The layers of another program take the times of their GEMMs, of attention and of the messages, and their own passes
+over memory.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +19,324 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.planner.communication import Links, exposed_replica_seconds, exposed_seconds
 from megatron.planner.gpu import Gpu
-from megatron.planner.implementations import Implementation
-from megatron.planner.layer_kinds import LayerKind, layer_kinds, layer_numbers
-from megatron.planner.layer_time import LayerTime, end_times, layer_time
-from megatron.planner.links import Links
-from megatron.planner.piece_memory import ModelPieces, recomputed_groups
-from megatron.planner.piece_time import MEMORY_SHARE
-from megatron.planner.plan import Plan
-from megatron.planner.replica_time import exposed_replica_seconds, exposed_seconds
-from megatron.planner.stage_memory import StageState
+from megatron.planner.implementations import Implementation, loss_bytes, num_launches, passed_bytes
+from megatron.planner.memory import ModelPieces, StageState, end_trace, layer_trace, recomputed_groups
+from megatron.planner.plan import LayerKind, Plan, layer_kinds, layer_numbers
+from megatron.planner.traces import ATTENTION, GEMM, PHASES, PieceMemory, PieceTrace, Sent
+
+MEMORY_SHARE = 0.85
+"""Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""
+LAUNCH_S = 13.5e-6
+"""The host's time for a kernel that PyTorch launches: a linear layer's forward pass, one kernel, on an H100 node (13.48
+microseconds; github.com/NVIDIA/TransformerEngine, issue 2053)."""
+OPERATOR_S, _TRITON_S, _FUNCTION_S = 9.7e-6, 56.5e-6, 147.6e-6
+"""The host's time for an operator, a Triton kernel and both passes of an autograd function of this program: the upper
+ends of what was measured on the host of one H200 (docs/measurements.md)."""
+_LAUNCH_SECONDS = np.array([OPERATOR_S, _TRITON_S, _FUNCTION_S])
+_FORWARD, _BACKWARD, _WEIGHTS = range(len(PHASES))
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Hold the seconds of one pass of a piece by part; ``host`` is what the host takes to launch it.
+
+    ``context_parallel`` leaves out the exchange of keys and values around a ring that attention hides.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    passes: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Return all parts of the device together."""
+        sent = self.tensor_parallel + self.context_parallel + self.expert_parallel
+        return self.products + self.attention + self.passes + sent
+
+
+@dataclass(frozen=True)
+class PieceTime:
+    """Hold the times of a piece's passes. ``weights`` has the deferred weight gradients; without deferral they are in
+    ``backward``.
+    """
+
+    forward: PhaseTime
+    backward: PhaseTime
+    weights: PhaseTime
+
+    def part(self, name: str) -> float:
+        """Return one part of all passes together."""
+        return float(sum(getattr(each, name) for each in (self.forward, self.backward, self.weights)))
+
+    @property
+    def total(self) -> float:
+        """Return all passes together."""
+        return self.forward.total + self.backward.total + self.weights.total
+
+
+def piece_time(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceTrace) -> PieceTime:
+    """Return the time of a traced piece on a rank of a GPU type."""
+    # Messages of a piece are between the ranks of these axes, which lie together whatever the others are.
+    sizes = plan.parallel_sizes
+    key = (
+        gpu.speeds,
+        sizes.tp,
+        sizes.cp,
+        sizes.ep,
+        sizes.expert_tp,
+        implementation.times,
+        implementation.attention_on_hopper,
+        implementation.expert_imbalance,
+    )
+    found = trace.prices.get(key)
+    if found is None:
+        links = Links(gpu, plan.parallel_sizes)
+        seconds = _seconds(plan, gpu, implementation, trace)
+        phases = [
+            _phase(number, trace, seconds, links, implementation.expert_imbalance) for number in range(len(PHASES))
+        ]
+        found = trace.prices[key] = PieceTime(*phases)
+    return found
+
+
+def _phase(number: int, trace: PieceTrace, seconds: np.ndarray, links: Links, imbalance: float) -> PhaseTime:
+    own = trace.column("phase") == number
+    kind, is_expert = trace.column("kind")[own], trace.column("is_expert")[own] > 0
+    priced = np.where(is_expert, imbalance, 1.0) * seconds[own]
+    sent = [(each, sent_seconds(each, links)) for each in trace.sent if each.phase == number]
+    of_axis = {
+        name: sum(seconds for each, seconds in sent if _axis(each) == name) for name in ("tensor", "context", "expert")
+    }
+    is_product, is_attention = kind == GEMM, kind == ATTENTION
+    attention = float(priced[is_attention].sum())
+    ring = sum(seconds for each, seconds in sent if _axis(each) == "context" and each.operation == "send")
+    return PhaseTime(
+        products=float(priced[is_product].sum()),
+        attention=attention,
+        passes=float(priced[~(is_product | is_attention)].sum()),
+        tensor_parallel=of_axis["tensor"],
+        context_parallel=of_axis["context"] - min(ring, attention),
+        expert_parallel=of_axis["expert"] * imbalance,
+        host=float(np.dot(trace.launches[number], _LAUNCH_SECONDS)),
+    )
+
+
+def _seconds(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceTrace) -> np.ndarray:
+    """Return the time of each operation."""
+    kind, itemsize = trace.column("kind"), trace.column("itemsize")
+    num_bytes, flops, batch = trace.column("num_bytes"), trace.column("flops"), trace.column("batch")
+    rows, inner, columns = (trace.column(name) for name in ("rows", "inner", "columns"))
+    operands = np.where(batch > 1, 0.0, batch * inner * (rows + columns) * itemsize)
+    moved = np.maximum(num_bytes - operands, 0.0) / (gpu.memory_bandwidth * MEMORY_SHARE)
+    products = flops / _product_rates(gpu, trace) + moved
+    attention = flops / _attention_rates(plan, gpu, implementation, trace)
+    passes = num_bytes / (gpu.memory_bandwidth * implementation.times.pass_share)
+    priced: np.ndarray = np.where(kind == GEMM, products, np.where(kind == ATTENTION, attention, passes))
+    return priced
+
+
+def computed_seconds(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceTrace) -> float:
+    """Return the time of the FLOPs of matmuls and attention alone, which are proportional to tokens.
+
+    The plan may shard the tokens of the trace: the time of attention is that without context parallelism.
+    """
+    kind, flops = trace.column("kind"), trace.column("flops")
+    alone = dataclasses.replace(plan, parallel_sizes=dataclasses.replace(plan.parallel_sizes, cp=1))
+    attention = flops / _attention_rates(alone, gpu, implementation, trace)
+    seconds = np.where(kind == GEMM, flops / _product_rates(gpu, trace), np.where(kind == ATTENTION, attention, 0.0))
+    return float(seconds.sum())
+
+
+def _product_rates(gpu: Gpu, trace: PieceTrace) -> np.ndarray:
+    """Return the FLOPs per second of each operation, if it is a matmul."""
+    itemsize = trace.column("itemsize")
+    rates: np.ndarray = np.where(itemsize == 1, gpu.matmul_flops(1), gpu.matmul_flops(2))
+    rates[itemsize > 2] = gpu.matmul_flops(4)
+    return rates
+
+
+def _attention_rates(plan: Plan, gpu: Gpu, implementation: Implementation, trace: PieceTrace) -> np.ndarray:
+    """Return the FLOPs per second of each operation, if it is one of attention."""
+    on_hopper = gpu.capability >= (9, 0)
+    takes_cudnn = implementation.attention_on_hopper == "cudnn" and not plan.model.attention_dropout
+    rates = gpu.cudnn if on_hopper and takes_cudnn else gpu.flash
+    known = rates[128 if plan.model.head_width > 64 else 64]
+    share = implementation.times.backward_share if on_hopper else 1.0
+    ring = implementation.times.ring_share if plan.parallel_sizes.cp > 1 else 1.0
+    is_forward = (trace.column("phase") == _FORWARD) | (trace.column("is_recomputed") > 0)
+    of_rate: np.ndarray = np.where(is_forward, known.forward, known.backward * share) * gpu.half_flops * ring
+    return of_rate
+
+
+def _axis(sent: Sent) -> str:
+    if sent.axes[0].startswith("cp"):
+        return "context"
+    if sent.axes == ("ep", "etp") or (sent.axes == ("tp",) and sent.operation == "all_to_all"):
+        return "expert"
+    return "tensor" if sent.axes == ("tp",) else "other"
+
+
+def sent_seconds(sent: Sent, links: Links) -> float:
+    """Return how long a message of the piece takes; an all-reduce is a reduce-scatter and a gather."""
+    rounds, axis = (2 if sent.operation == "all_reduce" else 1), _axis(sent)
+    if axis == "tensor" and sent.operation == "send":
+        # A part of what a gather would carry, on its way round a ring.
+        return links.tensor_parallel_seconds(sent.num_bytes * sent.group_size / max(sent.group_size - 1, 1))
+    if axis == "tensor":
+        return rounds * links.tensor_parallel_seconds(sent.num_bytes)
+    if axis == "context":
+        return links.context_seconds(sent.operation, sent.num_bytes)
+    if axis == "expert" and sent.operation == "all_to_all":
+        return links.expert_exchange_seconds(sent.num_bytes)
+    return rounds * links.expert_gather_seconds(sent.num_bytes) if axis == "expert" else 0.0
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Hold the seconds of a layer and a micro-batch by part; ``again`` is what full recompute computes a second time.
+
+    ``expert_parallel`` is the tokens' way to their experts and back. ``forward`` and ``weight_gradients`` are the
+    forward pass and the deferred weight gradients, within the parts. ``host`` is the time of the host to launch the
+    layer once, and ``host_again`` to launch what is computed again. ``host_forward`` is its part for the forward pass,
+    if the host waits for the device in that pass.
+    """
+
+    products: float
+    attention: float
+    passes: float
+    tensor_parallel: float
+    context_parallel: float
+    again: float
+    offload: float
+    host: float = 0.0
+    forward: float = 0.0
+    expert_parallel: float = 0.0
+    weight_gradients: float = 0.0
+    host_forward: float = 0.0
+    host_again: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Return all parts together, or the time of the host if that is longer."""
+        whole, host = self.device, self.host + self.host_again
+        rest = max(host - self.host_forward, whole - self.forward)
+        return max(self.host_forward, self.forward) + rest if self.host_forward else max(host, whole)
+
+    @property
+    def device(self) -> float:
+        """Return the GPU time of all parts."""
+        busy = self.products + self.attention + self.passes + self.again
+        return busy + self.tensor_parallel + self.context_parallel + self.expert_parallel + self.offload
+
+    @property
+    def once(self) -> LayerTime:
+        """Return the time without full recompute."""
+        return dataclasses.replace(self, again=0.0, host_again=0.0)
+
+
+def layer_time(
+    plan: Plan, gpu: Gpu, implementation: Implementation, kept: PieceMemory, kind: LayerKind, number: int
+) -> LayerTime:
+    """Return the time of one layer, forward and backward, with the recompute that is configured.
+
+    ``kept`` is the layer's memory. The host waits in the forward pass of a layer of experts, for how many tokens each
+    expert has.
+    """
+    trace = layer_trace(plan, gpu.capability, number)
+    time = piece_time(plan, gpu, implementation, trace)
+    if not implementation.is_traced:
+        passed, launches = passed_bytes(plan, implementation, kind), num_launches(plan, implementation, kind)
+        passes = passed / (gpu.memory_bandwidth * implementation.times.pass_share)
+        time = _of_other_program(plan, gpu, trace, time, passes, launches * LAUNCH_S)
+    elif plan.uses_cuda_graphs:
+        # A replayed pass is one launch.
+        phases = (time.forward, time.backward, time.weights)
+        time = PieceTime(*(dataclasses.replace(each, host=min(each.host, OPERATOR_S)) for each in phases))
+    forward = time.forward.total
+    return LayerTime(
+        products=time.part("products"),
+        attention=time.part("attention"),
+        passes=time.part("passes"),
+        tensor_parallel=time.part("tensor_parallel"),
+        context_parallel=time.part("context_parallel"),
+        expert_parallel=time.part("expert_parallel"),
+        again=forward if plan.model.recompute_granularity == "full" else 0.0,
+        offload=_offload(plan, gpu, kept, forward),
+        host=time.part("host"),
+        host_again=time.forward.host if plan.model.recompute_granularity == "full" else 0.0,
+        forward=forward,
+        weight_gradients=time.weights.total,
+        host_forward=time.forward.host if kind.has_experts else 0.0,
+    )
+
+
+def end_times(plan: Plan, gpu: Gpu, implementation: Implementation) -> tuple[float, float]:
+    """Return the time of the embedding, and of all that comes after the layers."""
+    traces = [end_trace(plan, gpu.capability, has_loss=has_loss) for has_loss in (False, True)]
+    first, last = (piece_time(plan, gpu, implementation, trace) for trace in traces)
+    if not implementation.is_traced:
+        passes = loss_bytes(plan) / (gpu.memory_bandwidth * MEMORY_SHARE)
+        kinds = layer_kinds(plan.model, plan.seq_length)[plan.model.num_layers :]
+        further = sum(passed_bytes(plan, implementation, kind) for kind in kinds)
+        passes += further / (gpu.memory_bandwidth * implementation.times.pass_share)
+        last = _of_other_program(plan, gpu, traces[1], last, passes, host=0.0)
+    return max(first.total, first.part("host")), max(last.total, last.part("host"))
+
+
+def _of_other_program(
+    plan: Plan, gpu: Gpu, trace: PieceTrace, time: PieceTime, passes: float, host: float
+) -> PieceTime:
+    """Return the time of a piece of another program.
+
+    Matmuls, attention and messages are those of the trace. ``passes`` is the time of the program's passes over memory,
+    and ``host`` that of its launches. A third of both is in the forward pass.
+    """
+    shares = {"forward": 1 / 3, "backward": 2 / 3, "weights": 0.0}
+    phases = {
+        name: dataclasses.replace(
+            getattr(time, name),
+            passes=share * passes,
+            host=share * host,
+            tensor_parallel=_tensor_parallel(plan, gpu, trace, PHASES.index(name)),
+        )
+        for name, share in shares.items()
+    }
+    return PieceTime(**phases)
+
+
+def _tensor_parallel(plan: Plan, gpu: Gpu, trace: PieceTrace, phase: int) -> float:
+    """Return the time of the tensor-parallel messages in a pass of a piece.
+
+    With sequence parallelism, all-reduces carry amaxes and the cross-entropy's sums alone. They are not counted.
+    """
+    operations = {"all_gather", "reduce_scatter", "send"} | (set() if plan.model.sequence_parallel else {"all_reduce"})
+    links = Links(gpu, plan.parallel_sizes)
+    return sum(
+        sent_seconds(sent, links)
+        for sent in trace.sent
+        if sent.phase == phase and sent.axes == ("tp",) and sent.operation in operations
+    )
+
+
+def _offload(plan: Plan, gpu: Gpu, kept: PieceMemory, forward: float) -> float:
+    """Return the exposed time of offloading a layer's activations to host memory and back."""
+    if not (plan.model.cpu_offloading and plan.model.cpu_offloading_activations):
+        return 0.0
+    copy = kept.kept / (gpu.host_bandwidth * MEMORY_SHARE)
+    return max(0.0, copy - forward) + max(0.0, copy - 2 * forward)
+
 
 _UPDATE_BYTES = 30
 """Bytes that an update reads and writes of a parameter: gradient, main parameter, two moments, weight."""

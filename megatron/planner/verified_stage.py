@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.run_config import RunConfig
+from megatron.planner.communication import step_traffic
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import OURS
-from megatron.planner.pieces import model_pieces
+from megatron.planner.memory import MEMORY_PARTS, StageMemory, model_pieces, stage_memory
 from megatron.planner.plan import Plan
-from megatron.planner.stage_memory import MEMORY_PARTS, StageMemory, stage_memory
-from megatron.planner.step_traffic import step_traffic
 from megatron.verification.traffic import Traffic, Volume
 
 if TYPE_CHECKING:
-    from megatron.planner.simulation.step_record import StepRecord
+    from megatron.planner.simulation.recorder import StepRecord
     from megatron.training.model_setup import ModelProvider
     from megatron.training.training_step import ForwardStep
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.planner.expert_layer import ExpertLayer
+from megatron.planner.plan import ExpertLayer
 
 Add = Callable[[str, tuple[str, ...], int, int], None]
 """Add so many communications: operation, axes, bytes, count."""

@@ -19,8 +19,7 @@ from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.schedules import most_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.planner.layer_kinds import LayerKind, layer_kinds
-from megatron.planner.plan import Plan
+from megatron.planner.plan import LayerKind, Plan, layer_kinds
 from tests.closed_forms.expert_traffic import SendingExpertLayer
 from tests.closed_forms.further_memory import kept_by_join
 from tests.closed_forms.kept_inputs import KeptInput, is_in_float8, kept_input

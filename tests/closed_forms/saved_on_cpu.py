@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planner.saved_by_megatron import key_value_width
+from megatron.planner.implementations import key_value_width
 from tests.closed_forms.expert_traffic import SendingExpertLayer
 from tests.closed_forms.further_memory import kept_by_join
 from tests.closed_forms.kept_inputs import is_in_float8

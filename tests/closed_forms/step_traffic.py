@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.comm_overlap_config import ROW_PARALLEL, linear_overlap
-from megatron.planner.layer_kinds import layer_numbers
-from megatron.planner.step_traffic import CP, TP, StepRank, add_gradients, add_scalars, add_sends
+from megatron.planner.communication import CP, TP, StepRank, add_gradients, add_scalars, add_sends
+from megatron.planner.plan import layer_numbers
 from megatron.verification.traffic import Traffic, TrafficSum
 from tests.closed_forms.adapter_traffic import IN_ORDER, add_adapters, idle_in_first_layer
 from tests.closed_forms.exchange_traffic import ExchangeTraffic

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.cli.gpu_dry_run import main, ranks_to_run
 from megatron.core.parallel_sizes import ParallelSizes
-from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.simulation.fake_cuda import find_compiler
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+from megatron.planner.simulation.fake_cuda import load_pretended_cuda
 
 
 def main() -> None:
@@ -14,10 +14,9 @@ def main() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from megatron.core.device import Device
-    from megatron.planner.simulation.flex_attention import PretendedFlexAttention
-    from megatron.planner.simulation.operators import CudaOperators
+    from megatron.planner.simulation.fake_triton import recorded_programs
+    from megatron.planner.simulation.operators import CudaOperators, PretendedFlexAttention
     from megatron.planner.simulation.recorder import Recorder
-    from megatron.planner.simulation.triton import recorded_programs
     from tests.gpu.kernels import KernelSizes, kernel_pairs, run_with_gradients
 
     device, recorder, found = Device("cuda"), Recorder(), []

@@ -87,7 +87,7 @@ def main(path: str, *flags: str) -> None:
     from megatron.config.arguments import resolve_arguments
     from megatron.core.device import select_device
     from megatron.core.timers import Timers
-    from megatron.planner.simulation.vocabulary import with_known_vocabulary
+    from megatron.planner.explanation import with_known_vocabulary
     from megatron.training.initialize import make_runtime
     from megatron.training.model_setup import build_training_parts
     from megatron.training.training_step import TrainingStep

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.core.device import Device
-from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.simulation.fake_cuda import find_compiler
 from megatron.verification.cells import Layout, make_cell
 from megatron.verification.verifier import CellReport
 from tests.gpu import test_gpu

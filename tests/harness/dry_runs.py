@@ -54,7 +54,7 @@ def run_dry_runs(cases: Sequence[DryRunCase], cache: Path | None = None) -> dict
 
 def main() -> None:
     """Run the cases that standard input has, and print the results."""
-    from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+    from megatron.planner.simulation.fake_cuda import load_pretended_cuda
 
     given = json.load(sys.stdin)
     load_pretended_cuda(Path(given["cache"]) if given["cache"] else None)
@@ -91,11 +91,11 @@ def _without_package() -> Iterator[None]:
 def _report(case: DryRunCase) -> dict[str, Any]:
     import pretrain_gpt
     from megatron.config.arguments import resolve_arguments
+    from megatron.planner.explanation import with_known_vocabulary
     from megatron.planner.gpu import find_gpu
     from megatron.planner.simulation.dry_run import dry_run
     from megatron.planner.simulation.estimate import EstimatedRun, estimate_step
     from megatron.planner.simulation.report import to_json
-    from megatron.planner.simulation.vocabulary import with_known_vocabulary
 
     config = with_known_vocabulary(resolve_arguments(case.flags, case.world_size).config)
     gpu = find_gpu(case.gpu)

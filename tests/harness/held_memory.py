@@ -23,8 +23,8 @@ from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.ops.gemm import has_library
 from megatron.core.timers import Timers
 from megatron.planner.implementations import OURS
+from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan
-from megatron.planner.stage_memory import stage_state
 from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_training_parts
 from megatron.training.training_step import TrainingStep

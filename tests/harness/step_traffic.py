@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pretrain_gpt
 from megatron.config.run_config import RunConfig
-from megatron.planner import step_traffic as planner
-from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner import communication as planner
+from megatron.planner.simulation.fake_cuda import find_compiler
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.traffic import Traffic
 from tests.closed_forms.step_traffic import step_traffic

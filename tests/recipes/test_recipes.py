@@ -42,7 +42,7 @@ torch.testing.assert_close(added[1], added[0] / 2)
 """,
     "layer_kind": """
 import pretrain_gpt
-from megatron.planner.step_traffic import step_traffic
+from megatron.planner.communication import step_traffic
 from megatron.verification.cells import Layout, make_cell
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.run_cell import resolve_cell

@@ -8,13 +8,8 @@ from dataclasses import dataclass
 
 from megatron.planner.gpu import Gpu
 from megatron.planner.simulation.dry_run import DryRun
-from megatron.planner.simulation.roofline import (
-    KERNELS_OF,
-    is_attention,
-    operation_seconds,
-    transfer_seconds,
-)
-from megatron.planner.simulation.step_record import HOST_DIRECTIONS, PASSES, HostCopy, Operation, StepRecord, Transfer
+from megatron.planner.simulation.recorder import HOST_DIRECTIONS, PASSES, HostCopy, Operation, StepRecord, Transfer
+from megatron.planner.simulation.roofline import KERNELS_OF, is_attention, operation_seconds, transfer_seconds
 
 ASSUMPTIONS = (
     "A roofline and no measurement: products by tiles and waves, attention by published rates, the rest by the bytes "

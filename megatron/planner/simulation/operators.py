@@ -1,21 +1,113 @@
-"""Operations that are kernels of their own on CUDA and that a CPU build of torch takes apart, all in this one place.
+"""Operators that are kernels of their own on CUDA and that a CPU build of torch decomposes.
 
-They are ``rms_norm``, ``silu`` (for its gradient), ``scaled_dot_product_attention`` and its choice of a kernel. Each
-becomes what a CUDA build runs: the same memory, the same kernels, no values.
+They are ``rms_norm``, ``silu`` (for its gradient), ``scaled_dot_product_attention`` and its choice of a kernel, and
+FlexAttention. Each becomes what a CUDA build runs: the same memory, the same kernels, no values.
+
+The rules of the choice are those of torch's own, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, for torch
+2.13 with cuDNN 9.15.1 or newer, in training, with tensors of four dimensions. There is no such choice in a CPU
+build.
+
+cuDNN's operator takes any probability of dropout, but some of its kernels round it to sixteenths: torch hands cuDNN
+multiples of 1/16 alone (``check_cudnn_dropout``, pytorch/pytorch #174245 of February 2026), since 0.1 would become
+another probability. Nor is cuDNN's kernel a deterministic algorithm (``check_cudnn_deterministic``).
+
+FlexAttention is the kernels that torch compiles it to, with the work of its visible blocks. Forward is one kernel,
+backward two: the row sums of output times gradient, and the three gradients. How many blocks are visible is in the
+mask's values, which no tensor has here. So each mask is made a second time on the host, of documents that are as
+long as those of the empty samples, and its blocks are counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from megatron.planner.simulation.attention_kernel import AttentionCall, choose_attention_kernel
+from megatron.core.ops import attention_backend, flex_attention
+from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.planner.simulation.recorder import Recorder
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+
+_MAX_FLASH_HEAD = 256
+_MAX_CUDNN_HEAD = 128
+_CUDNN_DROPOUT_STEPS = 16
+_PREFERS_CUDNN = (9, 10)
+"""Major capabilities on which cuDNN comes first; elsewhere it is not among the choices."""
+_NO_WIDE_FLASH = ((8, 6), (8, 9), (12, 0), (12, 1))
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Describe a call: what the choice of a kernel depends on.
+
+    ``has_mask`` is an explicit mask or bias; ``has_groups`` fewer heads of keys than of queries; ``is_deterministic``
+    that torch was told to use deterministic algorithms.
+    """
+
+    dtype: str
+    head_size: int
+    num_queries: int
+    num_keys: int
+    is_causal: bool = False
+    has_mask: bool = False
+    has_groups: bool = False
+    dropout: float = 0.0
+    is_deterministic: bool = False
+
+    @property
+    def is_half(self) -> bool:
+        """Return whether the number format is one of 16 bits."""
+        return self.dtype in ("float16", "bfloat16")
+
+
+def choose_attention_kernel(call: AttentionCall, capability: tuple[int, int]) -> str:
+    """Return ``cudnn``, ``flash``, ``efficient`` or ``math``: the first in that order which can serve the call."""
+    if capability[0] in _PREFERS_CUDNN and _fits_cudnn(call):
+        return "cudnn"
+    if _fits_flash(call, capability):
+        return "flash"
+    if _fits_efficient(call, capability):
+        return "efficient"
+    return "math"
+
+
+def _fits_cudnn(call: AttentionCall) -> bool:
+    steps = call.dropout * _CUDNN_DROPOUT_STEPS
+    fits_head = call.head_size <= _MAX_CUDNN_HEAD and call.head_size % 8 == 0
+    fits_length = call.num_keys != 1 and not (call.dropout and call.num_queries == 1)
+    return call.is_half and fits_head and fits_length and steps == int(steps) and not call.is_deterministic
+
+
+def _fits_flash(call: AttentionCall, capability: tuple[int, int]) -> bool:
+    if capability < (8, 0) or not call.is_half or call.has_mask or call.head_size > _MAX_FLASH_HEAD:
+        return False
+    if call.is_causal and call.num_queries != call.num_keys:
+        return False
+    if capability in _NO_WIDE_FLASH:
+        return call.head_size <= 192 or (call.head_size > 224 and not call.dropout)
+    return True
+
+
+def _fits_efficient(call: AttentionCall, capability: tuple[int, int]) -> bool:
+    if call.has_groups or call.dtype not in ("float16", "bfloat16", "float32"):
+        return False
+    if call.dtype == "bfloat16" and capability < (8, 0):
+        return False
+    alignment = 8 if call.is_half else 4
+    return call.head_size % alignment == 0
+
 
 _aten = torch.ops.aten
 
@@ -197,3 +289,107 @@ class _Silu(torch.autograd.Function):
         grad_x = torch.empty_like(grad)
         ctx.recorder.launch("silu_backward", [x, grad], [grad_x])
         return grad_x, None
+
+
+class PretendedFlexAttention:
+    """Stand in for the compiled function; ``second_document`` is the position where the second one of a sample begins.
+
+    Positions are counted from a call's first key on.
+    """
+
+    def __init__(self, recorder: Recorder, second_document: int) -> None:
+        self._recorder = recorder
+        self._second_document = second_document
+        self._pairs = WeakKeyDictionary[Any, int]()
+
+    @contextmanager
+    def taking_calls(self) -> Iterator[None]:
+        """Let attention take this for FlexAttention."""
+        make = flex_attention.make_block_mask
+
+        def make_and_count(
+            pattern: AttentionPattern, num_queries: int, num_keys: int, device: torch.device, block_size: int
+        ) -> BlockMask:
+            mask = make(pattern, num_queries, num_keys, device, block_size)
+            self._pairs[mask] = self._visible_pairs(make, pattern, num_queries, num_keys, block_size)
+            return mask
+
+        with (
+            patch.object(flex_attention, "make_block_mask", make_and_count),
+            patch.object(attention_backend, "load_flex_attention", lambda: self),
+        ):
+            yield
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        score_mod: Callable[..., torch.Tensor] | None,
+        block_mask: BlockMask,
+        enable_gqa: bool,
+        return_aux: AuxRequest | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, AuxOutput]:
+        """Return the output, and the log-sum-exps where they are asked for, and note the kernels.
+
+        Shapes: those of torch's own.
+        """
+        flops = 4.0 * self._pairs[block_mask] * query.shape[0] * query.shape[1] * query.shape[3]
+        lists = [tensor for tensor in block_mask.as_tuple() if isinstance(tensor, torch.Tensor)]
+        output: torch.Tensor
+        output, logsumexp = _FlexAttention.apply(query, key, value, lists, flops, self._recorder)  # type: ignore[no-untyped-call]
+        if return_aux is None:
+            return output
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return output, AuxOutput(lse=logsumexp)
+
+    def _visible_pairs(
+        self,
+        make: Callable[..., BlockMask],
+        pattern: AttentionPattern,
+        num_queries: int,
+        num_keys: int,
+        block_size: int,
+    ) -> int:
+        """Return how many pairs of a query and a key the blocks have that are computed, whole or in part."""
+        with unset_fake_temporarily():
+            ids = None
+            if pattern.document_ids is not None:
+                ids = (torch.arange(num_keys) >= self._second_document).long()[None]
+            host = torch.device("cpu")
+            mask = make(replace(pattern, document_ids=ids), num_queries, num_keys, host, block_size)
+            blocks = mask.kv_num_blocks.sum()
+            if mask.full_kv_num_blocks is not None:
+                blocks = blocks + mask.full_kv_num_blocks.sum()
+            return int(blocks) * block_size**2
+
+
+class _FlexAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lists: list[torch.Tensor],
+        flops: float,
+        recorder: Recorder,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output = torch.empty_like(query)
+        row_sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        recorder.launch("_flex_attention", [query, key, value, *lists], [output, row_sums], flops)
+        ctx.save_for_backward(query, key, value, output, row_sums)
+        ctx.lists, ctx.flops, ctx.recorder = lists, flops, recorder
+        return output, row_sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, row_sums = ctx.saved_tensors
+        recorder: Recorder = ctx.recorder
+        products = torch.empty_like(row_sums)
+        recorder.launch("flex_row_sums", [grad, output], [products])
+        grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        read = [query, key, value, grad, row_sums, products, *ctx.lists]
+        recorder.launch("_flex_attention_backward", read, grads, 2.5 * ctx.flops)
+        return *grads, None, None, None

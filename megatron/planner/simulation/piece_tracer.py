@@ -27,11 +27,9 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.planner.gpu import GPUS, Gpu
-from megatron.planner.simulation.device import PretendedDevice
-from megatron.planner.simulation.fake_world import simulated_gpu
-from megatron.planner.simulation.recorder import Recorder
+from megatron.planner.simulation.fake_device import PretendedDevice, simulated_gpu
+from megatron.planner.simulation.recorder import Operation, Recorder, StepRecord
 from megatron.planner.simulation.roofline import is_attention
-from megatron.planner.simulation.step_record import Operation, StepRecord
 from megatron.planner.traces import ATTENTION, GEMM, MEMORY, PHASES, TraceRequest
 
 _FORWARD, _BACKWARD, _WEIGHTS = range(len(PHASES))

@@ -1,10 +1,17 @@
-"""Record what a step asks of the device, operation by operation, while none of it is computed."""
+"""Record a simulated step operation by operation, while nothing is computed.
+
+A record has the operations with the sizes of their GEMMs, which give their FLOPs, the waits of the host, transfers,
+and the live device memory by holder, which is followed storage by storage.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,19 +24,260 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatron.core.process_group import CollectiveCall
-from megatron.planner.simulation.gemms import Gemm, gemm_of, is_uncounted
-from megatron.planner.simulation.live_memory import HOLDERS, LiveMemory
-from megatron.planner.simulation.step_record import (
-    TO_DEVICE,
-    TO_HOST,
-    Communication,
-    HostCopy,
-    HostWait,
-    LinkEvent,
-    Operation,
-    StepRecord,
-    Transfer,
-)
+
+_OPERANDS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), ("self", "mat2")),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), ("self", "mat2")),
+    **dict.fromkeys(("addmm", "_addmm_activation"), ("mat1", "mat2")),
+    **dict.fromkeys(("baddbmm", "addbmm"), ("batch1", "batch2")),
+    "mv": ("self", "vec"),
+    "addmv": ("mat", "vec"),
+    "dot": ("self", "tensor"),
+    "vdot": ("self", "other"),
+    "linear": ("input", "weight"),
+}
+"""The names of both operands in the operators' schemas."""
+_BY_BYTES = ("aten", "prim", "prims", "c10d", "profiler")
+"""Namespaces whose operators only move bytes, unless their name says otherwise."""
+_COMPUTES = re.compile(r"mm(_|$)|matmul|linear(_|$)|attention|conv(olution|_|\d)|einsum|tensordot|(^|_)(lstm|gru)(_|$)")
+"""Names of operators that do more than they read and write."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """Hold the sizes of ``batch`` products ``[rows, inner] @ [inner, columns]`` that are one launch.
+
+    The groups of a grouped GEMM count as equally large, so that one size may be a fraction.
+    """
+
+    batch: int
+    rows: float
+    inner: float
+    columns: float
+
+    @property
+    def flops(self) -> float:
+        """Return the operations, of which a multiply-add has two."""
+        return 2.0 * self.batch * self.rows * self.inner * self.columns
+
+
+def gemm_of(func: Any, values: Mapping[str, Any]) -> Gemm | None:
+    """Return the sizes of an operator's GEMM, None where it is none; ``values`` are its arguments by name.
+
+    Rows that lie behind the last group of a grouped GEMM are not multiplied. Where its ends have no values, its groups
+    hold all rows.
+    """
+    namespace, name = func._schema.name.split("::")
+    name = name if name in _OPERANDS else name.removesuffix("_")
+    if namespace != "aten" or name not in _OPERANDS:
+        return None
+    left, right = (values[operand] for operand in _OPERANDS[name])
+    if "grouped" in name:
+        return _grouped(left, right, values.get("offs"))
+    if name == "linear":
+        return Gemm(1, math.prod(left.shape[:-1]), left.shape[-1], math.prod(right.shape[:-1]))
+    # A vector is one row on the left, and one column on the right.
+    rows = left.shape[-2] if left.dim() > 1 else 1
+    columns = right.shape[-1] if right.dim() > 1 else 1
+    return Gemm(math.prod(left.shape[:-2]), rows, left.shape[-1], columns)
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> Gemm:
+    """Return the sizes of a grouped GEMM: the groups divide the rows, the columns, or the dim that is summed over."""
+    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    if ends is None:
+        return Gemm(left.shape[0], rows, inner, columns)
+    groups = len(ends)
+
+    def mean(size: int) -> float:
+        return (size if isinstance(ends, FakeTensor) or not groups else int(ends[-1])) / max(groups, 1)
+
+    if left.dim() == right.dim():
+        # The gradient of a weight: each group sums over its own tokens.
+        return Gemm(groups, rows, mean(inner), columns)
+    return Gemm(groups, mean(rows), inner, columns) if left.dim() == 2 else Gemm(groups, rows, inner, mean(columns))
+
+
+def is_uncounted(func: Any) -> bool:
+    """Return whether an operator whose FLOPs are not known may do more than read and write its tensors."""
+    namespace, name = func._schema.name.split("::")
+    return namespace not in _BY_BYTES or _COMPUTES.search(name) is not None
+
+
+PHASES = ("begin", "batch", "forward", "backward", "reduction", "optimizer", "end")
+"""The parts of a step in their order."""
+PASSES = ("batch", "forward", "backward")
+"""The parts that come with every micro-batch."""
+HOST_DIRECTIONS = TO_HOST, TO_DEVICE = ("to the host", "to the device")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Describe one operation that launches kernels.
+
+    ``shapes`` and ``itemsize`` are of its tensors in their order, ``num_bytes`` what it reads and writes, ``flops``
+    what it computes of a product or of attention (masked scores left out), and ``where`` the line of this project that
+    asked for it; for an operation of autograd, the line whose gradient it computes. ``gemm`` are the sizes of a GEMM.
+    ``is_recomputed`` says that activation recomputation runs it a second time, and ``is_uncounted`` that it may compute
+    more than is known: a custom operator, a Triton program with ``tl.dot``. ``is_expert`` says that it is a GEMM of MoE
+    experts.
+    """
+
+    phase: str
+    name: str
+    where: str
+    shapes: tuple[tuple[int, ...], ...]
+    itemsize: int
+    num_bytes: int
+    flops: float = 0.0
+    gemm: Gemm | None = None
+    is_recomputed: bool = False
+    is_uncounted: bool = False
+    is_expert: bool = False
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """Describe one place in which the host waits for the device."""
+
+    phase: str
+    where: str
+    what: str
+
+
+@dataclass(frozen=True, eq=False)
+class HostCopy:
+    """Describe a copy between the device and the host: the line that asked for it, where it goes, and its bytes."""
+
+    phase: str
+    where: str
+    direction: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Describe one communication of a step, and whether it leaves the machine."""
+
+    phase: str
+    where: str
+    call: CollectiveCall
+    crosses_machines: bool
+
+
+Transfer = Communication | HostCopy
+"""What moves beside the kernels."""
+
+
+@dataclass(frozen=True)
+class LinkEvent:
+    """Say that a transfer begins after so many operations, or that those that follow wait for its end."""
+
+    phase: str
+    num_operations: int
+    transfer: Transfer
+    is_wait: bool
+
+
+@dataclass
+class StepRecord:
+    """Hold a step of one rank in order; ``memory`` has the bytes by holder after so many operations.
+
+    ``link_events`` begin with what the step before has left under way, ``num_carried`` of them.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    waits: list[HostWait] = field(default_factory=list)
+    host_copies: list[HostCopy] = field(default_factory=list)
+    communications: list[Communication] = field(default_factory=list)
+    link_events: list[LinkEvent] = field(default_factory=list)
+    num_carried: int = 0
+    memory: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    peak_bytes: int = 0
+    peak_holders: Mapping[str, int] = field(default_factory=dict)
+    peak_phase: str = ""
+
+
+HOLDERS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+"""What memory is for: ``buffers`` is all that has no other name, work space and messages among it."""
+_BLOCK_BYTES = 512
+"""Torch's allocator gives memory in blocks of this size."""
+_GRADIENT_FILES = "megatron/core/distributed/"
+
+
+class LiveMemory:
+    """Follow the storages of fake CUDA tensors from the first sight of each to its end.
+
+    ``bytes_by_holder`` is in the order of ``HOLDERS``.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_by_holder = [0] * len(HOLDERS)
+        self.logits_widths = range(0)
+        self._live: dict[int, tuple[int, int]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Return all that is live."""
+        return sum(self.bytes_by_holder)
+
+    def see(self, tensor: torch.Tensor, phase: str, where: str) -> bool:
+        """Count a tensor's storage if it is new, and return whether it is."""
+        if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "cuda":
+            return False
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return False
+        num_bytes = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+        self._set(key, num_bytes, HOLDERS.index(self._holder(tensor, phase, where)))
+        weakref.finalize(storage, self._free, key)
+        return True
+
+    def assign(self, tensors: Iterable[torch.Tensor], holder: str) -> None:
+        """Say what tensors that are live are for."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key in self._live:
+                num_bytes, _ = self._live[key]
+                self._free(key)
+                self._set(key, num_bytes, HOLDERS.index(holder))
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's memory as free, though the tensor lives."""
+        self._free(tensor.untyped_storage()._cdata)
+
+    def remember(self, tensor: torch.Tensor, holder: str) -> None:
+        """Count memory again that was forgotten, if it was."""
+        if tensor.untyped_storage()._cdata in self._live:
+            return
+        num_bytes = -(-tensor.untyped_storage().nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+        self._set(tensor.untyped_storage()._cdata, num_bytes, HOLDERS.index(holder))
+
+    def resized(self, storage: torch.UntypedStorage) -> bool:
+        """Count what a storage has now, if it is followed, and return whether it is."""
+        if storage._cdata not in self._live:
+            return False
+        holder = self._live[storage._cdata][1]
+        self._free(storage._cdata)
+        self._set(storage._cdata, -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES, holder)
+        return True
+
+    def _holder(self, tensor: torch.Tensor, phase: str, where: str) -> str:
+        if _GRADIENT_FILES in where:
+            return "gradients"
+        if phase in ("forward", "backward") and tensor.dim() and tensor.shape[-1] in self.logits_widths:
+            return "logits"
+        return "activations" if phase == "forward" else "buffers"
+
+    def _set(self, key: int, num_bytes: int, holder: int) -> None:
+        self._live[key] = (num_bytes, holder)
+        self.bytes_by_holder[holder] += num_bytes
+
+    def _free(self, key: int) -> None:
+        num_bytes, holder = self._live.pop(key, (0, 0))
+        self.bytes_by_holder[holder] -= num_bytes
+
 
 _RECOMPUTATION = torch.utils.checkpoint.__file__
 _PROJECT = Path(__file__).resolve().parents[3]

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 
 from megatron.planner.gpu import Gpu
-from megatron.planner.simulation.gemms import Gemm
-from megatron.planner.simulation.step_record import Communication, Operation, Transfer
+from megatron.planner.simulation.recorder import Communication, Gemm, Operation, Transfer
 
 _BANDWIDTH_SHARE = 0.85
 """Part of the memory's bandwidth that simple kernels reach (BabelStream on A100 and H100 reaches 0.85 to 0.93)."""

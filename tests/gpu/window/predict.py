@@ -15,10 +15,9 @@ import torch
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.flex_attention import BLOCK_SIZE, make_block_mask
 from megatron.planner.gpu import Gpu, find_gpu
-from megatron.planner.simulation.attention_kernel import AttentionCall, choose_attention_kernel
-from megatron.planner.simulation.gemms import Gemm
+from megatron.planner.simulation.operators import AttentionCall, choose_attention_kernel
+from megatron.planner.simulation.recorder import TO_DEVICE, Gemm, HostCopy, Operation
 from megatron.planner.simulation.roofline import operation_seconds, transfer_seconds
-from megatron.planner.simulation.step_record import TO_DEVICE, HostCopy, Operation
 from tests.gpu.timing import dry_run
 from tests.gpu.window.shapes import (
     AttentionShape,

@@ -20,7 +20,7 @@ from megatron.core.models.model import Model
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import held_of
 from megatron.core.timers import Timers
-from megatron.planner.simulation.vocabulary import with_known_vocabulary
+from megatron.planner.explanation import with_known_vocabulary
 from megatron.training.batch_source import BatchSource
 from megatron.training.initialize import Runtime, make_runtime
 from megatron.training.model_setup import TrainingParts, build_training_parts

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cli.plan import main
-from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.simulation.fake_cuda import find_compiler
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a simulated GPU needs a C++ compiler here")
 

@@ -18,9 +18,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.planner.explanation import Explanation, explain, first_rank
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import OURS
-from megatron.planner.page import to_page
-from megatron.planner.stage_memory import MEMORY_PARTS
-from megatron.planner.text_report import to_text
+from megatron.planner.memory import MEMORY_PARTS
+from megatron.planner.report import to_page, to_text
 from megatron.training.theoretical_memory_usage import model_size
 from tests.closed_forms.step_traffic import step_traffic
 from tests.unit.advice.planned_words import LARGE, SMALL

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megatron.cli.explain import main
-from megatron.planner.stage_memory import MEMORY_PARTS
+from megatron.planner.memory import MEMORY_PARTS
 from tests.harness.browser import browse, require_browser
 from tests.unit.advice.planned_words import SMALL
 

@@ -18,7 +18,7 @@ from megatron.planner.gpu import H100
 from megatron.planner.implementations import MEGATRON_TE, OURS
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
-from megatron.planner.ranking import launch_command
+from megatron.planner.report import launch_command
 from megatron.planner.search import Search, search
 from megatron.training.theoretical_memory_usage import model_size
 

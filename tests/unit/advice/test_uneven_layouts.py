@@ -11,9 +11,9 @@ import pytest
 
 from megatron.cli.plan import main
 from megatron.cli.planner_arguments import read_planned_run
-from megatron.planner.balanced_split import balanced_splits, output_layers
 from megatron.planner.choice import Choice
 from megatron.planner.plan import Plan
+from megatron.planner.search import balanced_splits, output_layers
 
 MODEL = (
     *("--num-layers", "10", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024"),

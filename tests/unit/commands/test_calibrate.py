@@ -12,8 +12,7 @@ from megatron.cli import calibrate
 from megatron.cli.doctor import benchmarks
 from megatron.cli.explain import main as explain
 from megatron.core.errors import ConfigurationError
-from megatron.planner.gpu import H100
-from megatron.planner.gpu_file import gpu_to_json, read_gpu
+from megatron.planner.gpu import H100, gpu_to_json, read_gpu
 from tests.unit.advice.planned_words import SMALL
 
 

@@ -15,8 +15,8 @@ from megatron.cli.plan import main
 from megatron.cli.planner_arguments import check_agreement, describe_verified, read_planned_run, verify_fitting_plan
 from megatron.core.errors import ConfigurationError, InputError, MegatronError
 from megatron.planner.gpu import H100
-from megatron.planner.simulation.pretended_cuda import find_compiler
-from megatron.planner.stage_memory import StageMemory
+from megatron.planner.memory import StageMemory
+from megatron.planner.simulation.fake_cuda import find_compiler
 from megatron.planner.verified_stage import VerifiedStage
 from megatron.verification.traffic import Volume
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.planner.simulation.attention_kernel import AttentionCall, choose_attention_kernel
+from megatron.planner.simulation.operators import AttentionCall, choose_attention_kernel
 
 AMPERE, ADA, HOPPER, BLACKWELL, TURING = (8, 0), (8, 9), (9, 0), (10, 0), (7, 5)
 CALL = AttentionCall("bfloat16", head_size=64, num_queries=1024, num_keys=1024, is_causal=True)

@@ -8,8 +8,8 @@ from megatron.core.process_group import CollectiveCall
 from megatron.planner.gpu import H100
 from megatron.planner.simulation.dry_run import DryRun
 from megatron.planner.simulation.estimate import Estimate, estimate_step
+from megatron.planner.simulation.recorder import Communication, LinkEvent, Operation, StepRecord
 from megatron.planner.simulation.roofline import operation_seconds, transfer_seconds
-from megatron.planner.simulation.step_record import Communication, LinkEvent, Operation, StepRecord
 
 KERNEL = Operation("backward", "kernel", "", (), 2, 10**9)
 KERNEL_S = operation_seconds(KERNEL, H100)

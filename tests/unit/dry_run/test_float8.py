@@ -12,10 +12,9 @@ from benchmarks.gpu_dry_run.run import COMMON, FP8, LLAMA_8B
 from megatron.cli import gpu_dry_run
 from megatron.config.notes import BF16, PREDICTED_MS
 from megatron.planner.gpu import A100, B200, H100, H200
-from megatron.planner.simulation.gemms import Gemm
-from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.simulation.fake_cuda import find_compiler
+from megatron.planner.simulation.recorder import Gemm, Operation
 from megatron.planner.simulation.roofline import operation_seconds
-from megatron.planner.simulation.step_record import Operation
 from tests.harness.dry_runs import DryRunCase, run_dry_runs
 
 needs_compiler = pytest.mark.skipif(

@@ -8,9 +8,8 @@ import pytest
 
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
-from megatron.planner.simulation.flops import ModelFlops, check_flops, count_flops, needed_flops
-from megatron.planner.simulation.gemms import Gemm
-from megatron.planner.simulation.step_record import Operation
+from megatron.planner.simulation.dry_run import ModelFlops, check_flops, count_flops, needed_flops
+from megatron.planner.simulation.recorder import Gemm, Operation
 
 MODEL = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--ffn-hidden-size", "96"),

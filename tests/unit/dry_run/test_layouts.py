@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, GPT2_345M, LLAMA_8B
 from megatron.config.arguments import resolve_arguments
-from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.simulation.fake_cuda import find_compiler
 from tests.closed_forms.saved_activations import saved_bytes
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
 from tests.unit.dry_run.layouts import EXPERTS, LION, SINKS, layouts

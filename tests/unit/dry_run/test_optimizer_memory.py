@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, LLAMA_8B
 from megatron.config.arguments import resolve_arguments
+from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import find_gpu
-from megatron.planner.simulation.pretended_cuda import find_compiler
-from megatron.planner.simulation.vocabulary import with_known_vocabulary
+from megatron.planner.simulation.fake_cuda import find_compiler
 from megatron.training.theoretical_memory_usage import activation_bytes
 from tests.harness.dry_runs import DryRunCase, DryRunResult, run_dry_runs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.gpu_dry_run.run import CASES, COMMON
-from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.simulation.fake_cuda import find_compiler
 from tests.harness.dry_runs import DryRunCase, run_dry_runs
 
 BY_NAME = {case.name: case for case in CASES}

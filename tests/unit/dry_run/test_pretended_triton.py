@@ -11,8 +11,8 @@ import torch
 
 from megatron.core.ops import triton as triton_kernels
 from megatron.core.ops import triton_support
+from megatron.planner.simulation.fake_triton import has_triton_package, recorded_programs
 from megatron.planner.simulation.recorder import Recorder
-from megatron.planner.simulation.triton import has_triton_package, recorded_programs
 from tests.harness.dry_runs import DryRunCase, run_dry_runs
 from tests.unit.training.config.command_lines import MINIMAL
 

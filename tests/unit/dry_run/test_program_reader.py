@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from megatron.core.ops import triton as triton_kernels
-from megatron.planner.simulation import program_reader
+from megatron.planner.simulation import fake_triton
 
 NAMES = [f"{triton_kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(triton_kernels.__path__)]
 WATCHED = (*NAMES, "triton", "triton.language", "triton.errors")
@@ -32,13 +32,13 @@ def test_a_program_that_cannot_be_imported_leaves_the_others_as_they_were(monkey
             raise ImportError(name)
         return imported(name)
 
-    monkeypatch.setattr("megatron.planner.simulation.program_reader.importlib.import_module", import_all_but_the_last)
-    with pytest.raises(ImportError, match=NAMES[-1]), program_reader.readable_programs():
+    monkeypatch.setattr("megatron.planner.simulation.fake_triton.importlib.import_module", import_all_but_the_last)
+    with pytest.raises(ImportError, match=NAMES[-1]), fake_triton.readable_programs():
         raise AssertionError("the programs are not readable")
     assert loaded() == before
     assert getattr(triton_kernels, NAMES[0].rpartition(".")[2]) is own
     monkeypatch.undo()
     before = loaded()
-    with program_reader.readable_programs():
+    with fake_triton.readable_programs():
         assert {*NAMES} <= sys.modules.keys()
     assert loaded() == before

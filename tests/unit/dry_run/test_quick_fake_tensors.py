@@ -8,22 +8,23 @@ import sys
 
 import pytest
 
-from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.simulation.fake_cuda import find_compiler
 from tests.harness.dry_runs import REPOSITORY
 
 PROGRAM = """
 import json, sys
 from unittest.mock import patch
-from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+from megatron.planner.simulation.fake_cuda import load_pretended_cuda
 load_pretended_cuda()
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.cli.planner_arguments import read_planned_run
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planner import pieces
+from megatron.planner import memory as pieces
 from megatron.planner.plan import Plan
-from megatron.planner.simulation import fake_world, piece_tracer
-from megatron.planner.simulation.quick_fake_tensors import QuickFakeTensorMode
+from megatron.planner.simulation import fake_device as fake_world
+from megatron.planner.simulation import piece_tracer
+from megatron.planner.simulation.fake_device import QuickFakeTensorMode
 
 def described(result):
     if isinstance(result, torch.Tensor):

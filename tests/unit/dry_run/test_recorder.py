@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.simulation.fake_cuda import find_compiler
 from tests.harness.dry_runs import REPOSITORY
 from tests.unit.core.kernels.interpreted import needs_triton
 
@@ -17,7 +17,7 @@ PROGRAM = """
 import json
 from dataclasses import asdict
 from importlib.util import find_spec
-from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+from megatron.planner.simulation.fake_cuda import load_pretended_cuda
 load_pretended_cuda()
 import torch
 from torch import library
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import register_flop_formula
 from megatron.planner.simulation.operators import CudaOperators
-from megatron.planner.simulation.triton import recorded_programs
+from megatron.planner.simulation.fake_triton import recorded_programs
 from megatron.planner.simulation.recorder import Recorder
 
 recorder, seen = Recorder(), {}

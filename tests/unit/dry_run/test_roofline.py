@@ -9,9 +9,8 @@ import pytest
 
 from megatron.core.process_group import CollectiveCall
 from megatron.planner.gpu import A100, GPUS, H100
-from megatron.planner.simulation.gemms import Gemm
+from megatron.planner.simulation.recorder import Communication, Gemm, Operation
 from megatron.planner.simulation.roofline import operation_seconds, transfer_seconds
-from megatron.planner.simulation.step_record import Communication, Operation
 
 LAYERS, HIDDEN, HEADS, LENGTH, ROWS, VOCAB = 24, 1024, 16, 1024, 64 * 1024, 50304
 NUM_PARAMETERS = 354_823_168

@@ -11,10 +11,10 @@ from megatron.config.run_config import RunConfig
 from megatron.planner.bounds import Bounds
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import MEGATRON_TE, OURS
+from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
 from megatron.planner.search import Search, search
-from megatron.planner.stage_memory import stage_state
 
 MODEL = (
     *("--num-layers", "8", "--hidden-size", "4096", "--num-attention-heads", "32", "--seq-length", "4096"),

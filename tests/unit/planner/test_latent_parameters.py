@@ -17,11 +17,11 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import OURS
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
-from megatron.planner.simulation.vocabulary import with_known_vocabulary
 from megatron.training.theoretical_memory_usage import model_size
 from megatron.verification.cells import BASE_FLAGS
 from megatron.verification.model_cells import LATENT_SHAPES

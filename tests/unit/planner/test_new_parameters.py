@@ -21,8 +21,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.planner.implementations import OURS
+from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan
-from megatron.planner.stage_memory import stage_state
 from megatron.training.theoretical_memory_usage import model_size
 
 MODEL = (

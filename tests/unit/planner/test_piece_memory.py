@@ -9,7 +9,7 @@ import pytest
 from megatron.config.arguments import resolve_arguments
 from megatron.core.pipeline_parallel.schedules import Action, Pass
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planner.piece_memory import NOTHING, ModelPieces, chunk_memory, fullest_moment, in_sequence
+from megatron.planner.memory import NOTHING, ModelPieces, chunk_memory, fullest_moment, in_sequence
 from megatron.planner.plan import Plan
 from megatron.planner.traces import PieceMemory
 from tests.unit.training.config.command_lines import MINIMAL

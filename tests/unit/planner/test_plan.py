@@ -12,10 +12,10 @@ from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, Pass, b
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import IMPLEMENTATIONS, MEGATRON_TE, OURS
-from megatron.planner.layer_time import end_times
+from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
-from megatron.planner.stage_memory import stage_state
+from megatron.planner.step_time import end_times
 from tests.unit.training.config.command_lines import MINIMAL
 
 FLAGS = "--num-layers 8 --pipeline-model-parallel-size 4 --micro-batch-size 1 --bf16"

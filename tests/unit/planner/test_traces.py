@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.planner.simulation.pretended_cuda import find_compiler
+from megatron.planner.simulation.fake_cuda import find_compiler
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a simulated GPU
 PROGRAM = """
 import contextlib, io, json, sys
 from pathlib import Path
-from megatron.planner.simulation.pretended_cuda import load_pretended_cuda
+from megatron.planner.simulation.fake_cuda import load_pretended_cuda
 load_pretended_cuda()
 import torch
 torch.set_num_threads(1)
@@ -33,7 +33,8 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.cli.planner_arguments import read_planned_run
-from megatron.planner import pieces, trace_store
+from megatron.planner import memory as pieces
+from megatron.planner import traces as trace_store
 from megatron.planner.plan import Plan
 from tests.closed_forms.saved_activations import saved_bytes
 

@@ -37,15 +37,15 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "megatron/core/timers.py",
         "megatron/cli/doctor/gpus.py",
         "megatron/planner/simulation/dry_run.py",
-        "megatron/planner/simulation/fake_world.py",
+        "megatron/planner/simulation/fake_device.py",
     ),
     "torch.distributed": (
         "megatron/core/collectives.py",
         "megatron/core/parallel_state.py",
         "megatron/core/pipeline_parallel/p2p_communication.py",
         "megatron/core/tensor_parallel/symmetric_memory.py",
-        "megatron/planner/simulation/fake_world.py",
-        "megatron/planner/simulation/links.py",
+        "megatron/planner/simulation/fake_device.py",
+        "megatron/planner/simulation/fake_device.py",
         "megatron/checkpoint/formats/huggingface/parallelize.py",
         "megatron/checkpoint/formats/huggingface/tp_worker.py",
         "megatron/checkpoint/formats/megatron/torch_dist_writer.py",
@@ -68,7 +68,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "wandb": ("megatron/training/loggers/experiment_loggers.py",),
     "lm_eval": ("megatron/evaluation/harness_model.py", "megatron/evaluation/harness_tasks.py"),
     "jinja2": ("megatron/core/datasets/chat_template.py",),
-    "triton": ("megatron/core/ops/triton/", "megatron/planner/simulation/triton.py"),
+    "triton": ("megatron/core/ops/triton/", "megatron/planner/simulation/fake_triton.py"),
     # What it computes is compared with: in tests, and after a conversion where that is asked for.
     "transformers": ("megatron/checkpoint/comparison.py",),
     # Checkpoints hold no pickles, Megatron's excepted: those are written by one file and never run.
@@ -97,8 +97,8 @@ TORCH_FREE_PATTERNS = (
     "megatron/config/checks/*.py",
     "megatron/training/fault_tolerance/fault_c*.py",
     "megatron/planner/*.py",
-    "megatron/planner/simulation/pretended_cuda.py",
-    "megatron/planner/simulation/vocabulary.py",
+    "megatron/planner/simulation/fake_cuda.py",
+    "megatron/planner/explanation.py",
 )
 
 

@@ -10,10 +10,9 @@ import pytest
 from benchmarks.planner.beside_dry_run import SHARDED, TWO_CHUNKS, ZERO_BUBBLE, LayoutCase, layout_cases
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import OURS
-from megatron.planner.pieces import model_pieces
+from megatron.planner.memory import model_pieces, stage_memory
 from megatron.planner.plan import Plan
-from megatron.planner.simulation.pretended_cuda import find_compiler
-from megatron.planner.stage_memory import stage_memory
+from megatron.planner.simulation.fake_cuda import find_compiler
 from tests.harness.dry_runs import DryRunCase, run_dry_runs
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this")

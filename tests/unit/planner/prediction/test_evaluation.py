@@ -15,10 +15,9 @@ from benchmarks.planner.run import fit, predictions
 from megatron.cli.plan import main
 from megatron.core.errors import DataError
 from megatron.core.parallel_sizes import ParallelSizes
-from megatron.planner.evaluation import EvaluatedRun, describe_errors, evaluate
+from megatron.planner.communication import Links
+from megatron.planner.evaluation import EvaluatedRun, describe_errors, evaluate, read_runs
 from megatron.planner.gpu import H100
-from megatron.planner.links import Links
-from megatron.planner.measured_runs import read_runs
 
 RUNS = Path(__file__).resolve().parents[4] / "benchmarks/planner/measured_runs.json"
 RECORD: dict[str, Any] = next(

@@ -6,8 +6,8 @@ import pytest
 
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import MEGATRON_TE, OURS
-from megatron.planner.layer_time import LayerTime
 from megatron.planner.prediction import predict
+from megatron.planner.step_time import LayerTime
 from tests.unit.planner.test_plan import plan_of
 
 SHAPE = (

@@ -9,9 +9,8 @@ import pytest
 
 from megatron.core.errors import ConfigurationError
 from megatron.planner.implementations import OURS
-from megatron.planner.plan import Plan
-from megatron.planner.stage_memory import stage_state
-from megatron.planner.step_flops import megatron_step_flops
+from megatron.planner.memory import stage_state
+from megatron.planner.plan import Plan, megatron_step_flops
 from megatron.verification.cells import MODULES, Cell, Layout, make_cell
 from megatron.verification.model_cells import ExpertLayout, make_attention_cell, make_expert_cell, make_latent_cell
 from megatron.verification.random_cells import fuzz

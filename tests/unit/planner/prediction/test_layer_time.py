@@ -9,16 +9,14 @@ import pytest
 
 from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError
+from megatron.planner.communication import Links, exposed_replica_seconds
+from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import H100
 from megatron.planner.implementations import OURS, find_implementation
-from megatron.planner.layer_time import LayerTime
-from megatron.planner.links import Links
-from megatron.planner.pieces import layer_trace
+from megatron.planner.memory import layer_trace, stage_state
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
-from megatron.planner.replica_time import exposed_replica_seconds
-from megatron.planner.simulation.vocabulary import with_known_vocabulary
-from megatron.planner.stage_memory import stage_state
+from megatron.planner.step_time import LayerTime
 from megatron.verification.cells import BASE_FLAGS, SHAPES, Layout
 from megatron.verification.model_cells import make_latent_cell
 from megatron.verification.run_cell import resolve_cell

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config.arguments import resolve_arguments
-from megatron.planner.simulation.vocabulary import with_known_vocabulary
+from megatron.planner.explanation import with_known_vocabulary
 from megatron.verification.cells import Layout, make_cell
 from tests.harness.step_traffic import assert_same_traffic
 

@@ -1,8 +1,12 @@
-"""What a rank sends in a training step: in its micro-batches, between pipeline stages, and at the end of the step.
+"""Communication of a training step: links between ranks, the bytes that a rank sends, and exposed time.
 
-Messages of micro-batches were recorded with the traces of the pieces. The others follow from the plans that training
-uses: stages, buckets and shards. They are counted as `process_group.CollectiveCall` counts them: by operation and axes,
-with the bytes of the whole tensor that the operation is about.
+Links are NVLink within a node, and one network port per GPU between nodes.
+
+Messages of micro-batches were recorded with the traces of the pieces. The others follow from the plans that
+training uses: stages, buckets and shards. They are counted as `process_group.CollectiveCall` counts them: by
+operation and axes, with the bytes of the whole tensor that the operation is about.
+
+The exposed time of gradient reductions and parameter gathers is the time that no computation hides.
 """
 
 from __future__ import annotations
@@ -15,16 +19,103 @@ from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planner.layer_kinds import layer_numbers
-from megatron.planner.piece_memory import recomputed_groups
-from megatron.planner.pieces import end_trace, layer_trace
-from megatron.planner.plan import Plan
+from megatron.planner.gpu import Gpu
+from megatron.planner.memory import (
+    StageState,
+    end_trace,
+    layer_trace,
+    num_gathers,
+    parameters_of_buffers,
+    recomputed_groups,
+)
+from megatron.planner.plan import Plan, layer_numbers
 from megatron.planner.traces import PHASES, PieceTrace
-from megatron.planner.weight_gathers import num_gathers, parameters_of_buffers
 from megatron.verification.traffic import Traffic, TrafficSum
 
 if TYPE_CHECKING:
     from megatron.config.run_config import RunConfig
+
+
+GPUS_A_MACHINE = 8
+_LINK_SHARE = 0.8
+"""Part of a link's bandwidth that NCCL reaches with large messages."""
+_LATENCY_S = 15e-6
+
+
+@dataclass(frozen=True)
+class Links:
+    """Hold what joins the ranks of a grid: neighbours are of one tensor-parallel group, then cp, dp, pp."""
+
+    gpu: Gpu
+    sizes: ParallelSizes
+
+    def tensor_parallel_seconds(self, num_bytes: float) -> float:
+        """Return the time of gathering or scattering so many bytes over the tensor-parallel ranks."""
+        t = self.sizes.tp
+        return self._seconds(num_bytes * (t - 1) / t, t, 1) if t > 1 else 0.0
+
+    def context_seconds(self, operation: str, num_bytes: float) -> float:
+        """Return the time of one message between the context-parallel ranks: to a neighbour, or over all of them."""
+        c = self.sizes.cp
+        if c == 1:
+            return 0.0
+        share = 1.0 if operation == "send" else (c - 1) / c
+        return self._seconds(num_bytes * share, c, self.sizes.tp)
+
+    def replica_seconds(self, num_bytes: float, copies: int = 1) -> float:
+        """Return the time of gathering or scattering so many bytes over the ranks with the same weights.
+
+        Where there are ``copies`` of what they share, each is over neighbours, an equal part of these ranks.
+        """
+        n = self.sizes.num_replicas // copies
+        return self._seconds(num_bytes * (n - 1) / n, n, self.sizes.tp) if n > 1 else 0.0
+
+    def copies_seconds(self, num_bytes: float, copies: int, *, of_experts: bool = False) -> float:
+        """Return the time of summing so many bytes over the ranks in the same place of each copy."""
+        sizes = self.sizes
+        replicas, stride = sizes.num_replicas, sizes.tp
+        if of_experts:
+            replicas, stride = sizes.num_expert_replicas, sizes.ep * sizes.expert_tp
+        apart = stride * (replicas // copies)
+        return self._seconds(2 * num_bytes * (copies - 1) / copies, copies, apart) if copies > 1 else 0.0
+
+    def expert_exchange_seconds(self, num_bytes: float) -> float:
+        """Return the time of giving each rank that holds other experts its part of so many bytes."""
+        n = self.sizes.ep * self.sizes.expert_tp
+        if n == 1:
+            return 0.0
+        here = min(n, GPUS_A_MACHINE)
+        inside = num_bytes * (here - 1) / n / self.gpu.link_bandwidth
+        # To other machines every rank has its own port.
+        return _LATENCY_S + max(inside, num_bytes * (n - here) / n / self.gpu.network_bandwidth) / _LINK_SHARE
+
+    def expert_gather_seconds(self, num_bytes: float) -> float:
+        """Return the time of gathering or scattering so many bytes over the ranks that hold all experts."""
+        n = self.sizes.ep * self.sizes.expert_tp
+        return self._seconds(num_bytes * (n - 1) / n, n, 1) if n > 1 else 0.0
+
+    def expert_replica_seconds(self, num_bytes: float, copies: int = 1) -> float:
+        """Return the time of gathering or scattering so many bytes over the ranks with the same experts."""
+        n = self.sizes.num_expert_replicas // copies
+        stride = self.sizes.ep * self.sizes.expert_tp
+        return self._seconds(num_bytes * (n - 1) / n, n, stride) if n > 1 else 0.0
+
+    def pipeline_seconds(self, num_bytes: float) -> float:
+        """Return the time of a message to the next stage."""
+        stride = self.sizes.world_size // self.sizes.pp
+        return self._seconds(num_bytes, 2, stride) if self.sizes.pp > 1 else 0.0
+
+    def _seconds(self, num_bytes: float, num_ranks: int, stride: int) -> float:
+        """Return the time of bytes that a rank sends in a group whose ranks are ``stride`` apart.
+
+        Of a group over several machines, the ranks in one machine share its way out.
+        """
+        bandwidth = self.gpu.link_bandwidth
+        if num_ranks * stride > GPUS_A_MACHINE:
+            ports = max(1, GPUS_A_MACHINE // stride)
+            bandwidth = min(bandwidth, ports * self.gpu.network_bandwidth)
+        return _LATENCY_S + num_bytes / (bandwidth * _LINK_SHARE)
+
 
 TP, CP, DP, PP, EMBEDDING = ("tp",), ("cp",), ("dp",), ("pp",), ("embedding",)
 CP_INNER, CP_OUTER = ("cp_inner",), ("cp_outer",)
@@ -255,3 +346,97 @@ def add_scalars(total: TrafficSum, here: StepRank) -> None:
         # The amax of each operand of each linear layer, and of each expert's two.
         places = config.model.float8_places
         total.add("all_reduce", WORLD, places.num_layers * places.num_places * 3 * 4)
+
+
+_COMMUNICATION_SMS = 20
+"""Streaming multiprocessors that an exchange's kernels take from matmuls: those of DeepSeek-V3 (arXiv 2412.19437,
+section 3.2.2)."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Hold what a stage's ranks with the same weights exchange: all but the experts, or these.
+
+    ``gradients`` are bytes of the buffers, of shards where gradients are sharded; ``weights`` are whole. Over
+    ``shards`` neighbours each of ``copies`` is cut.
+    """
+
+    gradients: int
+    weights: int
+    shards: int
+    copies: int
+    of_experts: bool
+
+    def seconds(self, links: Links, num_bytes: float) -> float:
+        """Return the time of gathering or scattering so many bytes."""
+        if self.of_experts:
+            return links.expert_replica_seconds(num_bytes, self.copies)
+        return links.replica_seconds(num_bytes, self.copies)
+
+
+def exposed_replica_seconds(plan: Plan, links: Links, stage: StageState, slowest: float) -> float:
+    """Return what reducing gradients and gathering parameters takes beside the passes that hide it.
+
+    ``slowest`` is the time of a micro-batch on the slowest stage. Copies of what is sharded sum their shards of
+    gradients when all passes have ended.
+    """
+    ddp, sizes = plan.ddp, plan.parallel_sizes
+    several = [
+        _shared(plan, sizes.num_replicas, stage, of_experts=False),
+        _shared(plan, sizes.num_expert_replicas, stage, of_experts=True),
+    ]
+    several = [each for each in several if each.gradients]
+    copied = sum(_copies_seconds(plan, links, each) for each in several)
+    if ddp.shards_weights and ddp.shards_over(sizes.num_replicas):
+        return copied + plan.num_microbatches * _by_layer(plan, links, several, slowest)
+    reduced = gathered = 0.0
+    rounds = 1
+    for each in several:
+        if each.shards == 1:
+            reduced += 2 * each.seconds(links, each.gradients)
+            continue
+        gathered += each.seconds(links, each.weights)
+        if ddp.shards_gradients:
+            # Each micro-batch's gradients are reduced, the whole of them to a shard.
+            reduced, rounds = reduced + each.seconds(links, each.gradients * each.shards), plan.num_microbatches
+        else:
+            reduced += each.seconds(links, each.gradients)
+    # The backward pass of a micro-batch hides the one, the forward pass of the first the other.
+    hidden_reduction = slowest * 2 / 3 if ddp.overlap_grad_reduce else 0.0
+    hidden_gather = slowest / 3 if ddp.overlap_param_gather else 0.0
+    exposed = rounds * exposed_seconds(links.gpu, reduced, hidden_reduction)
+    return copied + exposed + exposed_seconds(links.gpu, gathered, hidden_gather)
+
+
+def _shared(plan: Plan, replicas: int, stage: StageState, *, of_experts: bool) -> _Shared:
+    shards = plan.ddp.num_shards(replicas) if plan.ddp.shards_over(replicas) else 1
+    gradients, weights = stage.expert_gradients, stage.expert_gathered_bytes
+    if not of_experts:
+        gradients, weights = stage.gradients - gradients, stage.gathered_bytes - weights
+    return _Shared(gradients, weights, shards, replicas // shards if shards > 1 else 1, of_experts)
+
+
+def _copies_seconds(plan: Plan, links: Links, shared: _Shared) -> float:
+    of_shard = shared.gradients / (1 if plan.ddp.shards_gradients else shared.shards)
+    return links.copies_seconds(of_shard, shared.copies, of_experts=shared.of_experts)
+
+
+def _by_layer(plan: Plan, links: Links, several: list[_Shared], slowest: float) -> float:
+    """Return what a micro-batch takes longer where its weights are gathered layer by layer, and gradients reduced.
+
+    Each pass gathers beside the products of the layer before; what is beside them costs its share.
+    """
+    gathered = sum(each.seconds(links, each.weights) for each in several)
+    reduced = sum(each.seconds(links, each.gradients * each.shards) for each in several)
+    beside, alone = (reduced, 0.0) if plan.ddp.overlap_grad_reduce else (0.0, reduced)
+    passes = ((gathered, slowest / 3), (gathered + beside, slowest * 2 / 3))
+    return alone + sum(exposed_seconds(links.gpu, sent, hidden) for sent, hidden in passes)
+
+
+def exposed_seconds(gpu: Gpu, sent: float, hidden: float) -> float:
+    """Return the exposed time of a collective of ``sent`` seconds, of which up to ``hidden`` overlap with matmuls.
+
+    Overlapped communication takes streaming multiprocessors from the matmuls. A device without them loses none.
+    """
+    share = _COMMUNICATION_SMS / gpu.num_sms if gpu.num_sms > _COMMUNICATION_SMS else 0.0
+    return max(0.0, sent - hidden) + share * min(sent, hidden)

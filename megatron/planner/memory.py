@@ -1,0 +1,641 @@
+"""Memory of a pipeline stage by part, before anything runs.
+
+The memory of a stage is put together from the memory of its pieces: layers, and the ends of the model. With FSDP
+the weights that are gathered at a time are added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.distributed.param_layout import MIN_POOL_SIZE, ParamLayout, plan_buckets
+from megatron.core.model_parallel_config import ELEMENT_BYTES
+from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters, gathered_units
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.optimizer.optimizer_config import state_bytes
+from megatron.core.pipeline_parallel.schedules import Action, Pass, StagePlace, with_deferred_grads
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.planner.gpu import Gpu
+from megatron.planner.implementations import Implementation, SavedBytes, expert_layer, score_elements
+from megatron.planner.plan import Plan, layer_kinds
+from megatron.planner.traces import PieceMemory, PieceTrace, TraceRequest, default_store
+
+NOTHING = PieceMemory(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class ModelPieces:
+    """Hold the memory of every piece of a model for one micro-batch, recompute and offload left out.
+
+    ``layers`` are in the order of the model, ``embedding`` and ``loss`` its ends; ``loss`` has the final norm, the MTP
+    modules, the output layer and the loss. ``input_bytes`` are those of a layer's input as recompute keeps it, and
+    ``gradient_bytes`` those of a layer's incoming gradient. ``output_deferred`` is what the deferred weight gradient of
+    the output layer keeps. ``again`` are the layers with full recompute, each alone, where they were traced so.
+    """
+
+    layers: Sequence[PieceMemory]
+    embedding: PieceMemory
+    loss: PieceMemory
+    input_bytes: int
+    gradient_bytes: int
+    output_deferred: int = 0
+    again: Sequence[PieceMemory] = ()
+
+
+@dataclass(frozen=True)
+class FullestMoment:
+    """Hold activations of a stage at its fullest moment: what waits for backward passes, and what a pass adds.
+
+    ``logits`` are a part of neither.
+    """
+
+    kept: int
+    working: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Return all bytes together."""
+        return self.kept + self.working + self.logits
+
+
+def chunk_memory(plan: Plan, pieces: ModelPieces, chunk: StageContents, whole_weights: tuple[int, int]) -> PieceMemory:
+    """Return the memory of a chunk's forward and backward pass, with the recompute and the offload of the plan.
+
+    ``whole_weights`` are the bytes of sharded weights that are gathered while a layer runs, and while the embedding
+    does.
+    """
+    of_layer, of_first = whole_weights
+    members = [_with_weights(pieces.embedding, of_first)] if chunk.has_embedding else []
+    groups = _offloaded(plan, _groups(plan, pieces, chunk.layer_numbers))
+    members += [_with_weights(each, of_layer) for each in groups]
+    if chunk.has_loss:
+        members.append(pieces.loss)
+    return in_sequence(members)
+
+
+def in_sequence(members: Sequence[PieceMemory]) -> PieceMemory:
+    """Return the memory of pieces that run one after the other, and backward in the opposite order."""
+    before = forward = backward = logits = 0
+    waiting = sum(each.deferred for each in members)
+    for each in members:
+        waiting -= each.deferred
+        forward = max(forward, before + each.forward_peak)
+        peak = before + each.backward_peak + waiting
+        backward, logits = max((backward, logits), (peak, each.logits))
+        before += each.kept
+    return PieceMemory(before, forward, backward, sum(each.deferred for each in members), logits)
+
+
+def fullest_moment(actions: Sequence[Action], chunks: Sequence[PieceMemory], output_deferred: int) -> FullestMoment:
+    """Return the activations of a stage at the fullest moment of its actions."""
+    late = {action.microbatch for action in actions if action.kind is Pass.OUTPUT_WEIGHT}
+    held, last, most = 0, len(chunks) - 1, FullestMoment(0, 0, 0)
+    for kind, microbatch, number in actions:
+        chunk = chunks[number]
+        if kind is Pass.FORWARD:
+            moment = _moment(held, chunk, chunk.forward_peak)
+            held += chunk.kept
+        elif kind in (Pass.BACKWARD, Pass.BACKWARD_INPUT):
+            held -= chunk.kept
+            moment = _moment(held, chunk, chunk.backward_peak)
+            held += chunk.deferred if kind is Pass.BACKWARD_INPUT else 0
+            held += output_deferred if kind is Pass.BACKWARD and number == last and microbatch in late else 0
+        else:
+            held -= chunk.deferred if kind is Pass.BACKWARD_WEIGHT else output_deferred
+            continue
+        most = max(most, moment, key=lambda each: each.total)
+    return most
+
+
+def _moment(held: int, chunk: PieceMemory, peak: int) -> FullestMoment:
+    """Return a pass's fullest moment where so much is ``held`` for other passes; logits may be among what is kept."""
+    logits = min(chunk.logits, peak)
+    kept = min(max(0, chunk.kept - logits), peak - logits)
+    return FullestMoment(held + kept, peak - logits - kept, logits)
+
+
+def _with_weights(piece: PieceMemory, num_bytes: int) -> PieceMemory:
+    if not num_bytes:
+        return piece
+    return replace(piece, forward_peak=piece.forward_peak + num_bytes, backward_peak=piece.backward_peak + num_bytes)
+
+
+def _offloaded(plan: Plan, groups: Sequence[tuple[int, PieceMemory]]) -> Sequence[PieceMemory]:
+    """Return a chunk's groups of layers where the first ones leave what they keep on the host: two are on their way at
+    once. Each group comes with the place of its first layer.
+    """
+    model = plan.model
+    number = model.num_offloaded_layers if model.cpu_offloading_activations else 0
+    under_way = sum(sorted(each.kept for place, each in groups if place < number)[-2:])
+    return [
+        replace(each, kept=0, backward_peak=each.backward_peak + under_way - each.kept) if place < number else each
+        for place, each in groups
+    ]
+
+
+def _groups(plan: Plan, pieces: ModelPieces, numbers: Sequence[int]) -> Sequence[tuple[int, PieceMemory]]:
+    """Return the place of each group of layers in its chunk, and its memory: groups that keep their input alone and run
+    forward again, and layers that keep all they save.
+    """
+    several, again = recomputed_groups(plan.model, len(numbers))
+    groups = [(group[0], _run_again(pieces, [numbers[place] for place in group])) for group in several]
+    return [*groups, *((place, pieces.layers[numbers[place]]) for place in range(again, len(numbers)))]
+
+
+def recomputed_groups(model: GPTConfig, num_layers: int) -> tuple[Sequence[range], int]:
+    """Return the places of a chunk's layers that full recompute runs again, by group, and the number of these layers.
+
+    They are the first ones of the chunk.
+    """
+    if model.recompute_granularity != "full":
+        return [], 0
+    length = model.recompute_num_layers or 1
+    again, step = (min(length, num_layers), 1) if model.recompute_method == "block" else (num_layers, length)
+    return [range(start, min(start + step, again)) for start in range(0, again, step)], again
+
+
+def _run_again(pieces: ModelPieces, numbers: Sequence[int]) -> PieceMemory:
+    """Return the memory of layers that run forward again together before their backward passes."""
+    group = [pieces.layers[number] for number in numbers]
+    if not pieces.again:
+        return _derived(pieces, group)
+    of_first = pieces.again[numbers[0]]
+    if len(numbers) == 1:
+        return of_first
+    # What a layer's second forward pass leaves at work is seen in its own trace.
+    more = of_first.backward_peak - _derived(pieces, group[:1]).backward_peak
+    derived = _derived(pieces, group)
+    return replace(derived, kept=of_first.kept, backward_peak=derived.backward_peak + max(0, more))
+
+
+def _derived(pieces: ModelPieces, group: Sequence[PieceMemory]) -> PieceMemory:
+    whole = in_sequence(group)
+    again = max(whole.forward_peak + pieces.gradient_bytes, whole.backward_peak)
+    # In the first forward pass, each layer's memory is free when it ends.
+    forward = max(each.forward_peak for each in group)
+    return PieceMemory(pieces.input_bytes, forward, again, whole.deferred, whole.logits)
+
+
+_SCORES_AT_WORK = 3
+"""Tensors of scores in the backward pass of one layer's attention."""
+HOPPER = (9, 0)
+"""The compute capability for which a model is traced if no GPU type is given."""
+
+
+def model_pieces(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> ModelPieces:
+    """Return the memory of every piece of a plan's model for one micro-batch.
+
+    Raises:
+        ConfigurationError: this node cannot simulate CUDA, which traces of pieces need.
+    """
+    model, element = plan.model, ELEMENT_BYTES[plan.model.params_dtype]
+    hidden = plan.num_rows * model.hidden_size * element
+    kept_input = hidden // plan.parallel_sizes.tp if model.distribute_saved_activations else hidden
+    numbers = _representatives(model, plan.seq_length)
+    own, again = numbers[: model.num_layers], dict[int, PieceMemory]()
+    if implementation.saved is None:
+        capability = HOPPER if gpu is None else gpu.capability
+        of_number = {number: layer_trace(plan, capability, number).memory for number in set(own)}
+        if model.recompute_granularity == "full":
+            again = {number: layer_trace(plan, capability, number, is_again=True).memory for number in set(own)}
+        embedding = end_trace(plan, capability, has_loss=False).memory
+    else:
+        of_number = {number: _described_layer(plan, implementation, number) for number in set(own)}
+        embedding = NOTHING
+    deferred = 0
+    if implementation.is_traced:
+        loss = end_trace(plan, HOPPER if gpu is None else gpu.capability, has_loss=True).memory
+        if model.defer_embedding_wgrad_compute:
+            deferred = plan.num_predictions * model.hidden_size * element + loss.logits
+    else:
+        loss = _described_loss(plan, implementation, of_number[own[-1]])
+    return ModelPieces(
+        layers=[of_number[number] for number in own],
+        embedding=embedding,
+        loss=loss,
+        input_bytes=kept_input,
+        gradient_bytes=hidden,
+        output_deferred=deferred,
+        again=[again[number] for number in own] if again else (),
+    )
+
+
+def layer_trace(plan: Plan, capability: tuple[int, int], number: int, *, is_again: bool = False) -> PieceTrace:
+    """Return the trace of a layer, or of the first one that is like it, with selective recompute if the plan has it.
+
+    ``is_again`` is set for a layer that full recompute runs again alone.
+    """
+    contents = StageContents((_representatives(plan.model, plan.seq_length)[number],))
+    return default_store().trace(_request(plan, capability, contents, is_again=is_again))
+
+
+def end_trace(plan: Plan, capability: tuple[int, int], *, has_loss: bool) -> PieceTrace:
+    """Return the trace of the embedding, or of the final norm, the MTP modules, the output layer and the loss."""
+    contents = StageContents((), has_embedding=not has_loss, has_loss=has_loss)
+    return default_store().trace(_request(plan, capability, contents))
+
+
+def _request(
+    plan: Plan, capability: tuple[int, int], contents: StageContents, *, is_again: bool = False
+) -> TraceRequest:
+    splits = plan.pipeline_schedule == "zero-bubble" or plan.model.delay_wgrad_compute
+    splits = splits and (contents.has_loss or len(contents.layer_numbers) > 0)
+    return _request_of(
+        plan.model,
+        contents,
+        plan.seq_length,
+        plan.micro_batch_size,
+        capability,
+        splits,
+        plan.ddp.gradient_accumulation_fusion,
+        not plan.ddp.grad_reduce_in_bf16,
+        is_again,
+    )
+
+
+# A request's key takes longer to make than to look up, and a search asks for the same ones thousands of times.
+@functools.lru_cache(maxsize=8192)
+def _request_of(
+    model: GPTConfig,
+    contents: StageContents,
+    seq_length: int,
+    micro_batch_size: int,
+    capability: tuple[int, int],
+    splits_backward: bool,
+    fuses_accumulation: bool,
+    reduces_in_float32: bool,
+    is_again: bool,
+) -> TraceRequest:
+    return TraceRequest(
+        model=_for_trace(model, is_again=is_again, is_end=not contents.layer_numbers),
+        contents=contents,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        capability=capability,
+        splits_backward=splits_backward,
+        fuses_accumulation=fuses_accumulation,
+        reduces_in_float32=reduces_in_float32,
+    )
+
+
+# A search asks for the same models thousands of times.
+@functools.lru_cache(maxsize=4096)
+def _for_trace(model: GPTConfig, *, is_again: bool, is_end: bool) -> GPTConfig:
+    """Return a model whose layers keep what they save, but for modules that are computed again, or run again alone.
+
+    Recompute and fp8 are of layers: at the ends of a model they are those of its MTP modules.
+    """
+    alone = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    none = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+    fields: dict[str, Any] = {}
+    if is_end and not model.num_further_tokens:
+        fields = none | {"fp8_format": None, "distribute_saved_activations": False}
+    elif model.recompute_granularity == "full":
+        fields = alone if is_again or is_end else none | {"distribute_saved_activations": False}
+    return dataclasses.replace(model, **fields) if fields else model
+
+
+# A search asks for the same models thousands of times.
+@functools.lru_cache(maxsize=1024)
+def _representatives(model: GPTConfig, seq_length: int) -> Sequence[int]:
+    """Return for each layer, those of the MTP modules included, the first one that is like it."""
+    first: dict[object, int] = {}
+    kinds = layer_kinds(model, seq_length)
+    # After a frozen embedding a layer keeps less.
+    keys = [(kind, number == 0 and bool(model.lora_rank)) for number, kind in enumerate(kinds)]
+    return [first.setdefault(key, number) for number, key in enumerate(keys)]
+
+
+def _described_layer(plan: Plan, implementation: Implementation, number: int) -> PieceMemory:
+    """Return the memory of another program's layer: what it keeps, and gradients at work in its feed-forward."""
+    assert implementation.saved is not None
+    model, element = plan.model, ELEMENT_BYTES[plan.model.params_dtype]
+    kept, whole = (_sum(implementation.saved, each, plan, number) for each in _with_and_without_recompute(model))
+    at_work = element * _feed_forward_gradients(plan, has_experts=model.moe_layers[model.kind_of(number)])
+    if not implementation.has_flash_attention:
+        at_work += _SCORES_AT_WORK * element * score_elements(model, plan.seq_length, plan.micro_batch_size)
+    return PieceMemory(kept, kept, whole + at_work)
+
+
+def _described_loss(plan: Plan, implementation: Implementation, further: PieceMemory) -> PieceMemory:
+    """Return the memory of another program's final norm, MTP modules, output layer and loss."""
+    model, element = plan.model, ELEMENT_BYTES[plan.model.params_dtype]
+    logits = plan.num_logits * (element + implementation.wide_logit_bytes)
+    inputs = 1 if model.lora_rank else 2 + model.num_further_tokens
+    ends = inputs * plan.num_rows * model.hidden_size * element
+    if model.sequence_parallel:
+        ends += element * plan.num_predictions * model.hidden_size  # the output layer's input, gathered
+    if not implementation.fuses_weight_gradients and not model.lora_rank:
+        ends += element * (model.padded_vocab_size // plan.parallel_sizes.tp) * model.hidden_size
+    kept = model.num_further_tokens * further.kept
+    return PieceMemory(kept, kept + ends + logits, kept + ends + logits, 0, logits)
+
+
+def _sum(saved: SavedBytes, model: GPTConfig, plan: Plan, number: int) -> int:
+    return sum(saved(model, plan.seq_length, plan.micro_batch_size, number).values())
+
+
+@functools.lru_cache(maxsize=256)
+def _with_and_without_recompute(model: GPTConfig) -> tuple[GPTConfig, GPTConfig]:
+    """Return a model with its selective recompute, if it has that, and without any."""
+    without = model
+    if model.recompute_granularity is not None:
+        without = dataclasses.replace(model, recompute_granularity=None)
+    return (model if model.recompute_granularity == "selective" else without), without
+
+
+def _feed_forward_gradients(plan: Plan, *, has_experts: bool) -> int:
+    """Return the numbers at work in a feed-forward's backward pass: gradients of its output, its middle, its gates."""
+    model, at_work = plan.model, plan.num_rows * plan.model.hidden_size
+    if has_experts:
+        return at_work + expert_layer(plan).at_work
+    return at_work + plan.num_tokens * model.ffn_hidden_size // model.tensor_model_parallel_size * (2 + model.is_gated)
+
+
+FIRST, REST = -1, -2
+"""Labels of `gathered_units` outside the layers: of an embedding that is used once, and of everything else."""
+
+
+def parameters_of_buffers(
+    model: GPTConfig, chunks: Sequence[StageContents], is_sharded: bool
+) -> Iterator[tuple[list[ChunkParameter], list[int]]]:
+    """Yield the trained parameters of each chunk: experts, and those that travel in fp8 where they are sharded, apart.
+
+    With them go the labels of what is gathered together where weights are sharded.
+    """
+    for chunk in chunks:
+        by_kind: dict[tuple[bool, bool], tuple[list[ChunkParameter], list[int]]] = {}
+        for parameter, unit in zip(chunk_parameters(model, chunk), gathered_units(model, chunk), strict=True):
+            if parameter.is_trained:
+                kind = parameter.is_expert, is_sharded and parameter.is_sent_in_float8
+                of_kind, units = by_kind.setdefault(kind, ([], []))
+                of_kind.append(parameter)
+                units.append(unit)
+        yield from by_kind.values()
+
+
+@dataclass(frozen=True)
+class WholeWeights:
+    """Hold how much of sharded weights is there whole: at any time, in a layer's backward pass, and when it begins.
+
+    ``rest`` is in no layer and stays; beside it are ``layers``, one that runs and one that comes, or ``first``, the
+    embedding that is used once and the layer behind it.
+    """
+
+    rest: int = 0
+    layers: int = 0
+    first: int = 0
+
+    def beside(self, other: WholeWeights) -> WholeWeights:
+        """Return these and others of the same layers."""
+        return WholeWeights(self.rest + other.rest, self.layers + other.layers, self.first + other.first)
+
+    def after(self, other: WholeWeights) -> WholeWeights:
+        """Return these and those of another chunk, whose layers run at other times."""
+        return WholeWeights(self.rest + other.rest, max(self.layers, other.layers), max(self.first, other.first))
+
+    def times(self, size: int) -> WholeWeights:
+        """Return so many times as much."""
+        return WholeWeights(size * self.rest, size * self.layers, size * self.first)
+
+
+def whole_weights(units: Sequence[int], layout: ParamLayout) -> WholeWeights:
+    """Return the elements of a chunk's weights that are there whole; ``units`` has a label for each parameter."""
+    sizes: dict[int, int] = {}
+    for bucket in layout.buckets:
+        label = units[bucket.slots[0].index]
+        sizes[label] = sizes.get(label, 0) + bucket.num_elements
+    layers = sorted((size for label, size in sizes.items() if label >= 0), reverse=True)
+    first = sizes.get(FIRST, 0)
+    return WholeWeights(sizes.get(REST, 0), sum(layers[:2]), first + sum(layers[:1]) if first else 0)
+
+
+def num_gathers(label: int) -> int:
+    """Return how often a unit's weights are gathered in the passes of one micro-batch.
+
+    A layer's are freed between its passes, an embedding's are not needed in the backward pass, and the rest's stay.
+    """
+    return 2 if label >= 0 else 1
+
+
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+"""Parts of a stage's memory in the order in which they are shown."""
+_FLOAT8_COPIES = 2
+"""A weight's fp8 copy and its transpose."""
+_NONE_WHOLE = WholeWeights()
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Hold the bytes of a rank of one stage at the fullest moment of a step, and how many parameters it has.
+
+    ``activations`` wait for backward passes. ``buffers`` are there for a moment: what a pass makes, what is computed
+    again, gradients on their way, whole weights of layers that run.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """Return all parts together."""
+        return sum(int(getattr(self, name)) for name in MEMORY_PARTS)
+
+
+@dataclass(frozen=True)
+class StageState:
+    """Hold what a rank of a stage has between steps: it follows from the layout, not from batches or recompute.
+
+    Frozen parameters have weights, and neither gradients nor state. ``gradient_pool`` is the memory of full buckets,
+    through which gradients go that are sharded, ``gathered_bytes`` what trained weights are where they are gathered.
+    ``whole`` are the bytes of weights that are there whole where weights are sharded. Of ``gathered_bytes`` and
+    ``gradients`` the experts' part is named too: other ranks share it.
+    """
+
+    parameters: int
+    gathered_bytes: int
+    weights: int
+    gradients: int
+    gradient_pool: int
+    optimizer: int
+    whole: WholeWeights = _NONE_WHOLE
+    expert_gathered_bytes: int = 0
+    expert_gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return all bytes together, with the least that is there of whole weights."""
+        pools = self.gradient_pool + self.whole.rest + self.whole.layers
+        return self.weights + self.gradients + self.optimizer + pools
+
+
+def stage_state(plan: Plan, stage: int, implementation: Implementation) -> StageState:
+    """Return what a stage's ranks hold between steps."""
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    parameters = [(chunk, chunk_parameters(model, chunk)) for chunk in chunks]
+    grid = plan.parallel_sizes
+    rest = _trained_state(plan, parameters, implementation, grid.num_replicas, of_experts=False)
+    experts = _trained_state(plan, parameters, implementation, grid.num_expert_replicas, of_experts=True)
+    element = ELEMENT_BYTES[model.params_dtype]
+    num_frozen = sum(each.size for _, several in parameters for each in several if not each.is_trained)
+    weights = num_frozen * element + rest.weights + experts.weights
+    shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(grid.num_replicas)
+    if implementation.caches_float8_weights and model.fp8_format is not None and not shards_weights:
+        # Every GPU type with fp8 multiplies the same weights in it.
+        traces = [layer_trace(plan, HOPPER, number) for chunk in chunks for number in chunk.layer_numbers]
+        traces += [end_trace(plan, HOPPER, has_loss=True) for chunk in chunks if chunk.has_loss]
+        copied = sum(trace.float8_weights for trace in traces)
+        weights += (_FLOAT8_COPIES - (0 if implementation.keeps_half_weights else element)) * copied
+    return StageState(
+        parameters=rest.parameters + experts.parameters + num_frozen,
+        gathered_bytes=rest.gathered_bytes + experts.gathered_bytes,
+        weights=weights,
+        gradients=rest.gradients + experts.gradients,
+        gradient_pool=rest.gradient_pool + experts.gradient_pool,
+        optimizer=rest.optimizer + experts.optimizer,
+        whole=rest.whole.beside(experts.whole),
+        expert_gathered_bytes=experts.gathered_bytes,
+        expert_gradients=experts.gradients,
+    )
+
+
+def _trained_state(
+    plan: Plan,
+    parameters: Sequence[tuple[StageContents, Sequence[ChunkParameter]]],
+    implementation: Implementation,
+    replicas: int,
+    *,
+    of_experts: bool,
+) -> StageState:
+    """Return what a stage holds between steps of the trained parameters that so many ranks have alike."""
+    shards, is_sharded = plan.ddp.num_shards(replicas), plan.ddp.shards_over(replicas)
+    num_trained = num_elements = pool = gathered = optimizer_bytes = 0
+    whole = WholeWeights()
+    element = ELEMENT_BYTES[plan.model.params_dtype]
+    shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(replicas)
+    for chunk, several in parameters:
+        labels = gathered_units(plan.model, chunk) if shards_weights else [0] * len(several)
+        chosen = [
+            (parameter, label)
+            for parameter, label in zip(several, labels, strict=True)
+            if parameter.is_trained and parameter.is_expert == of_experts
+        ]
+        if not chosen:
+            continue
+        trained, units = [parameter for parameter, _ in chosen], [label for _, label in chosen]
+        sizes = [parameter.size for parameter in trained]
+        tied = [index for index, parameter in enumerate(trained) if parameter.is_tied]
+        num_trained += sum(sizes)
+        in_matrices = sum(each.size for each in trained if each.is_matrix)
+        optimizer_bytes += in_matrices * state_bytes(plan.optimizer, is_matrix=True)
+        gathered += sum(each.size * (1 if each.is_sent_in_float8 else element) for each in trained)
+        layout = plan_buckets(sizes, tied, plan.ddp, replicas, units if shards_weights else ())
+        whole = whole.after(whole_weights(units, layout)) if shards_weights else whole
+        num_elements += layout.num_elements
+        num_held = layout.num_elements if is_sharded else sum(sizes)
+        optimizer_bytes += (num_held - in_matrices) * state_bytes(plan.optimizer)
+        # Gradients of experts are not deferred.
+        deferred = [_defers(plan, each) and not of_experts for each in trained]
+        trains_ends = any(each.name.startswith(("embedding.", "output_layer.")) for each in trained)
+        has_shared = trains_ends and _shares_ends(plan, chunk)
+        pool += _pooled_elements(layout, plan, deferred, tied, has_shared=has_shared)
+    gradient = _gradient_bytes(plan, implementation)
+    shards_gradients = plan.ddp.shards_gradients and is_sharded
+    return StageState(
+        parameters=num_trained,
+        gathered_bytes=gathered,
+        # Weights that are gathered lie in a flat buffer, with its padding, and so does the state of their shards.
+        weights=(num_elements if is_sharded else num_trained) * element // (shards if shards_weights else 1),
+        gradients=num_elements * gradient // (shards if shards_gradients else 1),
+        gradient_pool=pool * gradient if shards_gradients else 0,
+        optimizer=round(optimizer_bytes / (shards if is_sharded else 1) * (1.0 - plan.optimizer.offload_fraction)),
+        whole=whole.times(element),
+    )
+
+
+def stage_memory(
+    plan: Plan, stage: int, implementation: Implementation, pieces: ModelPieces, state: StageState | None = None
+) -> StageMemory:
+    """Return the memory of a stage's ranks.
+
+    ``pieces`` is what `model_pieces` returned for this plan, ``state`` what `stage_state` did for one of the same
+    layout.
+    """
+    model, chunks = plan.model, plan.stage_layout.chunks(stage)
+    state = state or stage_state(plan, stage, implementation)
+    gathered = state.whole.layers, state.whole.first
+    memories = [chunk_memory(plan, pieces, chunk, gathered) for chunk in chunks]
+    actions = with_deferred_grads(
+        plan.warm_up_actions(stage),
+        StagePlace(plan.parallel_sizes.pp, stage, len(chunks)),
+        delays=model.delay_wgrad_compute,
+        defers=model.defer_embedding_wgrad_compute,
+        max_microbatches=model.wgrad_deferral_limit,
+    )
+    moment = fullest_moment(actions, memories, pieces.output_deferred)
+    return StageMemory(
+        parameters=state.parameters,
+        weights=state.weights + state.whole.rest,
+        gradients=state.gradients + state.gradient_pool,
+        optimizer=state.optimizer,
+        activations=moment.kept,
+        logits=moment.logits,
+        buffers=moment.working,
+    )
+
+
+def _pooled_elements(
+    layout: ParamLayout, plan: Plan, deferred: Sequence[bool], tied: Collection[int], *, has_shared: bool
+) -> int:
+    """Return the elements of full buckets that a chunk keeps if its gradients are sharded.
+
+    ``deferred`` says of each parameter whether its gradient is deferred. Buckets are filled in their order, and each is
+    reduced when it and those before it are full. The last bucket stays open if it has weights that embedding and output
+    layer share (``has_shared``), and so do all buckets from the first in which a gradient is deferred. Where a bucket
+    ends within a layer, gradients of the next bucket come before the last of this one. ``tied`` parameters have buckets
+    of their own. If reductions overlap, the next bucket, or the first of the next micro-batch, is filled while one is
+    reduced.
+    """
+    buckets, overlaps = layout.buckets, plan.ddp.overlap_grad_reduce
+    ends_in_layer, has_deferred = not plan.ddp.shards_weights, False
+    num_open = num_allocated = int(has_shared)
+    is_tied = [any(slot.index in tied for slot in bucket.slots) for bucket in buckets]
+    for index, bucket in enumerate(buckets):
+        is_next_filled = ends_in_layer and index + 1 < len(buckets) and not any(is_tied[index : index + 2])
+        is_open = has_shared and index == len(buckets) - 1
+        num_allocated = max(num_allocated, num_open + (not is_open) + is_next_filled)
+        has_deferred = has_deferred or any(deferred[slot.index] for slot in bucket.slots)
+        num_open += has_deferred and not is_open
+    num_allocated = min(len(buckets), num_allocated)
+    if overlaps:
+        num_allocated = max(num_allocated, min(len(buckets) * plan.num_microbatches, MIN_POOL_SIZE))
+    return num_allocated * max((bucket.num_elements for bucket in buckets), default=0)
+
+
+def _defers(plan: Plan, parameter: ChunkParameter) -> bool:
+    is_of_linear = parameter.is_matrix or parameter.name.startswith("output_layer.")
+    return is_of_linear and (plan.pipeline_schedule == "zero-bubble" or plan.model.delay_wgrad_compute)
+
+
+def _shares_ends(plan: Plan, chunk: StageContents) -> bool:
+    # The embedding of further tokens has its gradient long before its turn.
+    is_tied, has_further = not plan.model.untie_embeddings_and_output_weights, plan.model.num_further_tokens > 0
+    return chunk.has_loss and (has_further or (chunk.has_embedding and is_tied))
+
+
+def _gradient_bytes(plan: Plan, implementation: Implementation) -> int:
+    if plan.model.params_dtype == "float16":
+        return implementation.half_gradient_bytes
+    if implementation.reduces_in_half:
+        return ELEMENT_BYTES[plan.model.params_dtype]
+    return ELEMENT_BYTES[plan.ddp.grad_dtype(plan.model.params_dtype)]
