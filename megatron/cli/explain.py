@@ -32,7 +32,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.planner.explanation import explain, find_changes
 from megatron.planner.implementations import find_implementation
 from megatron.planner.report import describe_changes, to_page, to_text
-from megatron.planner.traces import trace_in_this_process
+from megatron.planner.trace_store import trace_in_this_process
 
 
 def build_parser(world_size: int) -> Parser:

@@ -68,7 +68,7 @@ from megatron.planner.report import (
     variations,
 )
 from megatron.planner.search import Candidate, Search, search
-from megatron.planner.traces import trace_in_this_process
+from megatron.planner.trace_store import trace_in_this_process
 
 if TYPE_CHECKING:
     from megatron.config.run_config import RunConfig

@@ -22,7 +22,8 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation, SavedBytes, expert_layer, score_elements
 from megatron.planner.plan import Plan, layer_kinds
-from megatron.planner.traces import PieceMemory, PieceTrace, TraceRequest, default_store
+from megatron.planner.trace_store import default_store
+from megatron.planner.traces import PieceMemory, PieceTrace, TraceRequest
 
 NOTHING = PieceMemory(0, 0, 0)
 

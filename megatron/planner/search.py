@@ -24,7 +24,7 @@ from megatron.planner.implementations import Implementation
 from megatron.planner.memory import ModelPieces, StageState, model_pieces, stage_memory, stage_state
 from megatron.planner.plan import Plan, layer_kinds, step_flops
 from megatron.planner.prediction import HOPPER_MACHINES, Prediction, plan_refusals, predict, usable_bytes
-from megatron.planner.traces import trace_in_this_process
+from megatron.planner.trace_store import trace_in_this_process
 
 
 def output_layers(model: GPTConfig) -> float:

@@ -3,12 +3,6 @@
 A tracer builds a piece, and runs it forward and backward on fake tensors. One sample per micro-batch is traced
 itself, since tensors need no transposed copies then. Two and three samples are traced for all other sizes: every
 number is affine in the number of samples. If these two have other operations, each size is traced itself.
-
-The store finds traces in this process or in the cache folder, or takes them. The names in the cache folder have a
-hash of the sources, of torch's version and of each request.
-
-The worker is a process that starts without torch. It takes the traces that lines of standard input ask for, and
-prints them as lines of JSON. What libraries print goes to standard error.
 """
 
 from __future__ import annotations
@@ -16,24 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planner.simulation.fake_cuda import load_pretended_cuda
 
 PHASES = ("forward", "backward", "weights")
 """The passes of a piece; ``weights`` has the weight gradients where a schedule defers them."""
@@ -165,205 +149,3 @@ def _as_tuples(value: Any) -> Any:
 def _structure(model: GPTConfig) -> tuple[Any, ...]:
     """Return the fields of a configuration that a piece depends on."""
     return tuple(getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in _OF_PIPELINE)
-
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-_SOURCES = ("core", "planner")
-"""Folders of sources that a trace may depend on."""
-
-
-class TraceStore:
-    """Return traces: those of this process, of earlier ones, or taken anew.
-
-    ``folder`` is by default one for temporary files.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = (folder or _default_folder()) / _sources_key()
-        self._known: dict[str, Mapping[str, Any]] = {}
-        self._traces: dict[str, PieceTrace] = {}
-
-    def trace(self, request: TraceRequest) -> PieceTrace:
-        """Return the trace of one piece.
-
-        Raises:
-            ConfigurationError: this node cannot simulate CUDA, or the folder of the traces cannot be written.
-        """
-        if request.key not in self._traces:
-            records = self._records(request.traced)
-            if not _have_same_operations(records):
-                # Attention in blocks, for example, has more of them for larger micro-batches.
-                records = self._records([request])
-            self._traces[request.key] = _trace_of(records, request.micro_batch_size)
-        return self._traces[request.key]
-
-    def _records(self, requests: Sequence[TraceRequest]) -> list[Mapping[str, Any]]:
-        """Return what was recorded of each request's micro-batch size. What is not known yet is traced now."""
-        missing = {request.key: request for request in requests if request.key not in self._known}
-        for key in list(missing):
-            path = self._folder / f"{key}.json"
-            if path.exists():
-                self._known[key] = json.loads(path.read_text(encoding="utf-8"))
-                del missing[key]
-        if missing:
-            self._known |= self._take(missing)
-        return [self._known[request.key] for request in requests]
-
-    def _take(self, missing: Mapping[str, TraceRequest]) -> Mapping[str, Mapping[str, Any]]:
-        given = [{"key": key, "request": request_to_json(request)} for key, request in missing.items()]
-        if _may_trace_here():
-            from megatron.planner.simulation.fake_cuda import load_pretended_cuda
-
-            load_pretended_cuda()
-            from megatron.planner.simulation.piece_tracer import take_traces
-
-            taken: Mapping[str, Mapping[str, Any]] = take_traces(missing)
-        else:
-            taken = _take_elsewhere(given)
-        try:
-            self._write(taken)
-        except OSError as error:
-            raise ConfigurationError(
-                f"traces of the model cannot be written to {self._folder}: {error.strerror}; set TMPDIR to a folder "
-                "that can be written"
-            ) from error
-        return taken
-
-    def _write(self, taken: Mapping[str, Mapping[str, Any]]) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._folder.stat().st_uid != os.getuid():
-            raise ConfigurationError(f"{self._folder} belongs to another user; set TMPDIR to another folder")
-        for key, record in taken.items():
-            with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False, encoding="utf-8") as file:
-                json.dump(record, file)
-            os.replace(file.name, self._folder / f"{key}.json")
-
-
-def trace_in_this_process() -> None:
-    """Let this process take traces itself, unless it has imported torch already, so that torch is imported once.
-
-    If this node cannot simulate CUDA, the first trace that is missing says so.
-    """
-    from megatron.planner.simulation.fake_cuda import load_pretended_cuda
-
-    if "torch" not in sys.modules:
-        with suppress(ConfigurationError):
-            load_pretended_cuda()
-
-
-@functools.cache
-def default_store() -> TraceStore:
-    """Return the store that this process shares."""
-    return TraceStore()
-
-
-def _have_same_operations(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a piece runs the same operations and sends the same messages at each traced micro-batch size."""
-    shapes = {
-        (
-            tuple((phase, kind, itemsize) for phase, kind, itemsize, *_ in each["operations"]),
-            tuple((phase, operation, *axes, size) for phase, operation, axes, size, _ in each["sent"]),
-        )
-        for each in records
-    }
-    return len(shapes) == 1
-
-
-def _trace_of(records: Sequence[Mapping[str, Any]], size: int) -> PieceTrace:
-    """Return a trace at a micro-batch size from its own record, or from those at `FEWEST_SAMPLES`."""
-    small, large = records[0], records[-1]
-    first, second = (_operations(each) for each in (small, large))
-    more = size - FEWEST_SAMPLES[0]
-
-    def at(few: int, many: int) -> int:
-        return few + more * (many - few)
-
-    sent = tuple(
-        Sent(phase, operation, tuple(axes), group_size, at(num_bytes, other[-1]))
-        for (phase, operation, axes, group_size, num_bytes), other in zip(small["sent"], large["sent"])
-    )
-    memory = PieceMemory(*(at(few, many) for few, many in zip(small["memory"], large["memory"])))
-    launches = tuple(tuple(phase) for phase in small["launches"])
-    return PieceTrace(first + more * (second - first), sent, memory, launches)
-
-
-def _operations(record: Mapping[str, Any]) -> np.ndarray:
-    return np.array(record["operations"], dtype=float).reshape(-1, len(OPERATION_FIELDS))
-
-
-def _take_elsewhere(given: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """Take traces in another process, which imports torch after the library that replaces the CUDA driver.
-
-    Raises:
-        ConfigurationError: the process ends, or a trace raises; why.
-    """
-    worker = _worker()
-    assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018 both are pipes
-    try:
-        worker.stdin.write(json.dumps(given) + "\n")
-        worker.stdin.flush()
-        line = worker.stdout.readline()
-    except OSError:
-        line = ""
-    if not line:
-        _worker.cache_clear()
-        raise ConfigurationError("the layers of this model cannot be traced: the process that traces has ended")
-    answer: dict[str, Any] = json.loads(line)
-    if "error" in answer:
-        raise ConfigurationError(f"the layers of this model cannot be traced: {answer['error']}")
-    traces: Mapping[str, Mapping[str, Any]] = answer["traces"]
-    return traces
-
-
-@functools.cache
-def _worker() -> subprocess.Popen[str]:
-    """Return a process that takes traces until its standard input ends, which is at the end of this one."""
-    found = [str(_PACKAGE.parent), *sys.path]
-    start = "from megatron.planner.traces import run_trace_worker; run_trace_worker()"
-    program = f"import sys; sys.path[:0] = {found!r}; {start}"
-    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-
-
-def _default_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"megatron-traces-{os.getuid()}"
-
-
-@functools.cache
-def _sources_key() -> str:
-    """Return a hash of the sources that a trace depends on, and of torch's version."""
-    digest = hashlib.sha256(importlib.metadata.version("torch").encode())
-    for name in _SOURCES:
-        for path in sorted((_PACKAGE / name).rglob("*.py")):
-            digest.update(str(path.relative_to(_PACKAGE)).encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _may_trace_here() -> bool:
-    """Return whether CUDA can be simulated in this process: torch is not imported yet, or with the library."""
-    from megatron.planner.simulation.fake_cuda import load_pretended_cuda
-
-    return "torch" not in sys.modules or load_pretended_cuda.cache_info().currsize > 0
-
-
-def run_trace_worker() -> None:
-    """Write the traces of each request until standard input ends."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    problem = ""
-    try:
-        load_pretended_cuda()
-    except ConfigurationError as error:
-        problem = str(error)
-    for line in sys.stdin:
-        print(json.dumps({"error": problem} if problem else _answer_request(line)), file=answers, flush=True)
-
-
-def _answer_request(line: str) -> dict[str, object]:
-    from megatron.planner.simulation.piece_tracer import take_traces
-
-    try:
-        requests = {each["key"]: request_from_json(each["request"]) for each in json.loads(line)}
-        return {"traces": take_traces(requests)}
-    except Exception as error:  # noqa: BLE001 the process that sent the request raises it
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}

@@ -11,7 +11,8 @@ import pytest
 from megatron.config.arguments import resolve_arguments
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.plan import Plan
-from megatron.planner.traces import TraceRequest, TraceStore
+from megatron.planner.trace_store import TraceStore
+from megatron.planner.traces import TraceRequest
 from tests.unit.training.config.command_lines import MINIMAL
 
 

@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.cli.planner_arguments import read_planned_run
 from megatron.planner import memory as pieces
-from megatron.planner import traces as trace_store
+from megatron.planner import trace_store
 from megatron.planner.plan import Plan
 from tests.closed_forms.saved_activations import saved_bytes
 
