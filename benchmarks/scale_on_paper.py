@@ -76,7 +76,7 @@ def time_step(dp: int) -> dict[str, Any]:
     from megatron.core.device import Device
     from megatron.core.timers import Timers
     from megatron.training.initialize import make_runtime
-    from megatron.training.model_setup import build_training_parts
+    from megatron.training.model_setup import build_model_and_optimizer
     from megatron.training.training_step import TrainingStep
     from megatron.verification.collective_recorder import stand_in
     from megatron.verification.run_cell import make_source, resolve_cell
@@ -86,7 +86,7 @@ def time_step(dp: int) -> dict[str, Any]:
     times = []
     with stand_in(TP * dp * (PP // 2) + 1, world_size):
         runtime = make_runtime(config, Device("cpu"))
-        parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
+        parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
         step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
         source, train_state = make_source(config, runtime, "plain"), TrainState()
         for _ in range(config.training.train_iters):
@@ -128,7 +128,7 @@ def measure_save() -> dict[str, Any]:
     from megatron.core.dist_checkpointing.shard_file import WrittenShare
     from megatron.core.dist_checkpointing.state_dict import model_tensors, optimizer_tensors, rng_tensors
     from megatron.training.initialize import make_runtime
-    from megatron.training.model_setup import build_training_parts
+    from megatron.training.model_setup import build_model_and_optimizer
     from megatron.verification.collective_recorder import stand_in
     from megatron.verification.run_cell import resolve_cell
 
@@ -139,7 +139,7 @@ def measure_save() -> dict[str, Any]:
     for rank in ranks:
         with stand_in(rank, world_size):
             runtime = make_runtime(config, Device("cpu"))
-            parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
+            parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
             tensors = model_tensors(parts.chunks) + optimizer_tensors(parts.optimizer)
             tensors += rng_tensors(runtime.rng.state_dict(), runtime.state)
             held.append(tuple(tensor.describe() for tensor in tensors))

@@ -22,7 +22,7 @@ from trained_state import TrainedState, build_state, parse_arguments
 
 from megatron.checkpoint.load import load_checkpoint
 from megatron.config.training_config import CheckpointConfig
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 
 
 def sync_files(folder: Path) -> None:
@@ -79,7 +79,7 @@ def savers(state: TrainedState, num_bytes: int, folder: Path) -> dict[str, Calla
 
 def loaders(state: TrainedState) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """Return what fills the state from a folder, by name, and the name of who wrote it."""
-    tensors = RunTensors(models=state.parts.chunks, optimizer=state.parts.optimizer)
+    tensors = CheckpointState(models=state.parts.chunks, optimizer=state.parts.optimizer)
     flat = state.flat()
 
     def ours(verify: bool) -> Callable[[Path], object]:

@@ -21,12 +21,12 @@ from megatron.checkpoint.save import CommonState  # noqa: E402
 from megatron.checkpoint.train_state import TrainProgress, TrainState  # noqa: E402
 from megatron.config.run_config import RunConfig  # noqa: E402
 from megatron.config.training_config import CheckpointConfig  # noqa: E402
-from megatron.core.dist_checkpointing.state_dict import RunTensors  # noqa: E402
+from megatron.core.dist_checkpointing.state_dict import CheckpointState  # noqa: E402
 from megatron.core.timers import Timers  # noqa: E402
 from megatron.training.batch_source import BatchSource  # noqa: E402
 from megatron.training.checkpointing import CheckpointSaver, open_saver  # noqa: E402
 from megatron.training.initialize import LaunchEnvironment, Runtime, initialize_runtime  # noqa: E402
-from megatron.training.model_setup import TrainingParts, build_training_parts  # noqa: E402
+from megatron.training.model_setup import ModelAndOptimizer, build_model_and_optimizer  # noqa: E402
 from megatron.training.training_step import TrainingStep  # noqa: E402
 from pretrain_gpt import forward_step, provide_model  # noqa: E402
 
@@ -38,12 +38,14 @@ class TrainedState:
     workload: Workload
     config: RunConfig
     runtime: Runtime
-    parts: TrainingParts
+    parts: ModelAndOptimizer
 
     @property
-    def tensors(self) -> RunTensors:
+    def tensors(self) -> CheckpointState:
         """Return what a checkpoint holds."""
-        return RunTensors(models=self.parts.chunks, optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict())
+        return CheckpointState(
+            models=self.parts.chunks, optimizer=self.parts.optimizer, rng=self.runtime.rng.state_dict()
+        )
 
     def flat(self) -> dict[str, torch.Tensor]:
         """Return the same tensors under flat names, for other programs to save."""
@@ -77,7 +79,7 @@ def build_state(workload: Workload, num_steps: int = 1) -> TrainedState:
     """Build the model, and give each tensor of its optimizer values without training."""
     config = configure(workload, num_steps, 1, 0)
     runtime = initialize_runtime(config, LaunchEnvironment())
-    parts = build_training_parts(config, runtime, provide_model, lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, provide_model, lambda line: None)
     for _, tensor in parts.optimizer.sharded_state().values():
         if not tensor.any():
             tensor.normal_(std=1e-4).abs_()

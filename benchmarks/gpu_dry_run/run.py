@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.config.arguments import resolve_arguments
 from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import find_gpu
-from megatron.planner.simulation.fake_cuda import load_pretended_cuda
+from megatron.planner.simulation.fake_cuda import load_fake_cuda
 
 GPT2_345M = (
     *("--num-layers", "24", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024"),
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="the JSON file of an earlier run")
     arguments = parser.parse_args()
     before = [] if arguments.before is None else json.loads(arguments.before.read_text())
-    load_pretended_cuda()
+    load_fake_cuda()
     results = [measure(case, arguments.gpu) for case in CASES]
     table = to_table(results, before)
     print(table)

@@ -26,7 +26,7 @@ from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import H100
-from megatron.planner.simulation.fake_cuda import load_pretended_cuda
+from megatron.planner.simulation.fake_cuda import load_fake_cuda
 
 if TYPE_CHECKING:
     from megatron.planner.verified_stage import VerifiedStage
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run the layouts whose names hold this", metavar="WORDS")
     parser.add_argument("--output", type=Path, help="write PREFIX.json and PREFIX.md", metavar="PREFIX")
     arguments = parser.parse_args()
-    load_pretended_cuda()
+    load_fake_cuda()
     results = [
         (case, verified) for case in layout_cases() if arguments.only in case.name for verified in _verified(case)
     ]

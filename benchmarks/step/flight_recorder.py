@@ -60,7 +60,7 @@ def run_steps(output: Path) -> None:
     from megatron.training.batch_source import BatchSource
     from megatron.training.fault_tolerance.watchdog import watching
     from megatron.training.initialize import initialize_runtime, read_launch_environment, shut_down
-    from megatron.training.model_setup import build_training_parts
+    from megatron.training.model_setup import build_model_and_optimizer
     from megatron.training.training_step import TrainingStep
     from pretrain_gpt import forward_step, provide_model
 
@@ -69,7 +69,7 @@ def run_steps(output: Path) -> None:
     config = configure(workload, NUM_STEPS, launch.world_size, launch.rank)
     runtime = initialize_runtime(config, launch)
     flight = runtime.flight
-    parts = build_training_parts(config, runtime, provide_model, lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, provide_model, lambda line: None)
     dataset = WorkloadDataset(workload, NUM_STEPS * workload.micro_batch_size)
     source = BatchSource(dataset, config, runtime, workload.vocab_size, 0)
     step, state = TrainingStep(config, runtime, parts, forward_step, Timers()), TrainState()

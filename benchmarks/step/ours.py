@@ -102,13 +102,13 @@ def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> No
     from megatron.core.timers import Timers
     from megatron.training.autotune import choose_library
     from megatron.training.batch_source import BatchSource
-    from megatron.training.model_setup import build_training_parts
+    from megatron.training.model_setup import build_model_and_optimizer
     from megatron.training.training_step import TrainingStep
     from pretrain_gpt import forward_step, provide_model
 
     config = choose_library(config, runtime, print)
     timers = Timers(config.logging.timing_log_level, synchronize=runtime.device.synchronize)
-    parts = build_training_parts(config, runtime, provide_model, lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, provide_model, lambda line: None)
     dataset = WorkloadDataset(workload, (num_warmup + num_steps) * workload.micro_batch_size)
     source = BatchSource(dataset, config, runtime, workload.vocab_size, 0)
     step = TrainingStep(config, runtime, parts, forward_step, timers)
@@ -130,12 +130,12 @@ def run(workload: Workload, num_warmup: int, num_steps: int, output: Path) -> No
 def write_initial_weights(workload: Workload, path: Path) -> None:
     """Save the weights that every layout starts from, padded rows included, for a contestant to load."""
     from megatron.training.initialize import LaunchEnvironment, initialize_runtime
-    from megatron.training.model_setup import build_training_parts
+    from megatron.training.model_setup import build_model_and_optimizer
     from pretrain_gpt import provide_model
 
     config = configure(workload, 1, 1, 0)
     runtime = initialize_runtime(config, LaunchEnvironment())
-    (model,) = build_training_parts(config, runtime, provide_model, lambda line: None).chunks
+    (model,) = build_model_and_optimizer(config, runtime, provide_model, lambda line: None).chunks
     weights: dict[str, Any] = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     with path.open("wb") as file:
         np.savez(file, **weights)

@@ -40,7 +40,7 @@ SHARED = "#d9d9d9"
 
 
 def color(number: int) -> str:
-    """Return the color of a rank or group, told apart from its neighbours'."""
+    """Return the color of a rank or group, told apart from its neighbors'."""
     return f"hsl({(205 + 137 * number) % 360}, 62%, 72%)"
 
 

@@ -44,7 +44,7 @@ def point_tracker(directory: Path, iteration: int) -> None:
     replace_text(directory / TRACKER_FILE, directory / f".{TRACKER_FILE}.rewound", str(iteration))
 
 
-class TrialPeriod:
+class ValidationWindow:
     """Count the finite iterations after each checkpoint of a run, the one that it was resumed from included.
 
     A checkpoint is due to be marked when ``needed`` iterations in a row after it were finite.

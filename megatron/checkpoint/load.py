@@ -50,8 +50,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name, 
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
+    CheckpointState,
     Float8Scaling,
-    RunTensors,
     average_choice,
     float8_tensors,
     model_tensors,
@@ -315,8 +315,8 @@ def choose_streams(
 class LoadedCheckpoint:
     """Hold what a load gives beside the tensors that it filled in place.
 
-    ``begins_anew`` says that the weights alone count, of a release or with ``--finetune``. ``scheduler`` is None where
-    the optimizer's state was not loaded. ``rng`` holds the random number streams that go
+    ``is_fresh_start`` says that the weights alone count, of a release or with ``--finetune``. ``scheduler`` is None
+    where the optimizer's state was not loaded. ``rng`` holds the random number streams that go
     on, for `RngStreams.resume`; it is None where all stay as they were seeded. ``config`` is the configuration that
     the checkpoint was saved with, ``model_record`` what it says of the Hugging Face folder that the model came from.
     """
@@ -324,7 +324,7 @@ class LoadedCheckpoint:
     folder: Path
     progress: TrainProgress
     config: Mapping[str, Any]
-    begins_anew: bool
+    is_fresh_start: bool
     optimizer_loaded: bool
     scheduler: Mapping[str, Any] | None
     rng: Mapping[str, torch.Tensor] | None
@@ -333,7 +333,7 @@ class LoadedCheckpoint:
 
 def load_checkpoint(
     directory: str | Path,
-    tensors: RunTensors,
+    tensors: CheckpointState,
     state: ParallelState,
     options: CheckpointConfig,
     config: Mapping[str, Any],
@@ -417,7 +417,7 @@ def read_common(directory: str | Path, ckpt_step: int | None = None, log: Log = 
 
 def _load_folder(
     folder: Path,
-    tensors: RunTensors,
+    tensors: CheckpointState,
     state: ParallelState,
     options: CheckpointConfig,
     config: Mapping[str, Any],
@@ -430,20 +430,20 @@ def _load_folder(
     verify, strictness = options.verify_checkpoint, STRICTNESS[options.dist_ckpt_strictness]
     stored = open_stored(folder, state, verify, config.get("model"))
     log(f" checkpoint version {stored.version}")
-    begins_anew = options.finetune or is_release(folder)
+    is_fresh_start = options.finetune or is_release(folder)
     common = stored.index.common
     changes = _compare_configuration(folder, stored.config, config, strictness)
     refuse_other_adapters(folder, stored.config, config)
-    optimizer = None if begins_anew or options.no_load_optim else tensors.optimizer
+    optimizer = None if is_fresh_start or options.no_load_optim else tensors.optimizer
     if optimizer is not None and common["optimizer"] is None:
         raise CheckpointError(
             f"checkpoint {folder} holds no optimizer state; add --no-load-optim to begin with a new one, or --finetune"
         )
     if optimizer is not None and common["scheduler"] is not None:
         check_schedule(common["scheduler"])
-    progress = TrainProgress() if begins_anew else _progress_of(folder, common)
+    progress = TrainProgress() if is_fresh_start else _progress_of(folder, common)
     described, namespaces = model_tensors(tensors.models), [MODEL_PREFIX]
-    described = without_new_adapters(described, folder, stored.index.tensors, config, begins_anew)
+    described = without_new_adapters(described, folder, stored.index.tensors, config, is_fresh_start)
     if optimizer is not None:
         averages = average_choice(optimizer_tensors(optimizer), stored.index)
         described += averages.tensors
@@ -453,10 +453,10 @@ def _load_folder(
     if optimizer is not None and strictness.allows_missing:
         _check_main_params(folder, described, stored.index, state)
     choice = None
-    if not begins_anew and not options.no_load_rng:
+    if not is_fresh_start and not options.no_load_rng:
         choice = choose_streams(stored.index, tensors.rng, state, progress.iteration)
         described += choice.tensors
-    scaling = choose_float8(stored.index, None if begins_anew else tensors.float8, state)
+    scaling = choose_float8(stored.index, None if is_fresh_start else tensors.float8, state)
     described += scaling.tensors
     if strictness.allows_missing:
         _check_untouched(folder, described, stored.index, filled, state)
@@ -488,7 +488,7 @@ def _load_folder(
         folder=folder,
         progress=progress,
         config=stored.config,
-        begins_anew=begins_anew,
+        is_fresh_start=is_fresh_start,
         optimizer_loaded=optimizer is not None,
         scheduler=None if optimizer is None else common["scheduler"],
         rng=None if choice is None else choice.streams,

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import CheckpointError, InputError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.core.parallel_state import ParallelState
-from megatron.training.fault_tolerance.run_lock import FolderOwner, own_folder
+from megatron.training.fault_tolerance.run_lock import RunLock, own_folder
 
 _MARK_SUFFIX = ".shared"
 _OLD_MARK_S = 600.0
@@ -47,7 +47,7 @@ class SaveFolders:
 
     leaders: tuple[int, ...]
     token: str = ""
-    owner: FolderOwner | None = None
+    owner: RunLock | None = None
 
     @property
     def num_folders(self) -> int:
@@ -151,7 +151,7 @@ def recover(directory: Path, log: Callable[[str], None]) -> None:
 
 def _own(directory: Path, folders: SaveFolders, state: ParallelState, log: Log) -> SaveFolders:
     """Own each of the folders, or none."""
-    owned: list[FolderOwner] = []
+    owned: list[RunLock] = []
 
     def own() -> None:
         if folders.is_leader(state.rank):

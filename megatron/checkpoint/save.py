@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.planner import SavePlan, SavePlanner
 from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
 from megatron.core.dist_checkpointing.state_dict import (
-    RunTensors,
+    CheckpointState,
     float8_tensors,
     model_tensors,
     optimizer_tensors,
@@ -120,7 +120,7 @@ class CommonState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveTarget:
+class SaveContext:
     """Hold where the checkpoints of a run go, and who does what there.
 
     The ``planner`` keeps the plan of the native format from one save to the next. With an ``area`` the tensors are
@@ -155,7 +155,7 @@ class SaveTarget:
         return self.place.folder(iteration)
 
 
-def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) -> Iterator[BackgroundTask[Any]]:
+def save_in_steps(tensors: CheckpointState, common: CommonState, target: SaveContext) -> Iterator[BackgroundTask[Any]]:
     """Save a checkpoint in steps that all ranks take together, each as soon as the tasks before it are done everywhere.
 
     Yields this rank's task between two steps. Only the steps communicate, so that whoever takes them decides from
@@ -187,7 +187,7 @@ def save_in_steps(tensors: RunTensors, common: CommonState, target: SaveTarget) 
 
 
 def _native_steps(
-    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+    tensors: CheckpointState, common: CommonState, target: SaveContext, content: Mapping[str, Any]
 ) -> Iterator[BackgroundTask[Any]]:
     """Write and publish a checkpoint of the native format."""
     state, iteration = target.state, common.progress.iteration
@@ -221,8 +221,8 @@ def _planned_share(
     plan: Callable[
         [Path, Mapping[str, Any], Sequence[ShardedTensor], Mapping[str, torch.Tensor], ParallelState], Share
     ],
-    tensors: RunTensors,
-    target: SaveTarget,
+    tensors: CheckpointState,
+    target: SaveContext,
     content: Mapping[str, Any],
     folder: Path,
 ) -> Share:
@@ -235,7 +235,7 @@ def _planned_share(
 
 
 def _torch_steps(
-    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+    tensors: CheckpointState, common: CommonState, target: SaveContext, content: Mapping[str, Any]
 ) -> Iterator[BackgroundTask[Any]]:
     """Write and publish a checkpoint of Megatron's own format."""
     iteration = common.progress.iteration
@@ -257,7 +257,7 @@ def _torch_steps(
 
 
 def _torch_dist_steps(
-    tensors: RunTensors, common: CommonState, target: SaveTarget, content: Mapping[str, Any]
+    tensors: CheckpointState, common: CommonState, target: SaveContext, content: Mapping[str, Any]
 ) -> Iterator[BackgroundTask[Any]]:
     """Write and publish a checkpoint of Megatron's torch_dist format."""
     iteration = common.progress.iteration
@@ -279,7 +279,7 @@ def _torch_dist_steps(
     _results(finishing, target.state)
 
 
-def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget) -> dict[str, Any]:
+def _plain_content(tensors: CheckpointState, common: CommonState, target: SaveContext) -> dict[str, Any]:
     """Return the shared state, as it is now.
 
     Raises:
@@ -300,20 +300,20 @@ def _plain_content(tensors: RunTensors, common: CommonState, target: SaveTarget)
     return copy
 
 
-def _described(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:
+def _described(tensors: CheckpointState, target: SaveContext) -> list[ShardedTensor]:
     rng = {} if target.options.no_save_rng else tensors.rng
     described = _saved_state(tensors, target) + rng_tensors(rng, target.state)
     return described + float8_tensors(tensors.float8, target.state)
 
 
-def _saved_state(tensors: RunTensors, target: SaveTarget) -> list[ShardedTensor]:
+def _saved_state(tensors: CheckpointState, target: SaveContext) -> list[ShardedTensor]:
     described = model_tensors(tensors.models)
     if tensors.optimizer is not None and not target.options.no_save_optim:
         described += optimizer_tensors(tensors.optimizer)
     return described
 
 
-def _create_folder(target: SaveTarget, iteration: int) -> None:
+def _create_folder(target: SaveContext, iteration: int) -> None:
     if target.is_leader:
         try:
             target.folders.check_owner()
@@ -330,7 +330,7 @@ def _write(
 
 
 def _finish_folder(
-    target: SaveTarget, iteration: int, plan: SavePlan, shares: Sequence[WrittenShare], content: Mapping[str, Any]
+    target: SaveContext, iteration: int, plan: SavePlan, shares: Sequence[WrittenShare], content: Mapping[str, Any]
 ) -> None:
     """Write the index and, where all ranks share the folder, publish it."""
     if not target.is_leader:
@@ -347,7 +347,7 @@ def _finish_folder(
         _publish(target, iteration)
 
 
-def _publish(target: SaveTarget, iteration: int) -> None:
+def _publish(target: SaveContext, iteration: int) -> None:
     if target.is_leader:
         try:
             target.folders.check_owner()
@@ -356,7 +356,7 @@ def _publish(target: SaveTarget, iteration: int) -> None:
             raise write_error(iteration_folder(target.directory, iteration), failure) from failure
 
 
-def apply_retention(target: SaveTarget, iteration: int) -> str | None:
+def apply_retention(target: SaveContext, iteration: int) -> str | None:
     """Remove what the retention rule gives up after the save of an iteration; return a warning where it cannot be."""
     if target.is_leader:
         options = target.options

@@ -127,7 +127,7 @@ def server_problems(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"--max-tokens-to-oom {arguments.max_tokens_to_oom} is not positive"
 
 
-class EndRequest:
+class ShutdownSignal:
     """Note SIGTERM and SIGINT. Before ``serving`` is set they end the program at once, with status 0."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import GPUS, find_gpu
-from megatron.planner.simulation.fake_cuda import load_pretended_cuda
+from megatron.planner.simulation.fake_cuda import load_fake_cuda
 
 # Torch is imported by the function that needs it: the library that replaces the CUDA driver must be loaded before.
 
@@ -75,7 +75,7 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
         raise ConfigurationError(f"--gpu {arguments.gpu} has no products in fp8; use one of {able}, or leave fp8 out")
     for note in parsed.notes:
         print(note)
-    load_pretended_cuda()
+    load_fake_cuda()
     from megatron.planner.simulation.dry_run import dry_run
     from megatron.planner.simulation.estimate import EstimatedRun, estimate_step, slowest_of
     from megatron.planner.simulation.fake_triton import has_triton_package

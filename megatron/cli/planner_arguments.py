@@ -21,7 +21,7 @@ from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import GPUS, Gpu, find_gpu, read_gpu
 from megatron.planner.implementations import IMPLEMENTATIONS, OURS, Implementation
 from megatron.planner.prediction import HOPPER_MACHINES, usable_bytes
-from megatron.planner.simulation.fake_cuda import load_pretended_cuda
+from megatron.planner.simulation.fake_cuda import load_fake_cuda
 
 if TYPE_CHECKING:
     from megatron.planner.verified_stage import VerifiedStage
@@ -148,7 +148,7 @@ def prepare_to_verify(implementation: Implementation) -> None:
             f"--verify runs this program, and --implementation is {implementation.name}; use --implementation "
             f"{OURS.name}, or leave out --verify"
         )
-    load_pretended_cuda()
+    load_fake_cuda()
 
 
 def verify_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:

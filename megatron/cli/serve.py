@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.cli.generation_arguments import (
-    EndRequest,
     Parser,
+    ShutdownSignal,
     add_model_flags,
     add_server_flags,
     model_request,
@@ -177,7 +177,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     check_arguments(arguments)
     key = read_key(arguments)
     model = model_request(arguments)
-    end = EndRequest()
+    end = ShutdownSignal()
     from megatron.core.flight_recorder import FlightRecorder
     from megatron.core.inference.continuous_engine import ContinuousEngine
     from megatron.serving.generation_service import run_service

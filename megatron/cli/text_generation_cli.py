@@ -64,7 +64,7 @@ def build_parser() -> Parser:
         "--length-penalty",
         type=float,
         metavar="P",
-        help="scores are sums of log-probabilities over length ** P: above 0 favours long texts (1.0)",
+        help="scores are sums of log-probabilities over length ** P: above 0 favors long texts (1.0)",
     )
     beams.add_argument(
         "--early-stopping",

@@ -23,7 +23,7 @@ INDEXED_DATASETS = ("MMAP", "LLama-Pretrain-Idxmap", "LLama-SFT-Idxmap")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineTuningConfig(Config, role="run"):
-    """Hold whether conversations are learnt, and how they become samples."""
+    """Hold whether conversations are learned, and how they become samples."""
 
     sft: bool = flag(False, in_args=True)
     """Learn the answers of conversations: jsonl, or what tools/preprocess_data.py --sft makes of it. The loss is the

@@ -70,7 +70,7 @@ class ModelParallelConfig(Config, in_args=True):
     """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one for all layers, or
     one a layer."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = flag((), nargs="+", role="layout", in_args=False)
-    """For --cp-comm-type a2a+p2p: how many neighbouring ranks share heads by all-to-all, and how many such groups
+    """For --cp-comm-type a2a+p2p: how many neighboring ranks share heads by all-to-all, and how many such groups
     form a ring."""
     tp_comm_overlap: bool = flag(False, role="run", in_args=False)
     """Under sequence parallelism, send what enters and leaves the layers' matrix products in chunks, one under way

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.errors import choices
 
 Grid = Mapping[str, int]
-"""One factorisation of all ranks: the size of each axis, from the slowest to the fastest varying."""
+"""One factorization of all ranks: the size of each axis, from the slowest to the fastest varying."""
 
 Place = Mapping[str, int]
 """Where a rank stands in a grid: its coordinate along each axis."""
@@ -48,9 +48,9 @@ def slice_ranks(grid: Grid, axes: tuple[str, ...], rank: int) -> tuple[int, ...]
 class ParallelSizes:
     """Hold the size of every axis of the grid, from the slowest to the fastest varying.
 
-    Neighbouring ranks share a tensor-parallel group. One copy of the model takes ``pp * cp * tp`` ranks.
+    Neighboring ranks share a tensor-parallel group. One copy of the model takes ``pp * cp * tp`` ranks.
 
-    Experts have a factorisation of their own of a stage's ``dp * cp * tp`` ranks: ``ep`` of them hold different
+    Experts have a factorization of their own of a stage's ``dp * cp * tp`` ranks: ``ep`` of them hold different
     experts, and ``etp`` cut each of these (None: as many as ``tp``). What is left are replicas of experts.
     """
 
@@ -196,7 +196,7 @@ SIZE_NAMES: Mapping[str, str] = {
 """What each axis's size is called in configurations and checkpoints."""
 
 EXPERT_SIZE_NAMES: Mapping[str, str] = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
-"""What the sizes of the experts' own factorisation are called."""
+"""What the sizes of the experts' own factorization are called."""
 
 MODEL_SIZE_NAMES: tuple[str, ...] = tuple(name for axis, name in SIZE_NAMES.items() if axis != "dp")
 """The sizes that a model's configuration has; the data-parallel size follows from the world."""

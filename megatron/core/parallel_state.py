@@ -30,7 +30,7 @@ GROUP_AXES: Mapping[str, tuple[str, ...]] = {
 """Every group that training needs, as the axes of the grid that it spans."""
 
 EXPERT_GROUP_AXES: Mapping[str, tuple[str, ...]] = {"expert_model": ("ep", "etp"), "expert_dp": ("edp",)}
-"""The groups of experts, as the axes of their own factorisation of the ranks that they span."""
+"""The groups of experts, as the axes of their own factorization of the ranks that they span."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ def make_groups(
 ) -> dict[str, Group]:
     """Return the slices of a grid that a rank lies in, one for each set of axes.
 
-    The grid is any factorisation of the ranks. ``observer`` is told of every communication over any of the groups, and
+    The grid is any factorization of the ranks. ``observer`` is told of every communication over any of the groups, and
     ``recorder`` keeps them.
     """
     slices = {name: slice_ranks(grid, axes, rank) for name, axes in group_axes.items()}
@@ -135,7 +135,7 @@ def record_flight(group: Group, recorder: FlightRecorder | None) -> Group:
 
 
 def cut_in_levels(group: Group, inner_size: int, communicator: Communicator) -> Group:
-    """Return a group with its levels: ``inner_size`` neighbours each, and those in the same place among theirs."""
+    """Return a group with its levels: ``inner_size`` neighbors each, and those in the same place among theirs."""
     number, place = divmod(group.rank, inner_size)
     inner = group.ranks[number * inner_size : (number + 1) * inner_size]
     outer = group.ranks[place::inner_size]
@@ -172,7 +172,7 @@ def create_parallel_state(
     recorder: FlightRecorder | None = None,
     num_optimizer_instances: int = 1,
 ) -> ParallelState:
-    """Create this process's communicators; ``torch.distributed`` must be initialised unless the world is one process.
+    """Create this process's communicators; ``torch.distributed`` must be initialized unless the world is one process.
 
     ``sizes`` shard one copy of the model; the world holds as many copies as it has room for. One communicator
     is made for each distinct set of ranks, none for a set of one, and the set of all ranks uses the default group. Only

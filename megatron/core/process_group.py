@@ -41,7 +41,7 @@ class Group:
     this process's place among them, and ``handle`` is the communicator: ``None`` when the group has one rank, or when
     the group only describes a world without processes. ``observer`` is told of every communication over the group.
     ``flight`` records them, where somebody may ask for what a rank waits.
-    ``levels`` are, where it is cut in two, this rank's group of neighbours and that of those in its place elsewhere.
+    ``levels`` are, where it is cut in two, this rank's group of neighbors and that of those in its place elsewhere.
     """
 
     axes: tuple[str, ...]

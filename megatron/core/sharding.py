@@ -1,6 +1,6 @@
 """Sharding as geometry: which boxes of a global tensor a local tensor holds.
 
-One description serves initialisation, gradient reduction, norm clipping, parameter counting and checkpoints.
+One description serves initialization, gradient reduction, norm clipping, parameter counting and checkpoints.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class ParamSpec:
     unpadded shape. ``pieces`` say what the local tensor holds; local elements outside every piece are padding, stay
     zero and belong to nobody. ``replicated_axes`` are the model-parallel axes (tp, pp) over which equal copies exist;
     data and context parallelism always replicate. ``is_expert`` says that the parameter is spread over the experts' own
-    factorisation of the ranks instead, and replicated over their data-parallel ranks. ``replica_index`` of
+    factorization of the ranks instead, and replicated over their data-parallel ranks. ``replica_index`` of
     ``num_replicas`` says which of several equal copies within the tensor-parallel group this one is: all ranks hold one
-    (a norm), or neighbouring ranks share one (a key-value group); or which of the two that the first and the last
+    (a norm), or neighboring ranks share one (a key-value group); or which of the two that the first and the last
     pipeline stage hold (see `tie_over_pipeline`).
     ``gradient_sum_axes`` are the axes over which the local gradient is only a part and must still be summed over those
     copies; without it the copies' gradients are equal already.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-def take_memory(module: nn.Module) -> None:
+def free_storage(module: nn.Module) -> None:
     """Free the memory of every parameter of a module; their values are lost."""
     for parameter in module.parameters():
         parameter.untyped_storage().resize_(0)
@@ -20,7 +20,7 @@ def has_memory(parameter: torch.Tensor) -> bool:
     return parameter.is_meta or not parameter.numel() or parameter.untyped_storage().nbytes() > 0
 
 
-def give_memory(parameter: torch.Tensor) -> None:
+def alloc_storage(parameter: torch.Tensor) -> None:
     """Give a parameter without memory its own, with any content; leave every other one as it is."""
     if not has_memory(parameter):
         parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
@@ -39,10 +39,10 @@ class ComingWeights(Protocol):
         """Free the weights' memory, if they have any."""
 
 
-class LayersInUse:
+class WeightPrefetch:
     """Have the weights of ``layers``, in their order, in memory while a pass runs through them.
 
-    Those of the neighbour that comes next are brought meanwhile. While ``is_away`` is false all weights are here.
+    Those of the neighbor that comes next are brought meanwhile. While ``is_away`` is false all weights are here.
     """
 
     def __init__(self, layers: Sequence[nn.Module], weights: Sequence[ComingWeights]) -> None:

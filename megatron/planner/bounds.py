@@ -22,7 +22,7 @@ from megatron.planner.step_time import (
     SIMULATED_ROUNDS,
     PieceTime,
     computed_seconds,
-    neighbours_seconds,
+    neighbors_seconds,
     piece_time,
     update_seconds,
 )
@@ -101,7 +101,7 @@ class Bounds:
             bubble = (sizes.pp - 1) / num_chunks * sum(stages) / sizes.pp
         else:
             bubble = self._simulated_bubble(plan, stages, is_loose=is_loose)
-        rest = neighbours_seconds(plan, self.gpu, self.implementation) + update_seconds(self.gpu, states)
+        rest = neighbors_seconds(plan, self.gpu, self.implementation) + update_seconds(self.gpu, states)
         return (1.0 - _ROUNDING) * (plan.num_microbatches * slowest + bubble + rest)
 
     def first_stage_bytes(self, plan: Plan, state: StageState) -> int:

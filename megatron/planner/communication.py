@@ -44,7 +44,7 @@ _LATENCY_S = 15e-6
 
 @dataclass(frozen=True)
 class Links:
-    """Hold what joins the ranks of a grid: neighbours are of one tensor-parallel group, then cp, dp, pp."""
+    """Hold what joins the ranks of a grid: neighbors are of one tensor-parallel group, then cp, dp, pp."""
 
     gpu: Gpu
     sizes: ParallelSizes
@@ -55,7 +55,7 @@ class Links:
         return self._seconds(num_bytes * (t - 1) / t, t, 1) if t > 1 else 0.0
 
     def context_seconds(self, operation: str, num_bytes: float) -> float:
-        """Return the time of one message between the context-parallel ranks: to a neighbour, or over all of them."""
+        """Return the time of one message between the context-parallel ranks: to a neighbor, or over all of them."""
         c = self.sizes.cp
         if c == 1:
             return 0.0
@@ -65,7 +65,7 @@ class Links:
     def replica_seconds(self, num_bytes: float, copies: int = 1) -> float:
         """Return the time of gathering or scattering so many bytes over the ranks with the same weights.
 
-        Where there are ``copies`` of what they share, each is over neighbours, an equal part of these ranks.
+        Where there are ``copies`` of what they share, each is over neighbors, an equal part of these ranks.
         """
         n = self.sizes.num_replicas // copies
         return self._seconds(num_bytes * (n - 1) / n, n, self.sizes.tp) if n > 1 else 0.0
@@ -325,7 +325,7 @@ def add_scalars(total: TrafficSum, here: StepRank) -> None:
     if config.training.calculate_per_token_loss:
         total.add("broadcast", PP, 8)
         total.add("all_reduce", DP_CP, 8)
-    sizes, num_further = here.sizes, config.model.num_further_tokens
+    sizes, num_further = here.sizes, config.model.mtp_depth
     layers = sum(config.model.moe_layers) + num_further * config.model.moe_layers[-1]
     replicas = {sizes.num_replicas} | ({sizes.num_expert_replicas} if layers else set())
     is_of_world = sizes.has_expert_grid or any(config.ddp.shards_over(number) for number in replicas)
@@ -358,7 +358,7 @@ class _Shared:
     """Hold what a stage's ranks with the same weights exchange: all but the experts, or these.
 
     ``gradients`` are bytes of the buffers, of shards where gradients are sharded; ``weights`` are whole. Over
-    ``shards`` neighbours each of ``copies`` is cut.
+    ``shards`` neighbors each of ``copies`` is cut.
     """
 
     gradients: int

@@ -175,7 +175,7 @@ class Implementation:
     has_flash_attention: bool = True
     is_rotation_fused: bool = True
     attention_on_hopper: str = "cudnn"
-    waits_for_neighbours: bool = True
+    waits_for_neighbors: bool = True
     fuses_weight_gradients: bool = True
     offloads_in_pipelines: bool = False
     offloads_beside_recompute: bool = False
@@ -238,7 +238,7 @@ OURS = Implementation(
     times=_PUBLISHED,
     # Triton's cross-entropy writes the gradient over the logits.
     wide_logit_bytes=0,
-    waits_for_neighbours=False,
+    waits_for_neighbors=False,
     offloads_in_pipelines=True,
     offloads_beside_recompute=True,
     takes_any_microbatches=True,

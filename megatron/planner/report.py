@@ -131,7 +131,7 @@ def _stages(explanation: Explanation) -> Iterator[str]:
     for stage, (parameters, trained) in enumerate(zip(size.shards, size.trained)):
         chunks = "; ".join(
             (f"chunk {number}: " if plan.stage_layout.num_chunks > 1 else "")
-            + describe_chunk(chunk, plan.model.num_further_tokens)
+            + describe_chunk(chunk, plan.model.mtp_depth)
             for number, chunk in enumerate(plan.stage_layout.chunks(stage))
         )
         of_them = f", {trained} of them trained" if trained != parameters else ""
@@ -160,7 +160,7 @@ def _time(explanation: Explanation) -> Iterator[str]:
         yield "none: it does not run"
         return
     parts = dataclasses.asdict(prediction.time)
-    names = ("busy", "bubble", "neighbours", "exposed_data_parallel", "update")
+    names = ("busy", "bubble", "neighbors", "exposed_data_parallel", "update")
     yield f"{1e3 * prediction.time.total:.1f} ms: " + ", ".join(
         f"{name.replace('_', ' ')} {1e3 * parts[name]:.1f}" for name in names
     )
@@ -302,7 +302,7 @@ def _memory_bars(explanation: Explanation) -> str:
 def _stage_rows(explanation: Explanation) -> Iterable[tuple[object, ...]]:
     for stage, parameters in enumerate(explanation.size.shards):
         chunks = "; ".join(
-            describe_chunk(chunk, explanation.plan.model.num_further_tokens)
+            describe_chunk(chunk, explanation.plan.model.mtp_depth)
             for chunk in explanation.plan.stage_layout.chunks(stage)
         )
         yield stage, chunks, parameters
@@ -331,7 +331,7 @@ def _list(lines: Iterable[str]) -> str:
 _TIME_PARTS = {
     "busy": "busy",
     "bubble": "bubble",
-    "neighbours": "pipeline communication",
+    "neighbors": "pipeline communication",
     "exposed_data_parallel": "exposed data-parallel communication",
     "update": "update",
 }

@@ -359,7 +359,7 @@ class StepTime:
     slowest_stage: float
     busy: float
     bubble: float
-    neighbours: float
+    neighbors: float
     exposed_data_parallel: float
     update: float
     host: float
@@ -368,7 +368,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Return all parts together."""
-        return self.busy + self.bubble + self.neighbours + self.exposed_data_parallel + self.update
+        return self.busy + self.bubble + self.neighbors + self.exposed_data_parallel + self.update
 
 
 def step_time(
@@ -407,7 +407,7 @@ def step_time(
         slowest_stage=slowest,
         busy=plan.num_microbatches * slowest,
         bubble=bubble,
-        neighbours=neighbours_seconds(plan, gpu, implementation),
+        neighbors=neighbors_seconds(plan, gpu, implementation),
         exposed_data_parallel=max(exposed_replica_seconds(plan, links, stage, slowest) for stage in stages),
         update=update_seconds(gpu, stages),
         host=plan.num_microbatches * host,
@@ -415,11 +415,11 @@ def step_time(
     )
 
 
-def neighbours_seconds(plan: Plan, gpu: Gpu, implementation: Implementation) -> float:
+def neighbors_seconds(plan: Plan, gpu: Gpu, implementation: Implementation) -> float:
     """Return the time of exchanges between stages in a step, as far as computation does not hide them."""
     message = plan.num_rows * plan.model.hidden_size * ELEMENT_BYTES[plan.model.params_dtype]
     num_chunks = plan.stage_layout.num_chunks
-    is_exposed = implementation.waits_for_neighbours and num_chunks == 1
+    is_exposed = implementation.waits_for_neighbors and num_chunks == 1
     sent = Links(gpu, plan.parallel_sizes).pipeline_seconds(message)
     shown = sent if is_exposed else num_chunks * exposed_seconds(gpu, sent, sent)
     return plan.num_microbatches * shown

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.errors import ConfigurationError
-from megatron.planner.simulation.fake_cuda import load_pretended_cuda
+from megatron.planner.simulation.fake_cuda import load_fake_cuda
 from megatron.planner.traces import (
     FEWEST_SAMPLES,
     OPERATION_FIELDS,
@@ -80,9 +80,9 @@ class TraceStore:
     def _take(self, missing: Mapping[str, TraceRequest]) -> Mapping[str, Mapping[str, Any]]:
         given = [{"key": key, "request": request_to_json(request)} for key, request in missing.items()]
         if _may_trace_here():
-            from megatron.planner.simulation.fake_cuda import load_pretended_cuda
+            from megatron.planner.simulation.fake_cuda import load_fake_cuda
 
-            load_pretended_cuda()
+            load_fake_cuda()
             from megatron.planner.simulation.piece_tracer import take_traces
 
             taken: Mapping[str, Mapping[str, Any]] = take_traces(missing)
@@ -112,11 +112,11 @@ def trace_in_this_process() -> None:
 
     If this node cannot simulate CUDA, the first trace that is missing says so.
     """
-    from megatron.planner.simulation.fake_cuda import load_pretended_cuda
+    from megatron.planner.simulation.fake_cuda import load_fake_cuda
 
     if "torch" not in sys.modules:
         with suppress(ConfigurationError):
-            load_pretended_cuda()
+            load_fake_cuda()
 
 
 @functools.cache
@@ -209,9 +209,9 @@ def _sources_key() -> str:
 
 def _may_trace_here() -> bool:
     """Return whether CUDA can be simulated in this process: torch is not imported yet, or with the library."""
-    from megatron.planner.simulation.fake_cuda import load_pretended_cuda
+    from megatron.planner.simulation.fake_cuda import load_fake_cuda
 
-    return "torch" not in sys.modules or load_pretended_cuda.cache_info().currsize > 0
+    return "torch" not in sys.modules or load_fake_cuda.cache_info().currsize > 0
 
 
 def run_trace_worker() -> None:
@@ -220,7 +220,7 @@ def run_trace_worker() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     problem = ""
     try:
-        load_pretended_cuda()
+        load_fake_cuda()
     except ConfigurationError as error:
         problem = str(error)
     for line in sys.stdin:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.checkpoint_folder import iteration_folder, saved_iterations
-from megatron.checkpoint.last_good import TrialPeriod, mark_known, newest_known, point_tracker
+from megatron.checkpoint.last_good import ValidationWindow, mark_known, newest_known, point_tracker
 from megatron.checkpoint.load import Log, load_checkpoint
 from megatron.checkpoint.recovery import SaveFolders, prepare_save_directory
-from megatron.checkpoint.save import CommonState, SaveTarget, apply_retention, save_in_steps
+from megatron.checkpoint.save import CommonState, SaveContext, apply_retention, save_in_steps
 from megatron.checkpoint.train_state import TrainState
 from megatron.config.run_config import RunConfig
 from megatron.config.training_config import NATIVE_FORMAT, CheckpointConfig
@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingA
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
 from megatron.core.dist_checkpointing.load import Progress, untold
 from megatron.core.dist_checkpointing.planner import SavePlanner
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.errors import CheckpointError, TrainingError
 from megatron.core.object_store import as_path
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, conflicting_fields
@@ -31,7 +31,7 @@ from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.tokenizers.tokenizer_record import record_tokenizer
 from megatron.training.initialize import Runtime
 from megatron.training.loggers.startup_lines import describe_schedule_values
-from megatron.training.model_setup import TrainingParts, schedule_of
+from megatron.training.model_setup import ModelAndOptimizer, schedule_of
 
 _FLAGS: Mapping[str, str] = {
     "max_lr": "--lr",
@@ -155,7 +155,7 @@ class CheckpointSaver:
         self._state = runtime.state
         self._log = log
         self._is_async = options.async_save
-        self._target = SaveTarget(
+        self._target = SaveContext(
             directory=directory,
             folders=folders,
             state=runtime.state,
@@ -183,7 +183,7 @@ class CheckpointSaver:
         """Return whether the newest save was given up."""
         return self._failure is not None
 
-    def go_on_from(self, folder: Path) -> None:
+    def resume_from(self, folder: Path) -> None:
         """Take what is in the directory for this run's own where the checkpoint that it goes on from is there."""
         if folder.parent.resolve() == self._target.directory.resolve():
             self._target = replace(self._target, kept=frozenset())
@@ -201,7 +201,7 @@ class CheckpointSaver:
         if self._task is not None:
             self._task.wait()
 
-    def save(self, tensors: RunTensors, common: CommonState, on_trial: frozenset[int] = frozenset()) -> None:
+    def save(self, tensors: CheckpointState, common: CommonState, on_trial: frozenset[int] = frozenset()) -> None:
         """Save a checkpoint, or begin to; the oldest of those ``on_trial`` outlives retention."""
         self.finish()
         self._began = time.monotonic()
@@ -324,7 +324,7 @@ class RunCheckpoints:
 
     config: RunConfig
     runtime: Runtime
-    parts: TrainingParts
+    parts: ModelAndOptimizer
     tokenizer: Tokenizer
     saver: CheckpointSaver | None
     log: Callable[[str], None]
@@ -333,7 +333,7 @@ class RunCheckpoints:
 
     def __post_init__(self) -> None:
         """Begin to count the finite iterations after each checkpoint."""
-        self._trial = TrialPeriod(self.config.faults.known_to_train_after)
+        self._trial = ValidationWindow(self.config.faults.known_to_train_after)
         self._own: set[int] = set()
 
     def resume(self) -> TrainState:
@@ -361,7 +361,7 @@ class RunCheckpoints:
         """Go on, without loading, in a run that passes ``model_record`` on and ``has_saved`` itself."""
         self.model_record, options = model_record, self.config.checkpoint
         if options.save is not None and self.saver is not None and (has_saved or options.save == options.load):
-            self.saver.go_on_from(as_path(options.save) / "copies")
+            self.saver.resume_from(as_path(options.save) / "copies")
 
     def newest_known(self) -> int | None:
         """Return the newest checkpoint of ``--save`` that is known to train, as the first rank sees it; collective.
@@ -401,13 +401,13 @@ class RunCheckpoints:
         if loaded is None:
             return TrainState()
         self.model_record = loaded.model_record
-        if self.saver is not None and not loaded.begins_anew:
-            self.saver.go_on_from(loaded.folder)
+        if self.saver is not None and not loaded.is_fresh_start:
+            self.saver.resume_from(loaded.folder)
         if not loaded.optimizer_loaded:
             self.parts.optimizer.reload_main_params()
-            if loaded.begins_anew and not options.finetune:
+            if loaded.is_fresh_start and not options.finetune:
                 self.log(f"{loaded.folder} holds a model: training begins at iteration 0, with new optimizer state")
-            elif not loaded.begins_anew:
+            elif not loaded.is_fresh_start:
                 self.log(
                     f"--no-load-optim: training goes on at iteration {loaded.progress.iteration}, with new optimizer "
                     "state and the learning-rate schedule from its beginning"
@@ -422,7 +422,11 @@ class RunCheckpoints:
             )
             for change in changes:
                 self.log(f"schedule changed since the checkpoint: {change}")
-        if options.save is not None and not loaded.begins_anew and as_path(options.save) == as_path(options.load or ""):
+        if (
+            options.save is not None
+            and not loaded.is_fresh_start
+            and as_path(options.save) == as_path(options.load or "")
+        ):
             self._trial.begin(loaded.progress.iteration)
             self._own.add(loaded.progress.iteration)
         return TrainState.from_progress(loaded.progress)
@@ -483,11 +487,11 @@ class RunCheckpoints:
         check_schedule(state, self.config)
         self.log(describe_schedule_values(state, self.config))
 
-    def tensors(self) -> RunTensors:
+    def tensors(self) -> CheckpointState:
         """Return what a checkpoint of this moment holds."""
         for chunk in self.parts.ddp_chunks:
             chunk.finish_param_gather()
-        return RunTensors(
+        return CheckpointState(
             models=self.parts.chunks,
             optimizer=self.parts.optimizer,
             rng=self.runtime.rng.state_dict(),

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.executor import ChunkResult, ModelChunk, ru
 from megatron.core.pipeline_parallel.schedules import Action, forward_only
 from megatron.training.batch_source import BatchSource
 from megatron.training.initialize import Runtime
-from megatron.training.model_setup import TrainingParts
+from megatron.training.model_setup import ModelAndOptimizer
 from megatron.training.step_reduction import agree
 from megatron.training.training_step import ForwardStep, Microbatches, MicrobatchSource
 
@@ -47,7 +47,7 @@ class _KeptMicrobatches:
 def evaluate_weights(
     config: RunConfig,
     runtime: Runtime,
-    parts: TrainingParts,
+    parts: ModelAndOptimizer,
     forward_step: ForwardStep,
     source: MicrobatchSource,
     num_microbatches: int,
@@ -71,7 +71,7 @@ def evaluate_weights(
 def evaluate(
     config: RunConfig,
     runtime: Runtime,
-    parts: TrainingParts,
+    parts: ModelAndOptimizer,
     forward_step: ForwardStep,
     source: MicrobatchSource,
     num_microbatches: int,

@@ -124,7 +124,7 @@ def reasons_of(error: MegatronError) -> tuple[str, ...]:
 
 
 def one_line(text: str) -> str:
-    """Return text with what would break its line, or change the terminal, spelt out; a very long one cut short."""
+    """Return text with what would break its line, or change the terminal, spelled out; a very long one cut short."""
     shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:_MOST_SHOWN])
     return shown if len(text) <= _MOST_SHOWN else f"{shown} … ({len(text)} characters)"
 

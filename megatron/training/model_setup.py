@@ -51,7 +51,7 @@ from megatron.core.transformer.cuda_graphs import GraphedLayers
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.load_balancing import ExpertLoads
 from megatron.core.transformer.moe.moe_layer import loads_of
-from megatron.core.transformer.norm import Norm, normalise
+from megatron.core.transformer.norm import Norm, normalize
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import check_host_memory
@@ -75,7 +75,7 @@ def compile_regions(chunks: Sequence[Model], config: RunConfig, log: Callable[[s
     mlps = [module for module in modules if isinstance(module, MLP)]
     start_time = time.perf_counter()
     try:
-        compiled_norm = torch.compile(normalise, dynamic=False)
+        compiled_norm = torch.compile(normalize, dynamic=False)
         for norm in norms:
             norm.compute = compiled_norm
         for mlp in mlps[:1]:
@@ -231,15 +231,15 @@ def _check_host_memory(config: RunConfig, runtime: Runtime) -> None:
 
 
 ModelProvider = Callable[[RunConfig, Runtime, StageContents], Model]
-"""Return one model chunk of this rank, initialised, on its device."""
+"""Return one model chunk of this rank, initialized, on its device."""
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingParts:
+class ModelAndOptimizer:
     """Hold what a training step works on.
 
     ``chunks`` are this rank's model chunks in their order along the pipeline, ``ddp_chunks`` the same wrapped,
-    ``connection`` reaches the neighbouring stages (None without a pipeline), and ``weight_grad_queues`` defer the
+    ``connection`` reaches the neighboring stages (None without a pipeline), and ``weight_grad_queues`` defer the
     chunks' weight gradients where the pipeline schedule splits the backward pass. ``graphs`` run the chunks' layers
     where CUDA graphs are asked for, and ``weights`` are those that leave the device while a step's passes run.
     ``late_grads`` defers those of the output layer, which the last chunk has. ``float8`` is what delayed scaling
@@ -277,9 +277,9 @@ def with_transformer_impl(config: RunConfig, runtime: Runtime, log: Callable[[st
     return replace(config, model=replace(model, transformer_impl="local"))
 
 
-def build_training_parts(
+def build_model_and_optimizer(
     config: RunConfig, runtime: Runtime, model_provider: ModelProvider, log: Callable[[str], None]
-) -> TrainingParts:
+) -> ModelAndOptimizer:
     """Build everything that is trained, and log the parameter count of every model-parallel rank."""
     layout = config.stage_layout
     chunks = tuple(model_provider(config, runtime, contents) for contents in layout.chunks(runtime.state.pp.rank))
@@ -322,7 +322,7 @@ def build_training_parts(
     if config.training.cuda_graph_impl == "local":
         graphs = record_layers(chunks, runtime.device.graph_backend(), config.training.cuda_graph_warmup_steps)
     splits_backward = config.pipeline_schedule == "zero-bubble" or config.model.delay_wgrad_compute
-    return TrainingParts(
+    return ModelAndOptimizer(
         chunks=chunks,
         ddp_chunks=ddp_chunks,
         optimizer=optimizer,
@@ -409,7 +409,7 @@ def record_layers(
 def connect_pipeline(
     config: RunConfig, runtime: Runtime, layout: StageLayout, model: TransformerConfig
 ) -> PipelineConnection | None:
-    """Make the links to the neighbouring stages; every rank of the pipeline must call."""
+    """Make the links to the neighboring stages; every rank of the pipeline must call."""
     pp = runtime.state.pp
     if pp.size == 1:
         return None

@@ -23,7 +23,7 @@ from megatron.evaluation.model_ranks import ModelRanks, Show, TextEncoding
 from megatron.training.initialize import Runtime
 from megatron.training.loggers.log_lines import LiveLine
 from megatron.training.loggers.metrics import MetricsWriter
-from megatron.training.model_setup import TrainingParts
+from megatron.training.model_setup import ModelAndOptimizer
 
 _LARGEST_FILE = 1 << 20
 
@@ -42,7 +42,7 @@ class SampleTexts:
         self,
         config: RunConfig,
         runtime: Runtime,
-        parts: TrainingParts,
+        parts: ModelAndOptimizer,
         tokenizer: Tokenizer,
         engine: InferenceEngine,
     ) -> None:
@@ -124,7 +124,7 @@ class TaskScores:
         self,
         config: RunConfig,
         runtime: Runtime,
-        parts: TrainingParts,
+        parts: ModelAndOptimizer,
         tokenizer: Tokenizer,
         engine: InferenceEngine,
         copies: Group,
@@ -207,7 +207,7 @@ class ModelLooks:
 
 
 def open_looks(
-    config: RunConfig, runtime: Runtime, parts: TrainingParts, tokenizer: Tokenizer, live: LiveLine
+    config: RunConfig, runtime: Runtime, parts: ModelAndOptimizer, tokenizer: Tokenizer, live: LiveLine
 ) -> ModelLooks:
     """Return the looks that the flags ask for; what they need is imported here and not before.
 

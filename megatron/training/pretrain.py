@@ -13,7 +13,7 @@ from megatron.config.run_config import RunConfig
 from megatron.core.available_host_memory import HostRoom, available_bytes
 from megatron.core.console import print_line
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder, DatasetSplits
-from megatron.core.datasets.data_history import LeftOutSamples, recorded_history
+from megatron.core.datasets.data_history import SkippedSamples, recorded_history
 from megatron.core.datasets.gpt_dataset import ExternalSamples, SampleDataset
 from megatron.core.datasets.sample_keys import ReadCounter, blend_names
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
@@ -26,8 +26,8 @@ from megatron.training.data_plan import DatasetsProvider, sample_targets
 from megatron.training.dist_signal_handler import ExitRequest
 from megatron.training.evaluation import plan_evaluation
 from megatron.training.exit_reason import reasons_of, refuse_in_run, report_failure
-from megatron.training.fault_tolerance.anomaly_detector import FaultGuard
-from megatron.training.fault_tolerance.inprocess_restart import Membership, train_with_restarts
+from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
+from megatron.training.fault_tolerance.inprocess_restart import RendezvousMember, train_with_restarts
 from megatron.training.fault_tolerance.step_replay import Rewind
 from megatron.training.fault_tolerance.supervisor import REPLACE, KeptRank
 from megatron.training.fault_tolerance.watchdog import phase_marker, watching
@@ -53,10 +53,15 @@ from megatron.training.loggers.startup_lines import (
     log_arguments,
 )
 from megatron.training.loggers.stragglers import PartsClock, Stragglers
-from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts, with_transformer_impl
+from megatron.training.model_setup import (
+    ModelAndOptimizer,
+    ModelProvider,
+    build_model_and_optimizer,
+    with_transformer_impl,
+)
 from megatron.training.periodic_evals import open_looks
 from megatron.training.preflight import check_host_memory
-from megatron.training.resume import Continuation, find_continuation
+from megatron.training.resume import ResumeState, find_continuation
 from megatron.training.training import TrainingRun, evaluate_and_report, is_evaluation_due, train
 from megatron.training.training_step import ForwardStep
 
@@ -75,7 +80,7 @@ class Application:
     forward_step: ForwardStep
     log: Log
     launch: LaunchEnvironment = dataclasses.field(default_factory=LaunchEnvironment)
-    continuation: Continuation | None = None
+    continuation: ResumeState | None = None
 
     def source(
         self,
@@ -117,7 +122,7 @@ def pretrain(
     except ConfigurationError as error:
         return refuse_in_run(reasons_of(error), launch)
 
-    def attempt(member: Membership | None) -> int:
+    def attempt(member: RendezvousMember | None) -> int:
         providers = (model_provider, datasets_provider, forward_step)
         return _pretrain_once(config, launch, tokenizer, *providers, start_time, member)
 
@@ -137,7 +142,7 @@ def _pretrain_once(
     datasets_provider: DatasetsProvider,
     forward_step: ForwardStep,
     start_time: float,
-    member: Membership | None,
+    member: RendezvousMember | None,
 ) -> int:
     """Train in one set of process groups; with a ``member`` errors that are no answer to the user are raised."""
     log = _printer(launch)
@@ -240,7 +245,7 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
     )
     log(f"building {type(config.model).__name__.removesuffix('Config')} model ...")
     with timers("model-and-optimizer-setup"):
-        parts = build_training_parts(config, runtime, application.model_provider, log)
+        parts = build_model_and_optimizer(config, runtime, application.model_provider, log)
     buckets = describe_buckets(parts.ddp_chunks, runtime.state, config.logging.log_megatron_lines)
     if buckets is not None:
         print_line(buckets)
@@ -346,19 +351,19 @@ def _go_back(application: Application, run: TrainingRun, datasets: DatasetSplits
 
 def _make_guard(
     application: Application,
-    parts: TrainingParts,
+    parts: ModelAndOptimizer,
     checkpoints: RunCheckpoints,
     train: SampleDataset | ExternalSamples,
     train_state: TrainState,
-) -> FaultGuard:
+) -> AnomalyDetector:
     """Return what watches the training steps of a run."""
-    return FaultGuard(
+    return AnomalyDetector(
         application.config,
         application.runtime,
         parts,
         application.forward_step,
         lambda consumed_samples, shift: application.training_source(train, consumed_samples, shift),
-        LeftOutSamples.from_dict(train_state.train_data),
+        SkippedSamples.from_dict(train_state.train_data),
         checkpoints.newest_known,
         application.log,
     )

@@ -20,11 +20,16 @@ from megatron.checkpoint.train_state import TrainProgress, TrainState
 from megatron.config.run_config import RunConfig
 from megatron.core.collectives import broadcast_object
 from megatron.core.dist_checkpointing.index import INDEX_FILE
-from megatron.core.dist_checkpointing.state_dict import RunTensors, float8_tensors, model_tensors, optimizer_tensors
+from megatron.core.dist_checkpointing.state_dict import (
+    CheckpointState,
+    float8_tensors,
+    model_tensors,
+    optimizer_tensors,
+)
 from megatron.core.errors import InputError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.training.checkpointing import RunCheckpoints
-from megatron.training.fault_tolerance.inprocess_restart import Membership
+from megatron.training.fault_tolerance.inprocess_restart import RendezvousMember
 from megatron.training.initialize import LaunchEnvironment, Runtime
 
 _MEASURED = ("cpu_matmul", "tp_comm_overlap_impl")
@@ -32,14 +37,14 @@ _MEASURED = ("cpu_matmul", "tp_comm_overlap_impl")
 
 
 @dataclass(frozen=True, eq=False)
-class Continuation:
+class ResumeState:
     """Bring a run to where the generation before left it, and see to it that the next one can do so.
 
     ``found`` are the copies that this one goes on from; None where it is a checkpoint, or the beginning. A run that
     ``began_from_save`` may remove what was in that folder before.
     """
 
-    member: Membership
+    member: RendezvousMember
     copies: LocalCopies | None
     found: FoundCopies | None
     interval: int
@@ -116,15 +121,15 @@ def checkpoints_before(save: str | None, started: float) -> set[int]:
 
 
 def find_continuation(
-    config: RunConfig, runtime: Runtime, launch: LaunchEnvironment, member: Membership
-) -> tuple[RunConfig, Continuation]:
+    config: RunConfig, runtime: Runtime, launch: LaunchEnvironment, member: RendezvousMember
+) -> tuple[RunConfig, ResumeState]:
     """Return the configuration of a generation, and where it goes on. Collective."""
     options, given = config.restart, config
     began_from_save = config.checkpoint.load == config.checkpoint.save
     config = member.resumed(config, runtime)
     interval = options.non_persistent_save_interval
     if interval is None or member.kept.folder is None:
-        return config, Continuation(member, None, None, 1, began_from_save)
+        return config, ResumeState(member, None, None, 1, began_from_save)
     jump = None
     if options.replication:
         is_one_machine = launch.local_world_size >= launch.world_size
@@ -136,7 +141,7 @@ def find_continuation(
         found = None
     if found is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, **found.record["measured"]))
-    return config, Continuation(member, copies, found, interval, began_from_save)
+    return config, ResumeState(member, copies, found, interval, began_from_save)
 
 
 def _is_older(found: FoundCopies, config: RunConfig, given: RunConfig, runtime: Runtime) -> bool:
@@ -153,7 +158,7 @@ def _is_older(found: FoundCopies, config: RunConfig, given: RunConfig, runtime: 
     return newest is not None and newest > found.iteration
 
 
-def _values(tensors: RunTensors, runtime: Runtime) -> list[torch.Tensor]:
+def _values(tensors: CheckpointState, runtime: Runtime) -> list[torch.Tensor]:
     """Return all that a rank copies, in one order: what a checkpoint holds of it."""
     described = model_tensors(tensors.models)
     if tensors.optimizer is not None:

@@ -63,7 +63,7 @@ class DataSetSums:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class StepReduction:
     """Hold what all ranks have summed over the world after a step; ``auxiliary`` are means by name.
 
     ``data_sets`` are the loss sum and the number of tokens of each data set of a blend, where they are told apart.
@@ -90,7 +90,7 @@ def agree(
     runtime: Runtime,
     auxiliary_names: Sequence[str] = (),
     read_along: torch.Tensor | None = None,
-) -> Agreement:
+) -> StepReduction:
     """Sum losses and reasons to exit over all ranks, in one collective, so that every rank decides alike.
 
     Of the ranks that computed the same loss only the first tensor-parallel rank counts. ``auxiliary_names`` are the
@@ -103,7 +103,7 @@ def agree(
     return read_agreement(values, runtime, auxiliary_names, read_along)
 
 
-def agree_to_exit(exit_request: ExitRequest | None, runtime: Runtime) -> Agreement:
+def agree_to_exit(exit_request: ExitRequest | None, runtime: Runtime) -> StepReduction:
     """Agree on reasons to exit alone, where the ranks have computed nothing."""
     nothing = torch.zeros((), dtype=torch.float64, device=runtime.device.torch_device)
     return agree(ScheduleResult(nothing, nothing, {}), exit_request, runtime)
@@ -141,7 +141,7 @@ def sum_over_ranks(
 
 def read_agreement(
     values: torch.Tensor, runtime: Runtime, auxiliary_names: Sequence[str], read_along: torch.Tensor | None = None
-) -> Agreement:
+) -> StepReduction:
     """Return what the sums say; the host waits for the device here.
 
     Raises:
@@ -154,4 +154,4 @@ def read_agreement(
     pairs = list(zip(sums_and_counts[::2], sums_and_counts[1::2]))
     auxiliary = {name: total / max(count, 1.0) for name, (total, count) in zip(auxiliary_names, pairs)}
     data_sets = tuple(pairs[len(auxiliary_names) :])
-    return Agreement(loss_sum, num_tokens, signals > 0, times > 0, auxiliary, tuple(read[num_values:]), data_sets)
+    return StepReduction(loss_sum, num_tokens, signals > 0, times > 0, auxiliary, tuple(read[num_values:]), data_sets)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megatron.core.datasets.blended_megatron_dataset_builder import (
     BlendedDatasetBuilder,
-    ContinuedData,
     OpenedPart,
+    ResumedDataset,
     open_data_set,
 )
 from megatron.core.datasets.data_history import DataHistory, recorded_history
@@ -107,7 +107,7 @@ def _open_data(
         fill_in_the_middle=own.fill_in_the_middle,
     )
     parts = {number: _open_part(history, number, dataset_options, report) for number in numbers}
-    dataset, history = ContinuedData(dataset_options, parts, select_index_builder(report), report).build(
+    dataset, history = ResumedDataset(dataset_options, parts, select_index_builder(report), report).build(
         history, num_samples
     )
     return history, dataset

@@ -19,7 +19,7 @@ from megatron.training.batch_source import BatchSource
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.dist_signal_handler import ExitRequest, ExitWarning
 from megatron.training.evaluation import EvaluationSet, EvaluationSets, evaluate_weights
-from megatron.training.fault_tolerance.anomaly_detector import FaultGuard
+from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
 from megatron.training.initialize import Runtime
 from megatron.training.loggers.layer_statistics import (
     AttentionLogits,
@@ -41,10 +41,10 @@ from megatron.training.loggers.metrics import MetricsWriter
 from megatron.training.loggers.profiling import Profiling, ScheduleRecorder
 from megatron.training.loggers.run_record import ProgressLog
 from megatron.training.loggers.stragglers import StragglerReport, Stragglers
-from megatron.training.model_setup import TrainingParts
+from megatron.training.model_setup import ModelAndOptimizer
 from megatron.training.periodic_evals import ModelLooks
-from megatron.training.resume import Continuation
-from megatron.training.step_reduction import Agreement, agree_to_exit
+from megatron.training.resume import ResumeState
+from megatron.training.step_reduction import StepReduction, agree_to_exit
 from megatron.training.theoretical_memory_usage import describe_theoretical_memory, model_size
 from megatron.training.training_step import ForwardStep, TrainingStep
 
@@ -55,7 +55,7 @@ class TrainingRun:
 
     config: RunConfig
     runtime: Runtime
-    parts: TrainingParts
+    parts: ModelAndOptimizer
     forward_step: ForwardStep
     train_state: TrainState
     looks: ModelLooks
@@ -66,9 +66,9 @@ class TrainingRun:
     checkpoints: RunCheckpoints
     profiling: Profiling
     progress: ProgressLog | None = None
-    guard: FaultGuard | None = None
+    guard: AnomalyDetector | None = None
     stragglers: Stragglers | None = None
-    continuation: Continuation | None = None
+    continuation: ResumeState | None = None
     live: LiveLine | None = None
 
     def log(self, text: str) -> None:
@@ -100,7 +100,7 @@ def train(run: TrainingRun, train_source: BatchSource, exit_request: ExitRequest
     _begin_garbage_collection(config)
     while state.iteration < config.train_iters and reason is None:
         batch_size = config.training.batch_sizes.global_batch_size_at(state.consumed_train_samples)
-        if _passes_over(run, train_source, batch_size):
+        if _skip_step(run, train_source, batch_size):
             agreement = agree_to_exit(exit_request, run.runtime)
             run.runtime.flight.iteration = state.iteration
             run.checkpoints.poll()
@@ -239,7 +239,7 @@ def _record_data(run: TrainingRun) -> None:
         state.train_data = {**(state.train_data or {}), **left_out}
 
 
-def _end_iteration(run: TrainingRun, continuation: Continuation) -> None:
+def _end_iteration(run: TrainingRun, continuation: ResumeState) -> None:
     """Prepare for a restart after an iteration."""
     if continuation.is_copied(run.train_state.iteration):
         _record_data(run)
@@ -286,7 +286,7 @@ def _log_iterations(run: TrainingRun, report: StepReport, average: IntervalAvera
     run.log(format_report(times, logging.timing_log_option))
 
 
-def _passes_over(run: TrainingRun, train_source: BatchSource, batch_size: int) -> bool:
+def _skip_step(run: TrainingRun, train_source: BatchSource, batch_size: int) -> bool:
     """Advance past the samples of a step that are to be left out; return whether they are."""
     state, config = run.train_state, run.config
     guard, first = run.guard, state.consumed_train_samples
@@ -372,7 +372,7 @@ def _is_due(interval: int | None, iteration: int) -> bool:
     return bool(interval) and iteration % (interval or 1) == 0
 
 
-def _exit_reason(config: RunConfig, iteration: int, agreement: Agreement) -> str | None:
+def _exit_reason(config: RunConfig, iteration: int, agreement: StepReduction) -> str | None:
     if agreement.signal_received:
         return f"exiting program at iteration {iteration} after a signal"
     if agreement.time_is_up:

@@ -27,8 +27,8 @@ from megatron.core.transformer.moe.load_balancing import LoadReport
 from megatron.training.dist_signal_handler import ExitRequest
 from megatron.training.initialize import Runtime
 from megatron.training.loggers.log_lines import StepReport
-from megatron.training.model_setup import TrainingParts
-from megatron.training.step_reduction import Agreement, DataSetSums, agree, read_agreement, sum_over_ranks
+from megatron.training.model_setup import ModelAndOptimizer
+from megatron.training.step_reduction import DataSetSums, StepReduction, agree, read_agreement, sum_over_ranks
 
 
 class MicrobatchSource(Protocol):
@@ -120,8 +120,8 @@ class StepGuard(Protocol):
         ...
 
     def resolve(
-        self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, agreement: Agreement
-    ) -> tuple[Agreement, StepOutcome]:
+        self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, agreement: StepReduction
+    ) -> tuple[StepReduction, StepOutcome]:
         """Find out why a step went wrong, and return what it comes to in the end.
 
         ``trouble`` is None where everything was finite.
@@ -131,7 +131,7 @@ class StepGuard(Protocol):
         """
         ...
 
-    def compare(self, step: TrainingStep, begun: BegunStep, agreement: Agreement) -> None:
+    def compare(self, step: TrainingStep, begun: BegunStep, agreement: StepReduction) -> None:
         """Compute a step again and compare it with its first results; leave its gradients to be used."""
 
 
@@ -153,7 +153,7 @@ class TrainingStep:
         self,
         config: RunConfig,
         runtime: Runtime,
-        parts: TrainingParts,
+        parts: ModelAndOptimizer,
         forward_step: ForwardStep,
         timers: Timers,
         observe_gradients: Callable[[], None] | None = None,
@@ -176,7 +176,7 @@ class TrainingStep:
 
     def run(
         self, train_state: TrainState, source: SampleSource, global_batch_size: int, exit_request: ExitRequest | None
-    ) -> tuple[StepReport, Agreement]:
+    ) -> tuple[StepReport, StepReduction]:
         """Train one iteration and advance ``train_state``.
 
         Raises:
@@ -227,7 +227,7 @@ class TrainingStep:
         self._finish_gradients(result)
         return result
 
-    def repeat(self, source: MicrobatchSource, begun: BegunStep) -> tuple[Agreement, StepOutcome]:
+    def repeat(self, source: MicrobatchSource, begun: BegunStep) -> tuple[StepReduction, StepOutcome]:
         """Compute a step that was begun anew, and update the weights whatever its loss is.
 
         Raises:
@@ -247,7 +247,7 @@ class TrainingStep:
 
     def _update(
         self, result: ScheduleResult, exit_request: ExitRequest | None, begun: BegunStep
-    ) -> tuple[Agreement, bool]:
+    ) -> tuple[StepReduction, bool]:
         """Update the weights where the step is accepted, and return what all ranks agree on, and whether it is."""
         names, optimizer, guard = self.parts.chunks[0].auxiliary_loss_names, self.parts.optimizer, self._guard
         if guard is not None and guard.repeats_all:
@@ -302,7 +302,7 @@ class TrainingStep:
         begun: BegunStep,
         train_state: TrainState,
         outcome: StepOutcome,
-        agreement: Agreement,
+        agreement: StepReduction,
         expert_load: LoadReport | None,
     ) -> StepReport:
         parts, config = self.parts, self.config
@@ -385,7 +385,7 @@ class TrainingStep:
                 timers=self.timers,
             )
             for weights in parts.weights:
-                weights.come_home()
+                weights.onload()
             return result
 
     def _forward(self, microbatches: Microbatches, chunk: int, iteration: int, shift: int) -> ChunkForward:
@@ -412,8 +412,8 @@ class TrainingStep:
         return DropoutSamples.at(config.initialization.seed, iteration, first, size, device)
 
     def _outcome(
-        self, agreement: Agreement, is_accepted: bool, begun: BegunStep, source: SampleSource
-    ) -> tuple[Agreement, StepOutcome]:
+        self, agreement: StepReduction, is_accepted: bool, begun: BegunStep, source: SampleSource
+    ) -> tuple[StepReduction, StepOutcome]:
         trouble: TrainingError | None = None
         outcome: StepOutcome | None = None
         try:

@@ -24,9 +24,9 @@ from megatron.core.distributed.weight_checks import check_replicas_equal
 from megatron.core.process_group import CollectiveCall
 from megatron.core.timers import Timers
 from megatron.training.evaluation import evaluate
-from megatron.training.fault_tolerance.anomaly_detector import FaultGuard
+from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
 from megatron.training.initialize import Runtime, make_runtime
-from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
+from megatron.training.model_setup import ModelAndOptimizer, ModelProvider, build_model_and_optimizer
 from megatron.training.training_step import ForwardStep, TrainingStep
 from megatron.verification.cells import Cell
 from megatron.verification.communication_replay import Call, Operation
@@ -121,7 +121,7 @@ def record_step(
     recorder = CollectiveRecorder()
     with stand_in(rank, config.world_size):
         runtime = make_runtime(config, Device("cpu"), observer=recorder)
-        parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
+        parts = build_model_and_optimizer(config, runtime, model_provider, log=lambda line: None)
         guard = _guard(config, runtime, parts, forward_step, data)
         step = TrainingStep(config, runtime, parts, forward_step, Timers(), guard=guard)
         recorder.calls.clear()
@@ -148,7 +148,7 @@ def record_run(
     recorder = CollectiveRecorder()
     with stand_in(rank, config.world_size, recorder):
         runtime = make_runtime(config, Device("cpu"), observer=recorder)
-        parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
+        parts = build_model_and_optimizer(config, runtime, model_provider, log=lambda line: None)
         timers = Timers()
         guard = _guard(config, runtime, parts, forward_step, data)
         step = TrainingStep(config, runtime, parts, forward_step, timers, guard=guard)
@@ -177,13 +177,15 @@ def record_cell(
 
 
 def _guard(
-    config: RunConfig, runtime: Runtime, parts: TrainingParts, forward_step: ForwardStep, data: str
-) -> FaultGuard:
+    config: RunConfig, runtime: Runtime, parts: ModelAndOptimizer, forward_step: ForwardStep, data: str
+) -> AnomalyDetector:
     """Return what watches the steps of a run."""
-    return FaultGuard.without_run(config, runtime, parts, forward_step, partial(make_source, config, runtime, data))
+    return AnomalyDetector.without_run(
+        config, runtime, parts, forward_step, partial(make_source, config, runtime, data)
+    )
 
 
-def _check(runtime: Runtime, parts: TrainingParts, timers: Timers) -> None:
+def _check(runtime: Runtime, parts: ModelAndOptimizer, timers: Timers) -> None:
     """Ask of all ranks what a training loop does between steps."""
     for chunk in parts.ddp_chunks:
         chunk.finish_param_gather()

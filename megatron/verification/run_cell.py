@@ -27,7 +27,7 @@ from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.batch_source import BatchSource
 from megatron.training.data_plan import dataset_config
 from megatron.training.initialize import Runtime, make_runtime
-from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
+from megatron.training.model_setup import ModelAndOptimizer, ModelProvider, build_model_and_optimizer
 from megatron.training.training_step import ForwardStep, TrainingStep
 
 _NUM_SAMPLES = 1 << 16
@@ -197,7 +197,7 @@ def run_cell(
 ) -> CellResult:
     """Train the configuration for a few steps in ``dtype`` and return this rank's result.
 
-    The process group is initialised already unless this process is alone. On CUDA, attention with dropout is unfused:
+    The process group is initialized already unless this process is alone. On CUDA, attention with dropout is unfused:
     a fused kernel drops other weights at every layout.
 
     Raises:
@@ -207,7 +207,7 @@ def run_cell(
     if device.is_cuda and config.model.attention_dropout > 0:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention_backend="unfused"))
     runtime = make_runtime(config, device)
-    parts = build_training_parts(config, runtime, model_provider, log=lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, model_provider, log=lambda line: None)
     result = CellResult()
 
     def copy_first_gradients() -> None:
@@ -231,7 +231,7 @@ def run_cell(
     return result
 
 
-def gradient_fragments(parts: TrainingParts, rank: int) -> list[Fragment]:
+def gradient_fragments(parts: ModelAndOptimizer, rank: int) -> list[Fragment]:
     """Return what this rank holds of the reduced gradients: all of them, or those of its shards."""
     return [
         fragment

@@ -48,7 +48,7 @@ class WorkerPool:
     for it, which is called on every rank before each job.
 
     A job is a module-level function that is called on every rank with the given arguments; the process group is
-    initialised before it and destroyed after it. A job that fails ends the processes, whatever they are doing; the
+    initialized before it and destroyed after it. A job that fails ends the processes, whatever they are doing; the
     next one gets new ones.
 
     ``inspect`` is called on every rank after each job, when the process group is gone. It returns what else is wrong

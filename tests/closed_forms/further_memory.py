@@ -14,8 +14,8 @@ def kept_by_join(
 ) -> Mapping[str, int]:
     """Return by part what is kept around a layer of this number, of ``rows`` of the residual stream.
 
-    Nothing is, unless it stands behind the model. There the states before it and the embedded tokens are normalised and
-    multiplied side by side, and what it gives is normalised. ``is_plain`` says that norms are made of plain operations.
+    Nothing is, unless it stands behind the model. There the states before it and the embedded tokens are normalized and
+    multiplied side by side, and what it gives is normalized. ``is_plain`` says that norms are made of plain operations.
     """
     if layer_number is None or layer_number < config.num_layers:
         return {}

@@ -40,7 +40,7 @@ def kept_behind(config: TransformerConfig, rows: int, element: int, *, is_plain:
 def kept_by_head_norms(
     config: TransformerConfig, heads: int, groups: int, element: int, *, is_plain: bool, is_copied: bool
 ) -> int:
-    """Return what a layer keeps of each token because queries and keys are normalised; 0 where they are not.
+    """Return what a layer keeps of each token because queries and keys are normalized; 0 where they are not.
 
     The projection's output stays whole, as values are a part of it, unless ``is_copied`` says that an exchange has
     copied them; a fused norm of keys needs it in any case, and has a copy of queries where several share a key.

@@ -1,4 +1,4 @@
-"""Fine-tuning from jsonl to answers: learnt, generated, the same at every layout, resumed; and what is refused."""
+"""Fine-tuning from jsonl to answers: learned, generated, the same at every layout, resumed; and what is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def flags(chat: Path, *more: str | Path, data: str | Path = "train.jsonl") -> li
     return words
 
 
-def test_a_hundred_answers_are_learnt_and_given(
+def test_a_hundred_answers_are_learned_and_given(
     chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = fork_training(flags(chat, "--sft", LEARN, "--train-iters 60 --save", tmp_path / "checkpoints")).check()
@@ -93,7 +93,7 @@ def test_every_layout_learns_the_same(
     assert hashes[0] == hashes[1]
 
 
-def test_a_packed_data_set_is_learnt_as_its_jsonl_and_a_run_resumes(
+def test_a_packed_data_set_is_learned_as_its_jsonl_and_a_run_resumes(
     chat: Path,
     one_process: ForkedRun,
     tmp_path: Path,

@@ -165,12 +165,12 @@ def nan_from_the_first(argv: Sequence[str], faults: Faults) -> int:
     """Train with a loss that is never a number, on any rank."""
     forward = pretrain_gpt.forward_step
 
-    def spoilt(*args: Any) -> ChunkResult:
+    def spoiled(*args: Any) -> ChunkResult:
         loss = forward(*args)
         assert isinstance(loss, MicrobatchLoss)
         return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan)
 
-    pretrain_gpt.forward_step = spoilt
+    pretrain_gpt.forward_step = spoiled
     return run_with_faults(argv, faults)
 
 

@@ -20,7 +20,7 @@ from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.pretrain import with_vocabulary
 from pretrain_gpt import provide_model
 from tests.e2e.toy_run import newest, toy_args
@@ -130,7 +130,7 @@ def load_and_save(argv: list[str]) -> tuple[list[tuple[int, int, int]], int]:
     tokenizer = build_tokenizer(tokenizer_type=config.tokenizer.tokenizer_type, vocab_size=config.tokenizer.vocab_size)
     config = with_vocabulary(config, tokenizer, lambda line: None)
     runtime = make_runtime(config, select_device(0))
-    parts = build_training_parts(config, runtime, provide_model, lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, provide_model, lambda line: None)
     saver = open_saver(config.checkpoint, runtime, lambda line: None)
     checkpoints = RunCheckpoints(config, runtime, parts, tokenizer, saver, lambda line: None)
     reads: list[tuple[int, int, int]] = []

@@ -198,7 +198,7 @@ def wrong_with_these_weights(argv: Sequence[str], faults: Faults, *, is_steep: b
     forward, numbers = pretrain_gpt.forward_step, itertools.count(1)
     wrong: list[torch.Tensor] = []
 
-    def spoilt(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
+    def spoiled(batch: Batch, model: Model, hidden: torch.Tensor | None) -> ChunkResult:
         loss, number = forward(batch, model, hidden), next(numbers)
         assert isinstance(loss, MicrobatchLoss)
         if number == 19:
@@ -208,7 +208,7 @@ def wrong_with_these_weights(argv: Sequence[str], faults: Faults, *, is_steep: b
         much = loss.loss_sum * (2.0**20 if is_steep and number > 22 else 0.0)
         return dataclasses.replace(loss, loss_sum=8.0 * loss.loss_sum + much - much.detach())
 
-    pretrain_gpt.forward_step = spoilt
+    pretrain_gpt.forward_step = spoiled
     return run_with_faults(argv, faults)
 
 
@@ -244,12 +244,12 @@ def infinite_at_first(argv: Sequence[str], faults: Faults) -> int:
     """Train where the loss that the third micro-batch tells is infinite, and its gradient is not."""
     forward, numbers = pretrain_gpt.forward_step, itertools.count(1)
 
-    def spoilt(*args: Any) -> ChunkResult:
+    def spoiled(*args: Any) -> ChunkResult:
         loss = forward(*args)
         assert isinstance(loss, MicrobatchLoss)
         return dataclasses.replace(loss, loss_sum=loss.loss_sum + math.inf) if next(numbers) == 3 else loss
 
-    pretrain_gpt.forward_step = spoilt
+    pretrain_gpt.forward_step = spoiled
     return run_with_faults(argv, faults)
 
 

@@ -18,7 +18,7 @@ from megatron.checkpoint.train_state import TrainProgress
 from megatron.cli import text_generation_cli
 from megatron.config.arguments import parse_arguments
 from megatron.config.run_config import RunConfig
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.inference.engine import generate
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
@@ -65,7 +65,7 @@ def save(folder: Path, flags: str, iteration: int = 10, seed: int = 77, with_tok
         config=config.to_dict(),
         write_tokenizer=(lambda copies: _record(tokenizer, copies)) if with_tokenizer else None,
     )
-    save_checkpoint(folder, RunTensors(models=models), common, state, config.checkpoint, lambda line: None)
+    save_checkpoint(folder, CheckpointState(models=models), common, state, config.checkpoint, lambda line: None)
 
 
 def _record(tokenizer: Tokenizer, copies: Path) -> None:

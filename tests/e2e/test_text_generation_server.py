@@ -24,7 +24,7 @@ import torch
 from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.cli import run_text_generation_server
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.inference_request import GenerationRequest, StopRule
@@ -109,7 +109,7 @@ def llama(tmp_path_factory) -> Path:
     model = build(config.model, single_rank_group(), 77)
     common = CommonState(progress=TrainProgress(iteration=10), config=config.to_dict())
     state = describe_parallel_state(0, 1)
-    save_checkpoint(folder, RunTensors(models=[model]), common, state, config.checkpoint, lambda line: None)
+    save_checkpoint(folder, CheckpointState(models=[model]), common, state, config.checkpoint, lambda line: None)
     return folder
 
 

@@ -63,7 +63,7 @@ def test_each_validation_set_is_reported_by_its_name(tmp_path: Path) -> None:
 
 
 def test_losses_do_not_depend_on_how_the_sets_are_cut_into_batches(tmp_path: Path) -> None:
-    # 13 and 5 samples fill no whole number of micro-batches; the weights stay as they were initialised.
+    # 13 and 5 samples fill no whole number of micro-batches; the weights stay as they were initialized.
     flags = f"{NO_DROPOUT} --train-iters 1 --eval-interval 1 --lr-warmup-iters 0 --lr 1e-9 --min-lr 0"
     sets = extra_sets(tmp_path / "extra")
     losses = []

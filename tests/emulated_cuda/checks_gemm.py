@@ -23,7 +23,7 @@ from megatron.core.ops.fp8_tensor import (
     WHOLE,
     Blocks,
     device_product,
-    quantise,
+    quantize,
 )
 from tests.emulated_cuda.activation import load_bindings
 
@@ -113,8 +113,8 @@ RECIPES: dict[str, tuple[Blocks, Blocks, tuple[int, ...]]] = {
 def test_fp8_recipes_on_the_gpus_that_have_them(recipe: str, sizes: tuple[int, int, int]) -> None:
     left_blocks, right_blocks, gpus = RECIPES[recipe]
     m, k, n = sizes
-    left = quantise(torch.randn(m, k, device="cuda"), E4M3, left_blocks)
-    right = quantise(torch.randn(n, k, device="cuda"), E4M3, right_blocks)
+    left = quantize(torch.randn(m, k, device="cuda"), E4M3, left_blocks)
+    right = quantize(torch.randn(n, k, device="cuda"), E4M3, right_blocks)
     if GPU not in gpus:
         with pytest.raises(RuntimeError, match=f"only supported|{NOT_SUPPORTED}"):
             device_product(left, right, torch.bfloat16)

@@ -168,7 +168,7 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
             norm = ResidualNorm(
                 *(kind, hidden[-1], 1e-5, single_rank_group()),
                 partial_gradient=False,
-                centred_weight=False,
+                centered_weight=False,
                 dtype=x.dtype,
                 device=place,
             )
@@ -179,8 +179,8 @@ def _layer_pairs(device: Device, sizes: KernelSizes) -> Iterator[KernelPair]:
 
         def added_apart(x: torch.Tensor, branch: torch.Tensor, kind: str = kind) -> torch.Tensor:
             total = x + keyed_dropout(branch, keys, 0.1)
-            normalise = F.layer_norm if kind == "LayerNorm" else F.rms_norm
-            return torch.cat((total, normalise(total, hidden[-1:], eps=1e-5)))
+            normalize = F.layer_norm if kind == "LayerNorm" else F.rms_norm
+            return torch.cat((total, normalize(total, hidden[-1:], eps=1e-5)))
 
         yield KernelPair(f"dropout, sum and {kind}", added, added_apart, (hidden, hidden))
     labels = torch.arange(length * batch, device=place).view(length, batch) % (4 * width)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 
-from megatron.planner.simulation.fake_cuda import load_pretended_cuda
+from megatron.planner.simulation.fake_cuda import load_fake_cuda
 
 
 def main() -> None:
     """Run each pair, gradients too, and print the shapes, formats and devices of what comes out."""
-    load_pretended_cuda()
+    load_fake_cuda()
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from megatron.core.device import Device
     from megatron.planner.simulation.fake_triton import recorded_programs
-    from megatron.planner.simulation.operators import CudaOperators, PretendedFlexAttention
+    from megatron.planner.simulation.operators import CudaOperators, FakeFlexAttention
     from megatron.planner.simulation.recorder import Recorder
     from tests.gpu.kernels import KernelSizes, kernel_pairs, run_with_gradients
 
     device, recorder, found = Device("cuda"), Recorder(), []
-    documents = PretendedFlexAttention(recorder, second_document=KernelSizes().length // 3)
+    documents = FakeFlexAttention(recorder, second_document=KernelSizes().length // 3)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,

@@ -89,7 +89,7 @@ def main(path: str, *flags: str) -> None:
     from megatron.core.timers import Timers
     from megatron.planner.explanation import with_known_vocabulary
     from megatron.training.initialize import make_runtime
-    from megatron.training.model_setup import build_training_parts
+    from megatron.training.model_setup import build_model_and_optimizer
     from megatron.training.training_step import TrainingStep
     from megatron.verification.run_cell import make_source
 
@@ -97,7 +97,7 @@ def main(path: str, *flags: str) -> None:
     device = select_device(0)
     device.make_current()
     runtime = make_runtime(config, device)
-    parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
     step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
     state, batch_size = TrainState(), config.training.global_batch_size
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.is_cuda else [])]

@@ -116,7 +116,7 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``world_size`` ranks and return their results in rank order.
 
-    Every rank is a process of its own in which ``torch.distributed`` is initialised before the call and
+    Every rank is a process of its own in which ``torch.distributed`` is initialized before the call and
     destroyed after it; ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set. ``function`` is a module-level
     function of a test file or of the package; its arguments and its result must pickle. ``settings`` are variables
     that must be in the environment before torch is imported: ranks with the same settings are forked from one process.

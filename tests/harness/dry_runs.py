@@ -54,10 +54,10 @@ def run_dry_runs(cases: Sequence[DryRunCase], cache: Path | None = None) -> dict
 
 def main() -> None:
     """Run the cases that standard input has, and print the results."""
-    from megatron.planner.simulation.fake_cuda import load_pretended_cuda
+    from megatron.planner.simulation.fake_cuda import load_fake_cuda
 
     given = json.load(sys.stdin)
-    load_pretended_cuda(Path(given["cache"]) if given["cache"] else None)
+    load_fake_cuda(Path(given["cache"]) if given["cache"] else None)
     import torch
 
     torch.set_num_threads(1)

@@ -53,7 +53,7 @@ class Faults:
     """Name what goes wrong and where; micro-batches are those of training on one rank, counted from 1.
 
     ``weights`` is an npz file of global tensors that the model begins with. On ``rank`` happen ``nan_loss_at``,
-    ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoilt), ``drift_at`` (one before which
+    ``nan_gradient_at`` (a micro-batch in which ``nan_parameter``'s gradient is spoiled), ``drift_at`` (one before which
     an element of ``drifting_parameter`` changes), ``raise_at``,
     ``data_error_at``, ``sigterm_at`` and ``hour_passes_at`` (for the time limit); ``deaf_at`` keeps the other ranks
     from answering anything for a minute, as a collective on a GPU does whose peer is gone. ``kill_after_s`` (from the

@@ -1,4 +1,4 @@
-"""A linear layer in fp8 against float64 products of the same quantised operands."""
+"""A linear layer in fp8 against float64 products of the same quantized operands."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 
 def assert_products(module: Any, length: int, batch: int, generator: torch.Generator, name: str) -> None:
-    """Assert that a layer's product, its input's gradient and its weight's are those of the quantised operands.
+    """Assert that a layer's product, its input's gradient and its weight's are those of the quantized operands.
 
     Shapes: the layer is given ``[length, batch, in]``.
     """
-    weight, quantisers = module.weight, module.quantisers
+    weight, quantizers = module.weight, module.quantizers
     x = torch.randn(length, batch, weight.shape[1], generator=generator).bfloat16().requires_grad_()
     grad = torch.randn(length, batch, weight.shape[0], generator=generator).bfloat16()
     output = module(x)
     output.backward(grad)
     (left, left_turned), (back, back_turned) = (
-        quantisers.matrix(operand, matrix.detach().flatten(0, 1), transpose=True, records=False)
+        quantizers.matrix(operand, matrix.detach().flatten(0, 1), transpose=True, records=False)
         for operand, matrix in (("input", x), ("grad", grad))
     )
     plain, turned = (
-        quantisers.weight(weight.detach(), transpose=flag, records=False, scale=None) for flag in (False, True)
+        quantizers.weight(weight.detach(), transpose=flag, records=False, scale=None) for flag in (False, True)
     )
     assert x.grad is not None
     for found, one, other in (

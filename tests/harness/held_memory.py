@@ -26,7 +26,7 @@ from megatron.planner.implementations import OURS
 from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan
 from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.training_step import TrainingStep
 from megatron.verification.cells import Cell
 from megatron.verification.collective_recorder import stand_in
@@ -101,7 +101,7 @@ def held_by_step(config: RunConfig, rank: int, data: str, *, counts_integers: bo
     """Run one training step as ``rank`` and measure its memory and FLOPs."""
     with stand_in(rank, config.world_size):
         runtime = make_runtime(config, Device("cpu"))
-        parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
+        parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
         parameters = [parameter for chunk in parts.chunks for parameter in chunk.parameters()]
         step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
         widths = (config.model.padded_vocab_size // config.model.tensor_model_parallel_size,)
@@ -178,7 +178,7 @@ def counted_flops(plan: Plan, cores: int = 0) -> float:
     of_scores = 4.0 * model.query_projection_size
     if model.multi_latent_attention:
         of_scores = 2.0 * model.num_attention_heads * (model.latent_query_width + model.v_head_dim)
-    num_layers = model.num_layers + model.num_further_tokens
+    num_layers = model.num_layers + model.mtp_depth
     windows = [model.layer_windows[model.kind_of(number)] or s for number in range(num_layers)]
     used = sum(window * (s - window / 2) for window in windows)
     counted = model.forward_flops_per_sequence(s) + of_scores * (cores * num_layers * s * s - used)

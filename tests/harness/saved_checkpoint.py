@@ -6,17 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.checkpoint.recovery import SaveFolders, one_folder
-from megatron.checkpoint.save import CommonState, SaveTarget, save_in_steps
+from megatron.checkpoint.save import CommonState, SaveContext, save_in_steps
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.dist_checkpointing.planner import SavePlanner
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.object_store import as_path
 from megatron.core.parallel_state import ParallelState
 
 
 def save_checkpoint(
     directory: str | Path,
-    tensors: RunTensors,
+    tensors: CheckpointState,
     common: CommonState,
     state: ParallelState,
     options: CheckpointConfig,
@@ -28,7 +28,7 @@ def save_checkpoint(
     Raises:
         CheckpointWriteError: the checkpoint could not be written, on every rank alike.
     """
-    target = SaveTarget(
+    target = SaveContext(
         directory=as_path(directory),
         folders=one_folder(state) if folders is None else folders,
         state=state,

@@ -123,7 +123,7 @@ import torch
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.norm import Norm
 assert parse_arguments([*flags, "--normalization", "MeanAbsNorm"]).model.normalization == "MeanAbsNorm"
-options = {"partial_gradient": False, "centred_weight": True, "dtype": torch.float64, "device": "cpu"}
+options = {"partial_gradient": False, "centered_weight": True, "dtype": torch.float64, "device": "cpu"}
 norm = Norm("MeanAbsNorm", 4, 0.0, single_rank_group(), **options)
 torch.nn.init.zeros_(norm.weight)
 assert norm(torch.tensor([1.0, -3.0, 0.0, 4.0], dtype=torch.float64)).tolist() == [0.5, -1.5, 0.0, 2.0]

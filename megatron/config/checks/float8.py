@@ -60,7 +60,7 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
     needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
     if model.hidden_size % _MULTIPLE:
         yield f"--hidden-size {model.hidden_size}, {needed}; use {_rounded(model.hidden_size, _MULTIPLE)}"
-    elif model.num_further_tokens and model.hidden_size % tensor == 0 and model.hidden_size // tensor % _MULTIPLE:
+    elif model.mtp_depth and model.hidden_size % tensor == 0 and model.hidden_size // tensor % _MULTIPLE:
         yield (
             f"--hidden-size {model.hidden_size} makes {model.hidden_size // tensor} columns of the product in front of "
             f"the layers of --mtp-num-layers on each tensor-parallel rank, {needed}; use "

@@ -221,11 +221,11 @@ class _RingFunction(torch.autograd.Function):
         ring: _Ring,
     ) -> torch.Tensor:
         heads_first = query.permute(1, 2, 0, 3)
-        travelling = torch.stack((key, value))
+        traveling = torch.stack((key, value))
         for number in range(ring.cp.size):
-            following = start_ring_exchange(travelling, ring.cp) if number < ring.cp.size - 1 else None
+            following = start_ring_exchange(traveling, ring.cp) if number < ring.cp.size - 1 else None
             step = ring.step(number, query)
-            keys, values = travelling[:, : step.end_key].permute(0, 2, 3, 1, 4)
+            keys, values = traveling[:, : step.end_key].permute(0, 2, 3, 1, 4)
             block = ring.blocks.forward(heads_first[:, :, step.first_query :], keys, values, step.mask)
             if number == 0:
                 # A copy, because the kernel may return what it keeps, and merging is in place.
@@ -234,7 +234,7 @@ class _RingFunction(torch.autograd.Function):
             else:
                 merge_block(output[:, :, step.first_query :], logsumexp[:, :, step.first_query :], *block)
             if following is not None:
-                travelling = following.wait()
+                traveling = following.wait()
         if sinks is not None:
             output, logsumexp = merge_sinks(output, logsumexp, sinks)
         output = output.to(query.dtype)
@@ -250,12 +250,12 @@ class _RingFunction(torch.autograd.Function):
         heads_first, grad = query.permute(1, 2, 0, 3), grad.contiguous().permute(1, 2, 0, 3)
         grad_sinks = sinks_gradient(grad, output, logsumexp, sinks) if ctx.needs_input_grad[3] else None
         grad_query = torch.zeros_like(heads_first, dtype=wide)
-        travelling = torch.stack((key, value))
+        traveling = torch.stack((key, value))
         grads_under_way = None
         for number in range(ring.cp.size):
-            following = start_ring_exchange(travelling, ring.cp) if number < ring.cp.size - 1 else None
+            following = start_ring_exchange(traveling, ring.cp) if number < ring.cp.size - 1 else None
             step = ring.step(number, query)
-            keys, values = travelling[:, : step.end_key].permute(0, 2, 3, 1, 4)
+            keys, values = traveling[:, : step.end_key].permute(0, 2, 3, 1, 4)
             rows = slice(step.first_query, None)
             block_grads = ring.blocks.backward(
                 *(grad[:, :, rows], heads_first[:, :, rows], keys, values),
@@ -263,14 +263,14 @@ class _RingFunction(torch.autograd.Function):
             )
             grad_query[:, :, rows] += block_grads[0]
             if grads_under_way is None:
-                grads = torch.zeros(travelling.shape, dtype=wide, device=query.device)
+                grads = torch.zeros(traveling.shape, dtype=wide, device=query.device)
             else:
                 grads = grads_under_way.wait()
             for index in (0, 1):
                 grads[index, : step.end_key] += block_grads[1 + index].permute(2, 0, 1, 3)
             grads_under_way = start_ring_exchange(grads, ring.cp)
             if following is not None:
-                travelling = following.wait()
+                traveling = following.wait()
         assert grads_under_way is not None
         grad_key, grad_value = grads_under_way.wait().to(key.dtype)
         return grad_query.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, grad_sinks, None
@@ -290,7 +290,7 @@ def with_context_parallel(
     if exchange == "a2a+p2p":
         assert cp.levels is not None, "the group is cut in no levels"
         inner, outer = cp.levels
-        # Neighbours hold stretches of the two chunks that one rank of a ring of the outer size would hold.
+        # Neighbors hold stretches of the two chunks that one rank of a ring of the outer size would hold.
         core = with_context_parallel(core, "p2p", outer, plain_blocks=plain_blocks, softcap=softcap)
         return with_context_parallel(core, "a2a", inner)
     if exchange == "p2p":

@@ -138,7 +138,7 @@ def segment_of(dataset: FileSamples) -> Segment:
     return Segment(num_samples=None if usage.num_epochs == 1 else usage.num_samples, seed=dataset.config.random_seed)
 
 
-class ContinuedData:
+class ResumedDataset:
     """Build the last phase of a history from the parts of its data sets, by their number."""
 
     def __init__(
@@ -368,7 +368,7 @@ class BlendedDatasetBuilder:
             self._report(line)
         numbers = {record.key: number for number, record in enumerate(history.data_sets)}
         by_number = {numbers[key]: part for key, part in zip(keys, opened)}
-        return ContinuedData(self.config, by_number, builder, self._report).build(history, wanted)
+        return ResumedDataset(self.config, by_number, builder, self._report).build(history, wanted)
 
     def _build_split(self, split: int, builder: CountedIndexBuilder | None) -> SampleDataset | None:
         wanted = self.num_samples[split]

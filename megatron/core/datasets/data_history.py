@@ -35,7 +35,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class LeftOutSamples:
+class SkippedSamples:
     """Hold all that a run has left out, in the order in which it did.
 
     ``num_rewound`` counts how often it went back and left nothing out.
@@ -44,14 +44,14 @@ class LeftOutSamples:
     steps: tuple[LeftOut, ...] = ()
     num_rewound: int = 0
 
-    def with_step(self, step: LeftOut) -> LeftOutSamples:
+    def with_step(self, step: LeftOut) -> SkippedSamples:
         """Return the record with one more step; a step of the same samples is replaced."""
         others = tuple(known for known in self.steps if (known.start, known.end) != (step.start, step.end))
-        return LeftOutSamples((*others, step), self.num_rewound)
+        return SkippedSamples((*others, step), self.num_rewound)
 
-    def with_rewind(self) -> LeftOutSamples:
+    def with_rewind(self) -> SkippedSamples:
         """Return the record with one more rewind that left nothing out."""
-        return LeftOutSamples(self.steps, self.num_rewound + 1)
+        return SkippedSamples(self.steps, self.num_rewound + 1)
 
     def meeting(self, start: int, end: int) -> LeftOut | None:
         """Return the first step of which a sample is among the consumed samples ``[start, end)``."""
@@ -63,7 +63,7 @@ class LeftOutSamples:
         return steps | ({NUM_REWOUND: self.num_rewound} if self.num_rewound else {})
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | None) -> LeftOutSamples:
+    def from_dict(cls, values: Mapping[str, Any] | None) -> SkippedSamples:
         """Read back what `to_dict` returned, from among other values.
 
         Raises:

@@ -90,7 +90,7 @@ class GPTDatasetConfig:
     """Ids that the tokenizer knows; tokens are checked against it. None checks nothing."""
 
     conversations: ConversationOptions | None = None
-    """Read conversations, whose answers alone are learnt, in place of text."""
+    """Read conversations, whose answers alone are learned, in place of text."""
 
     fill_in_the_middle: FillInTheMiddle | None = None
     """Turn some documents of each sample into tasks of filling in their middle."""

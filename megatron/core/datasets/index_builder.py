@@ -172,7 +172,7 @@ class NumpyIndexBuilder:
         dataset_sample_index = np.empty(size, np.int64)
         taken = np.zeros(len(weights), np.float64)
         error = np.empty(len(weights), np.float64)
-        # Each choice depends on all before it, so only the search among the data sets is vectorised.
+        # Each choice depends on all before it, so only the search among the data sets is vectorized.
         for i in range(size):
             np.multiply(weights, max(i, 1), out=error)
             np.subtract(error, taken, out=error)

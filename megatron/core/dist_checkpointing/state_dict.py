@@ -52,7 +52,7 @@ class Float8Scaling(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunTensors:
+class CheckpointState:
     """Hold the objects whose tensors a checkpoint saves and fills.
 
     ``models`` are this rank's model chunks, ``rng`` the state of each named stream of random numbers, ``float8`` what

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_parameters import ParamPart, is_sent_in_float8
+from megatron.core.distributed.flat_parameters import ParamShard, is_sent_in_float8
 from megatron.core.distributed.fully_sharded_data_parallel import (
     ShardedGradBuffer,
     ShardedWeightBuffer,
@@ -28,7 +28,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import spec_of
-from megatron.core.weight_prefetch import give_memory
+from megatron.core.weight_prefetch import alloc_storage
 
 
 class DistributedDataParallel(nn.Module):
@@ -67,7 +67,7 @@ class DistributedDataParallel(nn.Module):
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for parameter in module.parameters():
             if not parameter.requires_grad:
-                give_memory(parameter)
+                alloc_storage(parameter)
         groups = {spec_of(parameter).is_expert: state.replicas_of(spec_of(parameter)) for parameter in trained}
         self.is_sharded = any(config.shards_over(group.size) for group in groups.values())
         plan = ReductionPlan(
@@ -114,7 +114,7 @@ class DistributedDataParallel(nn.Module):
             make = ShardedWeightBuffer if self.config.shards_weights else ShardedGradBuffer
         if make is not ShardedWeightBuffer:
             for parameter in trained:
-                give_memory(parameter)
+                alloc_storage(parameter)
         owner = weakref.ref(self)
 
         def is_last_microbatch() -> bool:
@@ -132,7 +132,7 @@ class DistributedDataParallel(nn.Module):
             yield make(parameters, layout, grad_dtype, group, plan, is_last_microbatch)
 
     @property
-    def parts(self) -> tuple[ParamPart, ...]:
+    def parts(self) -> tuple[ParamShard, ...]:
         """Return what this rank has to update: every parameter, or the stretches that lie in its shards."""
         return tuple(part for buffer in self.grad_buffers for part in buffer.parts)
 
@@ -180,7 +180,7 @@ class DistributedDataParallel(nn.Module):
             if buffer.flat_parameters is not None:
                 buffer.flat_parameters.start_gather(async_op=self._overlaps_gather)
 
-    def parts_and_gathers(self) -> Iterator[tuple[tuple[ParamPart, ...], Callable[[], None]]]:
+    def parts_and_gathers(self) -> Iterator[tuple[tuple[ParamShard, ...], Callable[[], None]]]:
         """Yield what this rank has to update of each bucket, and what gathers the bucket then, as a forward pass goes.
 
         The chunk must be sharded; what it holds whole is gathered by nobody.

@@ -36,8 +36,8 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
     """Shard as --data-parallel-sharding-strategy says, in the spelling of Megatron-LM, or optim_grads_params where that
     is not given."""
     num_distributed_optimizer_instances: int = flag(1, bounds=POSITIVE, in_args=False)
-    """Number of copies of what the data-parallel ranks share among them: neighbours shard it, and the ranks in the same
-    place of other neighbourhoods hold copies, whose gradients are summed when a step's passes have ended."""
+    """Number of copies of what the data-parallel ranks share among them: neighbors shard it, and the ranks in the same
+    place of other neighborhoods hold copies, whose gradients are summed when a step's passes have ended."""
     ddp_bucket_size: int | None = flag(None, bounds=POSITIVE)
     """Number of parameters in one gradient bucket; by default max(40,000,000, 1,000,000 x data-parallel
     size)."""

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.collectives import all_reduce, broadcast
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
 from megatron.core.timers import Timers
@@ -48,7 +48,7 @@ def finalize_model_grads(
             chunk.scale_gradients(divisor)
 
 
-def reduce_tied_gradients(parts: Sequence[ParamPart], embedding: Group) -> None:
+def reduce_tied_gradients(parts: Sequence[ParamShard], embedding: Group) -> None:
     """All-reduce the gradients of tied weights over the first and the last pipeline stage.
 
     Each copy is alone in its bucket, so that both ranks hold the same elements of it.
@@ -60,7 +60,7 @@ def reduce_tied_gradients(parts: Sequence[ParamPart], embedding: Group) -> None:
         all_reduce(part.gradient, embedding)
 
 
-def reduce_partial_gradients(parts: Sequence[ParamPart], tp: Group) -> None:
+def reduce_partial_gradients(parts: Sequence[ParamShard], tp: Group) -> None:
     """All-reduce the gradients of replicated parameters of which each tensor-parallel rank has only a partial gradient.
 
     Copies are on consecutive ranks: on all of them for a norm under sequence parallelism, on the ranks that share a
@@ -69,7 +69,7 @@ def reduce_partial_gradients(parts: Sequence[ParamPart], tp: Group) -> None:
     """
     if tp.size == 1:
         return
-    by_dtype: dict[torch.dtype, list[ParamPart]] = {}
+    by_dtype: dict[torch.dtype, list[ParamShard]] = {}
     for part in parts:
         if "tp" in part.spec.gradient_sum_axes:
             by_dtype.setdefault(part.gradient.dtype, []).append(part)
@@ -77,7 +77,7 @@ def reduce_partial_gradients(parts: Sequence[ParamPart], tp: Group) -> None:
         _reduce_in_slots(parts_of_dtype, dtype, tp)
 
 
-def _reduce_in_slots(parts: Sequence[ParamPart], dtype: torch.dtype, tp: Group) -> None:
+def _reduce_in_slots(parts: Sequence[ParamShard], dtype: torch.dtype, tp: Group) -> None:
     slots: list[tuple[torch.Tensor, int, int]] = []
     length = 0
     for part in parts:

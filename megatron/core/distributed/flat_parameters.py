@@ -14,7 +14,7 @@ import torch
 from megatron.core.collectives import all_gather_into, all_reduce
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
 from megatron.core.flight_recorder import PendingWork
-from megatron.core.ops.fp8_tensor import E4M3, WHOLE, Quantised, quantise, scale_of
+from megatron.core.ops.fp8_tensor import E4M3, WHOLE, Quantized, quantize, scale_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, flat_range_boxes, spec_of
 
@@ -71,7 +71,7 @@ class FlatParameters:
 
 
 @dataclass(frozen=True, eq=False)
-class ParamPart:
+class ParamShard:
     """Hold the elements ``[start, end)`` of a flattened parameter: their values and, once reduced, their gradient.
 
     Both are views: of the parameter's own memory and of where the gradients of an iteration end up.
@@ -193,7 +193,7 @@ class Float8FlatParameters(FlatParameters):
         payload = torch.zeros(bucket.num_elements, dtype=torch.uint8, device=self.data.device)
         for piece in self._pieces(bucket, start, end):
             values = self.data[piece.start : piece.end].unsqueeze(0)
-            rounded = quantise(values, E4M3, WHOLE, scales[piece.scale].view(1, 1)).data.view(torch.uint8)[0]
+            rounded = quantize(values, E4M3, WHOLE, scales[piece.scale].view(1, 1)).data.view(torch.uint8)[0]
             payload[piece.start - bucket.start : piece.end - bucket.start] = rounded
         self._payloads[bucket_index], self._scales[bucket_index] = payload, scales
         work = all_gather_into(payload, payload[start - bucket.start : end - bucket.start], self.group, async_op)
@@ -208,5 +208,5 @@ class Float8FlatParameters(FlatParameters):
         scales = self._scales.pop(bucket_index)
         for piece in self._pieces(bucket, bucket.start, bucket.end):
             sent = payload[piece.start - bucket.start : piece.end - bucket.start].view(E4M3)
-            numbers = Quantised(sent.unsqueeze(0), scales[piece.scale].view(1, 1), WHOLE)
+            numbers = Quantized(sent.unsqueeze(0), scales[piece.scale].view(1, 1), WHOLE)
             self.data[piece.start : piece.end] = numbers.values()[0]

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from megatron.core.collectives import all_gather_into
-from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAndGradBuffer, ReductionPlan
 from megatron.core.distributed.param_layout import MIN_POOL_SIZE, ParamLayout, parts_of_range
 from megatron.core.flight_recorder import PendingWork
 from megatron.core.main_grad import MainGrad, gradient_uses_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import attach_held
-from megatron.core.weight_prefetch import LayersInUse, has_memory
+from megatron.core.weight_prefetch import WeightPrefetch, has_memory
 
 
 class BucketPool:
@@ -292,7 +292,7 @@ class ShardedWeightBuffer(ShardedGradBuffer):
     ) -> None:
         self.weights = WeightShards(parameters, layout, group)
         super().__init__(parameters, layout, grad_dtype, group, plan, counts_as_last_microbatch)
-        held: dict[int, list[ParamPart]] = {index: [] for index in range(len(parameters))}
+        held: dict[int, list[ParamShard]] = {index: [] for index in range(len(parameters))}
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         for part in self.parts:
             held[index_of[id(part.parameter)]].append(part)
@@ -303,13 +303,13 @@ class ShardedWeightBuffer(ShardedGradBuffer):
         """Leave the weights to their shards: nothing is gathered after an update."""
         self.flat_parameters = None
 
-    def _parts_of(self, segment: GradSegment) -> Iterable[ParamPart]:
+    def _parts_of(self, segment: GradSegment) -> Iterable[ParamShard]:
         # The shards of weights lie one after the other, as those of gradients do.
         begin = segment.gradient.storage_offset() - self.grad_data.storage_offset()
         values = self.weights.data[begin : begin + segment.end - segment.start]
         for part in parts_of_range(self.layout.slots, segment.start, segment.end):
             own = slice(part.position, part.position + part.end - part.start)
-            yield ParamPart(self.parameters[part.index], part.start, part.end, values[own], segment.gradient[own])
+            yield ParamShard(self.parameters[part.index], part.start, part.end, values[own], segment.gradient[own])
 
 
 class _Unit:
@@ -332,12 +332,12 @@ class _Unit:
             shards.free(index)
 
 
-class ShardedWeights(LayersInUse):
+class ShardedWeights(WeightPrefetch):
     """Have a chunk's whole weights layer by layer, as its passes run; those of the next layer come meanwhile.
 
-    ``layers`` are told of by who runs them, see `LayersInUse`. The weights of ``first``, which runs before the layers,
-    come for its forward pass alone: its backward pass must not need them. All others come with a forward pass of the
-    chunk, and stay until its backward pass has ended, or until the forward pass has where none follows.
+    ``layers`` are told of by who runs them, see `WeightPrefetch`. The weights of ``first``, which runs before the
+    layers, come for its forward pass alone: its backward pass must not need them. All others come with a forward pass
+    of the chunk, and stay until its backward pass has ended, or until the forward pass has where none follows.
     """
 
     def __init__(

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from megatron.core.collectives import all_reduce, reduce_scatter_into
-from megatron.core.distributed.flat_parameters import FlatParameters, Float8FlatParameters, ParamPart, is_sent_in_float8
+from megatron.core.distributed.flat_parameters import (
+    FlatParameters,
+    Float8FlatParameters,
+    ParamShard,
+    is_sent_in_float8,
+)
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
 from megatron.core.flight_recorder import PendingWork
 from megatron.core.main_grad import MainGrad, attach_main_grad, gradient_uses_of
@@ -197,10 +202,10 @@ class ParamAndGradBuffer:
             start, end = bucket.shard(self.group.rank, self.group.size)
             yield GradSegment(start, end, self.grad_data[start:end])
 
-    def _parts_of(self, segment: GradSegment) -> Iterable[ParamPart]:
+    def _parts_of(self, segment: GradSegment) -> Iterable[ParamShard]:
         for part in parts_of_range(self.layout.slots, segment.start, segment.end):
             parameter = self.parameters[part.index]
-            yield ParamPart(
+            yield ParamShard(
                 parameter,
                 part.start,
                 part.end,

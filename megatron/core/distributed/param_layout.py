@@ -47,7 +47,7 @@ class BucketLayout:
 
 
 @dataclass(frozen=True)
-class SlotPart:
+class ParamRange:
     """Hold the elements ``[start, end)`` of parameter ``index``, flattened, that lie in a range of the flat buffer.
 
     ``position`` is where they begin, counted from the beginning of the range.
@@ -143,13 +143,13 @@ def plan_buckets(
     return plan_layout(sizes, bucket_size, num_shards=num_shards, alone=alone, units=units if by_unit else ())
 
 
-def parts_of_range(slots: Sequence[ParamSlot], start: int, end: int) -> list[SlotPart]:
+def parts_of_range(slots: Sequence[ParamSlot], start: int, end: int) -> list[ParamRange]:
     """Return what the range ``[start, end)`` of the flat buffer holds of each parameter, in buffer order."""
     parts = []
     for slot in slots:
         low, high = max(start, slot.start), min(end, slot.end)
         if low < high:
-            parts.append(SlotPart(slot.index, low - slot.start, high - slot.start, low - start))
+            parts.append(ParamRange(slot.index, low - slot.start, high - slot.start, low - start))
     return parts
 
 

@@ -16,7 +16,7 @@ from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import ParamSpec, held_of, is_held_in_parts, spec_of
 
 OUTLIER_RATIO = 1.0e3
-"""How many times as large as its neighbours an element must be to be suspected, beside other evidence."""
+"""How many times as large as its neighbors an element must be to be suspected, beside other evidence."""
 ABSURD_RATIO = 1.0e6
 """How many times as large it must be to be wrong whatever else is seen: an exponent's bit makes it so."""
 

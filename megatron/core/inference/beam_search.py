@@ -23,10 +23,10 @@ class BeamConfig:
     num_beams: int
     """Texts that are followed at once, and that are given back."""
     length_penalty: float = 1.0
-    """Above 0 favours long texts, below 0 short ones."""
+    """Above 0 favors long texts, below 0 short ones."""
     early_stopping: bool | Literal["never"] = False
     """True ends the search with ``num_beams`` finished texts. False ends it where no running text, scored at its
-    present length, beats them. "never" scores it at the length that a positive ``length_penalty`` favours most."""
+    present length, beats them. "never" scores it at the length that a positive ``length_penalty`` favors most."""
 
     def problems(self, vocab_size: int, num_end_tokens: int) -> tuple[str, ...]:
         """Return what is wrong with the values for a vocabulary, one line each."""

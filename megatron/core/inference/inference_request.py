@@ -27,7 +27,7 @@ class TokenPairs:
     second: frozenset[int] = frozenset()
 
     def contain(self, before: int, token: int) -> bool:
-        """Return whether two neighbouring tokens are such a pair."""
+        """Return whether two neighboring tokens are such a pair."""
         return before in self.first and token in self.second
 
 

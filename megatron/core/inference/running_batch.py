@@ -200,7 +200,7 @@ _FEWEST_COLUMNS = 64
 
 
 class SlotCache(KeyValueCache):
-    """Keep every layer's keys and values of some rows; a pass shows the model the rows of neighbouring slots.
+    """Keep every layer's keys and values of some rows; a pass shows the model the rows of neighboring slots.
 
     The buffers grow with the rows and with the longest of them, by doubling. A column that no row has written is 0, so
     that what a mask hides is finite.
@@ -314,7 +314,7 @@ class RunningBatch:
         if self.num_running < len(self.rows):
             self._see_prompts(news, ended)
         for row in ended:
-            self._release(self.rows.index(row), is_spoilt=row.has_failed)
+            self._release(self.rows.index(row), is_spoiled=row.has_failed)
         self.staged.finish()
         return news
 
@@ -349,7 +349,7 @@ class RunningBatch:
     def _forward(
         self, rows: Sequence[Row], first_slot: int, counts: Sequence[int], *, all_positions: bool
     ) -> torch.Tensor | None:
-        """Show the model the next tokens of rows in neighbouring slots; the last stage returns logits.
+        """Show the model the next tokens of rows in neighboring slots; the last stage returns logits.
 
         The tokens of a row end in the last column. What pads it on the left repeats its first token, and is not kept.
 
@@ -433,10 +433,10 @@ class RunningBatch:
         assert code == NOT_CHOSEN
         return MegatronError(f"no token can be chosen at token {row.num_new + 1}")
 
-    def _release(self, slot: int, *, is_spoilt: bool = False) -> None:
+    def _release(self, slot: int, *, is_spoiled: bool = False) -> None:
         """Take a row out; the last running row takes its slot, and the last of all the slot of that one."""
         is_running = slot < self.num_running
-        if is_spoilt or not is_running:
+        if is_spoiled or not is_running:
             self._cache.clear(slot)
         if is_running:
             self.num_running -= 1

@@ -47,7 +47,7 @@ def forbid_pairs(logits: torch.Tensor, last: Sequence[int], never: TokenPairs) -
 
 
 def forbid_repeats(logits: torch.Tensor, texts: Sequence[Sequence[int]], size: int) -> torch.Tensor:
-    """Return the logits with the tokens at minus infinity that would repeat ``size`` neighbours of a row's text.
+    """Return the logits with the tokens at minus infinity that would repeat ``size`` neighbors of a row's text.
 
     Size 0 forbids nothing. Shapes: ``[b, v] -> [b, v]``.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.flat_parameters import send_in_float8
-from megatron.core.ops.fp8_quantizers import Float8Quantisers, Float8Recipe, Float8State
+from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
 from megatron.core.ops.fp8_tensor import has_scaled_products
 from megatron.core.ops.transformer_engine import TRANSFORMER_ENGINE
 from megatron.core.ops.triton_support import casts_to_float8, triton_works
@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SharedGroupQueryKeyValue
 from megatron.core.transformer.moe.experts import GroupedLinear
 from megatron.core.transformer.multi_latent_attention import ReplicatedLinear
-from megatron.core.transformer.multi_token_prediction import PredictionLayer
+from megatron.core.transformer.multi_token_prediction import MTPLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -42,9 +42,9 @@ def compute_in_float8(
     places = config.float8_places
     state = Float8State(config, places, device, num_averaged) if recipe.is_delayed else None
     modules = [module for model in models for module in model.modules()]
-    for further in (module for module in modules if isinstance(module, PredictionLayer)):
+    for further in (module for module in modules if isinstance(module, MTPLayer)):
         number = further.transformer_layer.layer_number
-        further.eh_proj.quantisers = Float8Quantisers(recipe, state, (number, places.join))
+        further.eh_proj.quantizers = Fp8Quantizers(recipe, state, (number, places.join))
         if config.fp8_param_gather:
             send_in_float8(further.eh_proj.weight)
     for layer in (module for module in modules if isinstance(module, TransformerLayer)):
@@ -53,15 +53,15 @@ def compute_in_float8(
         linear_layers = [(name, module) for name, module in layer.named_modules() if isinstance(module, _LINEAR)]
         assert len(linear_layers) <= places.num_linear, f"delayed scaling has room for {places.num_linear} in a layer"
         for place, (name, module) in enumerate(linear_layers):
-            module.quantisers = Float8Quantisers(recipe, state, (layer.layer_number, place))
-            module.quantisers.input_is_recomputed = layer.recomputes_norms and _reads_stream(name, module)
+            module.quantizers = Fp8Quantizers(recipe, state, (layer.layer_number, place))
+            module.quantizers.input_is_recomputed = layer.recomputes_norms and _reads_stream(name, module)
             if config.fp8_param_gather:
                 for parameter_name, parameter in module.named_parameters():
                     if parameter_name.endswith("weight"):
                         send_in_float8(parameter)
         for which, experts in enumerate(module for module in layer.modules() if isinstance(module, GroupedLinear)):
-            experts.quantisers = tuple(
-                Float8Quantisers(recipe, state, (layer.layer_number, places.of_expert(expert, which)))
+            experts.quantizers = tuple(
+                Fp8Quantizers(recipe, state, (layer.layer_number, places.of_expert(expert, which)))
                 for expert in experts.expert_numbers
             )
             if config.fp8_param_gather:
@@ -82,10 +82,10 @@ def describe_float8(config: TransformerConfig, device: torch.device | str) -> st
     recipe, device = Float8Recipe.of(config), torch.device(device)
     by = "torch's scaled products"
     if device.type != "cuda" or not has_scaled_products(recipe.blocks, recipe.weight_blocks, device.type):
-        by = "float32 products of the quantised operands: this device has no scaled products for them"
+        by = "float32 products of the quantized operands: this device has no scaled products for them"
     if config.transformer_impl == TRANSFORMER_ENGINE:
         by += " and not by transformer-engine, which has attention and norms"
-    further = ", and those of further tokens" if config.num_further_tokens else ""
+    further = ", and those of further tokens" if config.mtp_depth else ""
     weights = "" if recipe.has_weight_gradients else ", weight gradients excepted"
     return (
         f"fp8: {config.fp8_format}, {config.fp8_recipe} scaling, layers {layers.start + 1} to {layers.stop} of "

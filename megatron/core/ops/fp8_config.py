@@ -73,7 +73,7 @@ _EXPERT_LAYERS = 2
 
 
 @dataclass(frozen=True)
-class Float8Places:
+class Fp8TensorIndex:
     """Number a layer's products: ``num_linear`` linear layers in the order of the model, then two for each expert.
 
     With ``has_join``, the product in front of layers that predict further tokens has a place between these. All layers

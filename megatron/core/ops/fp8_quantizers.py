@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.collectives import all_reduce
-from megatron.core.ops.fp8_config import Float8Config, Float8Places
+from megatron.core.ops.fp8_config import Float8Config, Fp8TensorIndex
 from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,
@@ -21,10 +21,10 @@ from megatron.core.ops.fp8_tensor import (
     SQUARES_OF_128,
     WHOLE,
     Blocks,
-    Quantised,
+    Quantized,
     amax_of,
-    quantise,
-    quantise_whole,
+    quantize,
+    quantize_whole,
     scale_of,
 )
 from megatron.core.process_group import Group
@@ -80,7 +80,7 @@ _SCALE_STRIDE = 4
 class Float8State:
     """Hold the scales and the histories of the whole model, the same on every rank of any layout.
 
-    A rank writes the amax of what it quantises into ``amax``. `update` takes the largest of all ranks, in one
+    A rank writes the amax of what it quantizes into ``amax``. `update` takes the largest of all ranks, in one
     collective a step, and makes the scales of the next step from it. Memory stays where it is, as CUDA graphs need it.
 
     What is kept does not depend on the layout either: ``num_averaged`` is over how many ranks gradients are averaged
@@ -93,7 +93,7 @@ class Float8State:
     """
 
     def __init__(
-        self, config: Float8Config, places: Float8Places, device: torch.device | str, num_averaged: int = 1
+        self, config: Float8Config, places: Fp8TensorIndex, device: torch.device | str, num_averaged: int = 1
     ) -> None:
         self._config, self._places = config, places
         recipe = Float8Recipe.of(config)
@@ -162,10 +162,10 @@ class Float8State:
         return torch.cat((shared, experts.flatten(1, 2)), dim=1)
 
 
-class Float8Quantisers:
-    """Quantise the operands of one linear layer as a recipe says; ``place`` is the layer's in the state.
+class Fp8Quantizers:
+    """Quantize the operands of one linear layer as a recipe says; ``place`` is the layer's in the state.
 
-    A product sums along the rows of its operands, so that each is quantised along its own rows: with blocks that are
+    A product sums along the rows of its operands, so that each is quantized along its own rows: with blocks that are
     not square, a matrix and its transpose are rounded differently.
     """
 
@@ -178,7 +178,7 @@ class Float8Quantisers:
 
     @property
     def turns(self) -> bool:
-        """Return whether the transpose of a quantised input or gradient is the quantised transpose."""
+        """Return whether the transpose of a quantized input or gradient is the quantized transpose."""
         return self.recipe.blocks == WHOLE
 
     @property
@@ -196,8 +196,8 @@ class Float8Quantisers:
 
     def matrix(
         self, operand: str, x: torch.Tensor, *, transpose: bool, records: bool, group: Group | None = None
-    ) -> tuple[Quantised, Quantised | None]:
-        """Return an input or a gradient quantised along its rows, and with ``transpose`` along its columns too.
+    ) -> tuple[Quantized, Quantized | None]:
+        """Return an input or a gradient quantized along its rows, and with ``transpose`` along its columns too.
 
         ``records`` lets delayed scaling see it. The ranks of ``group`` hold parts of one matrix, cut along its rows,
         and find the same scales where these are of parts that they share.
@@ -207,13 +207,13 @@ class Float8Quantisers:
         dtype, blocks = self.recipe.dtype(operand), self.recipe.blocks
         if blocks == WHOLE:
             scale, amax = self._scale(operand, x, group, records)
-            plain, turned = quantise_whole(x, dtype, scale, amax, transpose=transpose)
+            plain, turned = quantize_whole(x, dtype, scale, amax, transpose=transpose)
             assert plain is not None
             return plain, turned
-        return quantise(x, dtype, blocks), self.columns(operand, x, group) if transpose else None
+        return quantize(x, dtype, blocks), self.columns(operand, x, group) if transpose else None
 
-    def columns(self, operand: str, x: torch.Tensor, group: Group | None = None) -> Quantised:
-        """Return the transpose of an input or a gradient, quantised along its rows, where these have scales.
+    def columns(self, operand: str, x: torch.Tensor, group: Group | None = None) -> Quantized:
+        """Return the transpose of an input or a gradient, quantized along its rows, where these have scales.
 
         Shapes: ``x: [n, m] -> [m, n]``.
         """
@@ -222,12 +222,12 @@ class Float8Quantisers:
         scale = None
         if blocks.columns == 0 and group is not None:
             scale = scale_of(_shared_amax(turned, blocks, group), dtype)
-        return quantise(turned, dtype, blocks, scale)
+        return quantize(turned, dtype, blocks, scale)
 
     def input_again(
         self, x: torch.Tensor, scale: torch.Tensor | None, transpose: bool, group: Group | None
-    ) -> Quantised:
-        """Return an input, or with ``transpose`` its transpose, quantised as `matrix` did.
+    ) -> Quantized:
+        """Return an input, or with ``transpose`` its transpose, quantized as `matrix` did.
 
         ``scale`` is that of the first time where a whole matrix has one; without it the transpose is meant.
 
@@ -236,15 +236,15 @@ class Float8Quantisers:
         if scale is None:
             return self.columns("input", x, group)
         dtype = self.recipe.dtype("input")
-        plain, turned = quantise_whole(x, dtype, scale, None, plain=not transpose, transpose=transpose)
-        quantised = turned if plain is None else plain
-        assert quantised is not None
-        return quantised
+        plain, turned = quantize_whole(x, dtype, scale, None, plain=not transpose, transpose=transpose)
+        quantized = turned if plain is None else plain
+        assert quantized is not None
+        return quantized
 
-    def weight(self, x: torch.Tensor, *, transpose: bool, records: bool, scale: torch.Tensor | None) -> Quantised:
-        """Return a weight, or its transpose, quantised along its rows.
+    def weight(self, x: torch.Tensor, *, transpose: bool, records: bool, scale: torch.Tensor | None) -> Quantized:
+        """Return a weight, or its transpose, quantized along its rows.
 
-        ``scale`` is what the weight was quantised by before, where that is known.
+        ``scale`` is what the weight was quantized by before, where that is known.
 
         Shapes: ``x: [n, m] -> [n, m]``, transposed ``[m, n]``.
         """
@@ -253,14 +253,14 @@ class Float8Quantisers:
             amax = None
             if scale is None:
                 scale, amax = self._scale("weight", x, None, records)
-            plain, turned = quantise_whole(x, dtype, scale, amax, plain=not transpose, transpose=transpose)
-            quantised = turned if plain is None else plain
-            assert quantised is not None
-            return quantised
+            plain, turned = quantize_whole(x, dtype, scale, amax, plain=not transpose, transpose=transpose)
+            quantized = turned if plain is None else plain
+            assert quantized is not None
+            return quantized
         if blocks == SQUARES_OF_128:
-            quantised = quantise(x, dtype, blocks, scale)
-            return quantised.transposed() if transpose else quantised
-        return quantise(x.t() if transpose else x, dtype, blocks)
+            quantized = quantize(x, dtype, blocks, scale)
+            return quantized.transposed() if transpose else quantized
+        return quantize(x.t() if transpose else x, dtype, blocks)
 
     def _scale(
         self, operand: str, x: torch.Tensor, group: Group | None, records: bool

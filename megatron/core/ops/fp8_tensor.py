@@ -45,7 +45,7 @@ SEGMENTS_OF_32 = Blocks(1, 32)
 
 
 @dataclass(frozen=True, eq=False)
-class Quantised:
+class Quantized:
     """Hold a matrix in fp8, and the scales by which its blocks are multiplied.
 
     Shapes: ``data: [n, m]``, ``scale``: float32, one number for each block in two dimensions.
@@ -62,9 +62,9 @@ class Quantised:
         """
         return self.data.to(dtype) * _spread(self.scale, self.blocks, self.data.shape).to(dtype)
 
-    def transposed(self) -> Quantised:
+    def transposed(self) -> Quantized:
         """Return the transpose, whose blocks are transposed too."""
-        return Quantised(self.data.t(), self.scale.t(), Blocks(self.blocks.columns, self.blocks.rows))
+        return Quantized(self.data.t(), self.scale.t(), Blocks(self.blocks.columns, self.blocks.rows))
 
 
 def amax_of(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -102,19 +102,19 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> torch.T
     return torch.where(amax.isfinite(), torch.where(amax > 0, scale, 1.0), torch.nan)
 
 
-def quantise(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, scale: torch.Tensor | None = None) -> Quantised:
+def quantize(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, scale: torch.Tensor | None = None) -> Quantized:
     """Round a matrix to fp8, by its own scales or by a given one; what is out of range is cut off.
 
     What is not finite becomes NaN, so that it is not lost.
 
-    Shapes: ``x: [n, m]``, ``scale`` as of `Quantised`.
+    Shapes: ``x: [n, m]``, ``scale`` as of `Quantized`.
     """
     if scale is None:
         scale = scale_of(amax_of(x, blocks), dtype)
-    return Quantised(_cast(x, dtype, _spread(scale, blocks, x.shape)), scale, blocks)
+    return Quantized(_cast(x, dtype, _spread(scale, blocks, x.shape)), scale, blocks)
 
 
-def quantise_whole(
+def quantize_whole(
     x: torch.Tensor,
     dtype: torch.dtype,
     scale: torch.Tensor,
@@ -122,7 +122,7 @@ def quantise_whole(
     *,
     plain: bool = True,
     transpose: bool,
-) -> tuple[Quantised | None, Quantised | None]:
+) -> tuple[Quantized | None, Quantized | None]:
     """Round a matrix (``plain``), its transpose or both to fp8 by one scale; on CUDA, rows lie together in both.
 
     ``amax`` is raised to the matrix's largest absolute value. With Triton all of it is one pass over ``x``.
@@ -130,7 +130,7 @@ def quantise_whole(
     Shapes: ``x: [n, m]``, ``scale: [1, 1]``, ``amax: []``.
     """
     data, turned = _cast_whole(x, dtype, scale, amax, plain, transpose)
-    return tuple(None if part is None else Quantised(part, scale, WHOLE) for part in (data, turned))  # type: ignore[return-value]
+    return tuple(None if part is None else Quantized(part, scale, WHOLE) for part in (data, turned))  # type: ignore[return-value]
 
 
 def _cast_whole(
@@ -168,7 +168,7 @@ _PROBE = 256
 
 
 def scaled_product(
-    left: Quantised, right: Quantised, out_dtype: torch.dtype, bias: torch.Tensor | None = None, library: str = "auto"
+    left: Quantized, right: Quantized, out_dtype: torch.dtype, bias: torch.Tensor | None = None, library: str = "auto"
 ) -> torch.Tensor:
     """Return ``left @ right.T + bias``, summed in float32.
 
@@ -184,7 +184,7 @@ def scaled_product(
     return result.to(out_dtype)
 
 
-def device_product(left: Quantised, right: Quantised, out_dtype: torch.dtype) -> torch.Tensor:
+def device_product(left: Quantized, right: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     """Return ``left @ right.T`` by torch's scaled product, or raise RuntimeError where there is none.
 
     Shapes: ``left: [a, n]``, ``right: [b, n] -> [a, b]``.
@@ -213,7 +213,7 @@ def device_product(left: Quantised, right: Quantised, out_dtype: torch.dtype) ->
     return result.to(out_dtype)
 
 
-def _product_with_squares(left: Quantised, right: Quantised, dtype: torch.dtype) -> torch.Tensor:
+def _product_with_squares(left: Quantized, right: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """Return ``left @ right.T`` where the right operand has a scale for each 128 × 128 numbers.
 
     ``torch._scaled_mm`` lets their scales lie close together, where cuBLAS reads others unless a row has a multiple of
@@ -233,11 +233,11 @@ def _product_with_squares(left: Quantised, right: Quantised, dtype: torch.dtype)
 
 
 def has_scaled_products(blocks: Blocks, weight_blocks: Blocks, device: str) -> bool:
-    """Return whether a kind of device has products of its own for operands quantised in these blocks."""
+    """Return whether a kind of device has products of its own for operands quantized in these blocks."""
     return _probed(blocks, weight_blocks, E4M3, E4M3, device)
 
 
-def _has_scaled_product(left: Quantised, right: Quantised) -> bool:
+def _has_scaled_product(left: Quantized, right: Quantized) -> bool:
     fits = left.blocks.fit(left.data.shape) and right.blocks.fit(right.data.shape)
     return fits and _probed(left.blocks, right.blocks, left.data.dtype, right.data.dtype, left.data.device.type)
 
@@ -247,7 +247,7 @@ def _probed(left: Blocks, right: Blocks, left_dtype: torch.dtype, right_dtype: t
     """Compute one product, and return whether that succeeds."""
     x = torch.ones(_PROBE, _PROBE, device=device)
     try:
-        device_product(quantise(x, left_dtype, left), quantise(x, right_dtype, right), torch.bfloat16)
+        device_product(quantize(x, left_dtype, left), quantize(x, right_dtype, right), torch.bfloat16)
     except (RuntimeError, ValueError):
         return False
     return True

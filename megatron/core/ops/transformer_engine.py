@@ -54,15 +54,15 @@ class TransformerEngine:
         # The heads come back as one dimension.
         return context.view(query.shape)
 
-    def make_norm(self, kind: str, width: int, epsilon: float, *, centred_weight: bool) -> EngineNorm | None:
-        """Return a function that normalises the last dim, or None where transformer-engine has no such norm."""
+    def make_norm(self, kind: str, width: int, epsilon: float, *, centered_weight: bool) -> EngineNorm | None:
+        """Return a function that normalizes the last dim, or None where transformer-engine has no such norm."""
         if kind not in self._norms:
             return None
-        return EngineNorm(self._norms[kind](width, eps=epsilon, zero_centered_gamma=centred_weight, device="meta"))
+        return EngineNorm(self._norms[kind](width, eps=epsilon, zero_centered_gamma=centered_weight, device="meta"))
 
 
 class EngineNorm:
-    """Normalise with given weights by a module of transformer-engine, whose own weights have no memory."""
+    """Normalize with given weights by a module of transformer-engine, whose own weights have no memory."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -72,7 +72,7 @@ class EngineNorm:
         return x.dtype == weight.dtype and x.dtype in _HALF
 
     def __call__(self, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> torch.Tensor:
-        """Return the normalised input.
+        """Return the normalized input.
 
         Shapes: ``[..., n] -> [..., n]``.
         """

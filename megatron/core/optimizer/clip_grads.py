@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.collectives import all_gather_objects, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAndGradBuffer
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, parts_of_range
 from megatron.core.distributed.weight_checks import (
@@ -47,7 +47,7 @@ class GradStatistics:
 
     @classmethod
     def from_totals(cls, totals: Sequence[float]) -> GradStatistics:
-        """Return what the totals of `GradMeter.measure` say, once they are read."""
+        """Return what the totals of `GradNorm.measure` say, once they are read."""
         return cls(math.sqrt(totals[0]), int(totals[1]) if len(totals) > 1 else None)
 
 
@@ -67,7 +67,7 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.full_like(norm, max_norm).div_(norm + 1.0e-6).clamp_(max=1.0)
 
 
-class Counting:
+class DedupMask:
     """Say over which ranks sums over the model go, and which of a rank's parameters count in them, each element once.
 
     The ranks are those of one model copy, or all where state is sharded or experts are spread over other ranks than the
@@ -93,7 +93,7 @@ class Counting:
         return is_first_copy and self._config.shards_over(replicas.size)
 
 
-class GradMeter:
+class GradNorm:
     """Measure the reduced gradients of model chunks in one pass over memory and one reduction.
 
     A buffer is summed in blocks of the parameters' alignment, so that no block holds parts of two parameters. Blocks
@@ -107,7 +107,7 @@ class GradMeter:
         kind_of: Callable[[ParamSpec], str] | None = None,
         kinds: Sequence[str] = (),
     ) -> None:
-        self._counting = Counting(model_chunks, state)
+        self._counting = DedupMask(model_chunks, state)
         self._kind_of, self._kinds = kind_of, kinds
         self._parts = [part for chunk in model_chunks for part in chunk.parts]
         self._segments = [
@@ -173,7 +173,7 @@ class GradMeter:
         return totals[:num_totals], totals[num_totals:]
 
 
-def _num_zeros(part: ParamPart) -> torch.Tensor | int:
+def _num_zeros(part: ParamShard) -> torch.Tensor | int:
     """Return the number of zeros in the gradient of a part, padding left out."""
     zeros = [
         (view[piece.local_box.slices] == 0).sum()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, round_up
 from megatron.core.host_memory import Copied, HostCopies
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -29,7 +29,7 @@ class _Slots:
         self,
         copies: HostCopies,
         buckets: Sequence[UpdateBucket],
-        copied: Callable[[ParamPart], torch.Tensor],
+        copied: Callable[[ParamShard], torch.Tensor],
         count: int,
         is_pinned: bool,
     ) -> None:
@@ -149,8 +149,8 @@ def split_groups(groups: Iterable[PartGroup], fraction: float) -> tuple[list[Par
     on_host: list[PartGroup] = []
     on_device: list[PartGroup] = []
     for parts, multiplier in groups:
-        host_parts: list[ParamPart] = []
-        device_parts: list[ParamPart] = []
+        host_parts: list[ParamShard] = []
+        device_parts: list[ParamShard] = []
         for part in parts:
             length = part.end - part.start
             if 0 < left < length:

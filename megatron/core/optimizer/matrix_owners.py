@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import all_gather_objects, all_to_all_rows
-from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece, spec_of
@@ -63,7 +63,7 @@ ROUND_BYTES = 2**26
 """The matrices of a round, in bytes of each owner."""
 
 
-class MatrixOwners:
+class MuonShardExchange:
     """Say which rank computes with which whole matrix, where these lie in pieces on the ranks of two groups.
 
     ``parameters`` are this rank's local tensors, the same ones in the same order on all ranks of ``dp``; several may be
@@ -80,7 +80,7 @@ class MatrixOwners:
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        parts: Sequence[ParamPart],
+        parts: Sequence[ParamShard],
         model: Group,
         dp: Group,
         *,
@@ -119,7 +119,7 @@ class MatrixOwners:
                 stretches.setdefault(name, {}).update({(d, t): count for d, count in counts.items()})
         owner = _choose_owners(shapes, _in_order(shapes, stretches), held_by_ranks, dp.size)
         if not local:
-            self.rounds: tuple[MatrixRound, ...] = ()
+            self.rounds: tuple[ExchangeBatch, ...] = ()
             return
         # Not of the values that are exchanged: a rank that has none receives those of others.
         first = local[0].parameter
@@ -136,7 +136,7 @@ class MatrixOwners:
             for of_rank in (ranges_of_ranks if is_sharded else [ranges])
         }
         self.rounds = tuple(
-            MatrixRound(
+            ExchangeBatch(
                 dict(local_of[number]),
                 mine_of[number],
                 [ranges_of[id(of_rank)][number] for of_rank in ranges_of_ranks],
@@ -151,8 +151,8 @@ class MatrixOwners:
         )
 
 
-class MatrixRound:
-    """Compute with some of the whole matrices of a `MatrixOwners`, which makes these.
+class ExchangeBatch:
+    """Compute with some of the whole matrices of a `MuonShardExchange`, which makes these.
 
     ``stretches`` are those of the matrices in this rank's parts, in the parts' order. ``owner`` may have other rounds'.
     """
@@ -323,7 +323,7 @@ def _choose_owners(
 
     ``held`` has the names of the matrices of which each rank of ``model`` has a part.
     """
-    # Of equal ones the first in this order: neighbours in the model go to different data-parallel ranks.
+    # Of equal ones the first in this order: neighbors in the model go to different data-parallel ranks.
     loads = [[(0, d) for d in range(dp_size)] for _ in held]
     owner: dict[str, _Place] = {}
     for name in order:

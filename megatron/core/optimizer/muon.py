@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron.core.optimizer.matrix_owners import MatrixOwners, Stretch
+from megatron.core.optimizer.matrix_owners import MuonShardExchange, Stretch
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.sharding import ParamSpec
 
@@ -94,7 +94,7 @@ class Muon:
     """Update parts of matrices from their gradients, as `InnerOptimizer` does parts of any parameter.
 
     The momentum lies where the parameter's part does; whole matrices exist on their owners only, those of one round at
-    a time (see `MatrixOwners`). Decay is decoupled: a weight loses learning rate × decay of itself.
+    a time (see `MuonShardExchange`). Decay is decoupled: a weight loses learning rate × decay of itself.
     ``multipliers`` are those of the weight decay, one for each parameter.
 
     Every rank of the owners' groups must call ``step_if``, also one without parts.
@@ -109,7 +109,7 @@ class Muon:
         config: OptimizerConfig,
         main_params: Sequence[torch.Tensor],
         multipliers: Sequence[float],
-        owners: MatrixOwners,
+        owners: MuonShardExchange,
     ) -> None:
         self._config = config
         self._owners = owners

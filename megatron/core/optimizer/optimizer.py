@@ -12,14 +12,14 @@ import torch
 
 from megatron.core.collectives import all_gather_objects, all_reduce, any_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.errors import ConfigurationError, TrainingError
 from megatron.core.host_memory import HostCopies
 from megatron.core.optimizer.clip_grads import (
     ALL_KINDS,
     KINDS,
-    Counting,
-    GradMeter,
+    DedupMask,
+    GradNorm,
     GradStatistics,
     check_weights,
     describe_bad_gradients,
@@ -30,11 +30,11 @@ from megatron.core.optimizer.clip_grads import (
 from megatron.core.optimizer.cpu_offloading import HostOffload, split_groups
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer, UpdateRule, examine_rule
-from megatron.core.optimizer.matrix_owners import MatrixOwners
+from megatron.core.optimizer.matrix_owners import MuonShardExchange
 from megatron.core.optimizer.muon import is_orthogonalized
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_rates import ParamRates, Rate
-from megatron.core.optimizer.quantized_state import CompactTensor
+from megatron.core.optimizer.quantized_state import QuantizedState
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets, described_state
 from megatron.core.optimizer.weight_average import AVERAGE, WeightAverage
 from megatron.core.parallel_state import ParallelState
@@ -79,7 +79,7 @@ class MegatronOptimizer:
         self._timers = Timers()
         self._scaler = make_grad_scaler(config)
         by_kind = config.clips_by_kind
-        self._meter = GradMeter(model_chunks, state, *((kind_of, KINDS) if by_kind else ()))
+        self._meter = GradNorm(model_chunks, state, *((kind_of, KINDS) if by_kind else ()))
         self._rates = ParamRates(config)
         self.num_steps = 0
         self._num_skipped = 0
@@ -108,7 +108,7 @@ class MegatronOptimizer:
         self._buckets = (*on_host, *self._on_device)
         self._average = None if config.ema_decay is None else WeightAverage(self._buckets, config.ema_decay)
         # What `sharded_state` has lent of state that is stored in few bytes, to be stored when it has been filled.
-        self._lent: list[tuple[CompactTensor, torch.Tensor]] = []
+        self._lent: list[tuple[QuantizedState, torch.Tensor]] = []
         self.learning_rate = 0.0
         self.set_learning_rate(config.lr, config.weight_decay, config.decoupled_lr)
 
@@ -203,7 +203,7 @@ class MegatronOptimizer:
             # Main parameters in the model's own precision lie in the buffers that are gathered.
             chunk.finish_param_gather()
         total = torch.zeros((), dtype=torch.float64, device=self._chunks[0].grad_buffers[0].grad_data.device)
-        counting = Counting(self._chunks, self._state)
+        counting = DedupMask(self._chunks, self._state)
         for bucket in self._buckets:
             with bucket.main_params_open():
                 for part in bucket.parts:
@@ -365,7 +365,7 @@ class MegatronOptimizer:
             for rate, chosen in several:
                 groups = self._groups_of(chosen)
                 parts = [part for parts, _ in groups for part in parts]
-                owners = MatrixOwners(chosen, parts, model, replicas, is_sharded=is_sharded)
+                owners = MuonShardExchange(chosen, parts, model, replicas, is_sharded=is_sharded)
                 yield UpdateBucket(self.config, groups, owners=owners, rate=rate)
 
     def _trained(self) -> list[torch.nn.Parameter]:
@@ -376,7 +376,7 @@ class MegatronOptimizer:
 
     def _groups_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[PartGroup]:
         """Return this rank's parts of some parameters by weight decay."""
-        parts_of: dict[int, list[ParamPart]] = {}
+        parts_of: dict[int, list[ParamShard]] = {}
         for chunk in self._chunks:
             for part in chunk.parts:
                 parts_of.setdefault(id(part.parameter), []).append(part)

@@ -34,7 +34,7 @@ def random_words(values: torch.Tensor, num_updates: torch.Tensor | int) -> torch
 
 
 def round_to_bfloat16(values: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Return one of the two bfloat16 neighbours of each number, the nearer with the greater chance, as float32.
+    """Return one of the two bfloat16 neighbors of each number, the nearer with the greater chance, as float32.
 
     Shapes: ``values, words: [blocks, 128] -> [blocks, 128]``.
     """
@@ -72,7 +72,7 @@ _HALF_UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float8_e4m
 """The largest relative error of rounding to the nearest."""
 
 
-class CompactTensor(ABC):
+class QuantizedState(ABC):
     """Keep a float32 tensor in fewer bytes; it has its elements between ``open`` and ``close`` only.
 
     Shapes: ``tensor: [n]`` when open, ``[0]`` when closed.
@@ -107,7 +107,7 @@ class CompactTensor(ABC):
         """Return what is stored."""
 
 
-class RoundedTensor(CompactTensor):
+class RoundedTensor(QuantizedState):
     """Store values rounded to bfloat16, whose range is that of float32: to the nearest, or ``by_chance``."""
 
     def __init__(self, tensor: torch.Tensor, *, by_chance: bool = False) -> None:
@@ -131,7 +131,7 @@ class RoundedTensor(CompactTensor):
         return (self._stored,)
 
 
-class ScaledTensor(CompactTensor):
+class ScaledTensor(QuantizedState):
     """Store values in float16 or float8, each block of 128 with a power of two as its scale (one byte).
 
     The scale of a block follows from its largest value. Blocks begin where a parameter does, so that what is stored
@@ -166,7 +166,7 @@ class ScaledTensor(CompactTensor):
         return self._stored, self._exponents
 
 
-class RootTensor(CompactTensor):
+class RootTensor(QuantizedState):
     """Store the roots of second moments in float8, with scales as `ScaledTensor` has them, and rounded by chance.
 
     The mean of what may be stored is the second moment itself. No positive value is rounded down to zero.
@@ -192,11 +192,11 @@ class RootTensor(CompactTensor):
         return self._stored, self._exponents
 
 
-class RemainderTensor(CompactTensor):
+class RemainderTensor(QuantizedState):
     """Store of main parameters what their bfloat16 weights lack of float32: 16 bits each.
 
-    A float32 number is its bfloat16 neighbour and a signed distance in units of its last place. Nothing is lost but
-    one unit where a number lies in the very middle of two neighbours and is rounded down.
+    A float32 number is its bfloat16 neighbor and a signed distance in units of its last place. Nothing is lost but
+    one unit where a number lies in the very middle of two neighbors and is rounded down.
 
     Shapes: ``weights: [n]``, the model's own.
     """
@@ -242,7 +242,7 @@ def _exponents(sizes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return largest - _LARGEST_EXPONENT[dtype]
 
 
-def make_moment(tensor: torch.Tensor, dtype_name: str, decay: float, *, is_second: bool) -> CompactTensor | None:
+def make_moment(tensor: torch.Tensor, dtype_name: str, decay: float, *, is_second: bool) -> QuantizedState | None:
     """Return the storage of a moment in a type by name, or None for fp32, which is stored as it is.
 
     Where an update moves the moment by less than half a unit of the type, rounding to the nearest would hold it where

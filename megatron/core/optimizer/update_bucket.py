@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
-from megatron.core.optimizer.matrix_owners import MatrixOwners
+from megatron.core.optimizer.matrix_owners import MuonShardExchange
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_rates import COMMON_RATE, Rate
-from megatron.core.optimizer.quantized_state import CompactTensor, RemainderTensor, make_moment
+from megatron.core.optimizer.quantized_state import QuantizedState, RemainderTensor, make_moment
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.sharding import ParamSpec, full_pieces
 from megatron.core.timers import Timers
 
-PartGroup = tuple[Sequence[ParamPart], float]
+PartGroup = tuple[Sequence[ParamShard], float]
 """Parts of parameters, and the multiplier of their weight decay."""
 _MAX_ELEMENTS = 2**25
 """Length of a bucket where buckets follow one another: 128 MiB of float32."""
@@ -30,7 +30,7 @@ _MAX_ELEMENTS = 2**25
 class OptimizedPart:
     """Pair the part of a parameter that this rank updates with its main parameter: itself, or a copy to update."""
 
-    part: ParamPart
+    part: ParamShard
     main_param: torch.Tensor
 
     @property
@@ -68,7 +68,7 @@ class UpdateBucket:
         *,
         on_host: bool = False,
         rate: Rate = COMMON_RATE,
-        owners: MatrixOwners | None = None,
+        owners: MuonShardExchange | None = None,
         is_elementwise: bool = True,
     ) -> None:
         self.rate = rate
@@ -88,7 +88,7 @@ class UpdateBucket:
             multipliers = [multiplier for parts, multiplier in pairs for _ in parts]
             self.inner = Muon(config, self.main_params, multipliers, owners)
         self._with_copy = [part for part in self.parts if part.has_main_copy]
-        self._compact: dict[int, CompactTensor] = {}
+        self._compact: dict[int, QuantizedState] = {}
         if config.use_precision_aware_optimizer:
             self._narrow(config)
 
@@ -141,7 +141,7 @@ class UpdateBucket:
         if part.is_rounded:
             yield "main_param", part.main_param
 
-    def compact(self, tensor: torch.Tensor) -> CompactTensor | None:
+    def compact(self, tensor: torch.Tensor) -> QuantizedState | None:
         """Return where a tensor of the state is stored, or None where it is itself."""
         return self._compact.get(id(tensor))
 
@@ -177,7 +177,7 @@ class UpdateBucket:
                 yield part.main_param
 
     def _narrow(self, config: OptimizerConfig) -> None:
-        narrow: list[CompactTensor | None] = []
+        narrow: list[QuantizedState | None] = []
         for part in self.parts:
             if part.is_rounded and config.main_params_dtype != "fp32":
                 narrow.append(RemainderTensor(part.main_param, part.part.values))
@@ -220,7 +220,7 @@ def described_state(part: OptimizedPart, tensor: torch.Tensor) -> Iterator[tuple
     yield replace(spec, global_shape=shape, pieces=full_pieces(shape), replica_index=index), tensor
 
 
-def _optimized(part: ParamPart, on_host: bool) -> OptimizedPart:
+def _optimized(part: ParamShard, on_host: bool) -> OptimizedPart:
     main_dtype = arithmetic_dtype(part.values.dtype)
     if on_host:
         # Of a tensor of the device, so that a dry run makes one without memory.
@@ -228,7 +228,7 @@ def _optimized(part: ParamPart, on_host: bool) -> OptimizedPart:
     return OptimizedPart(part, part.values if main_dtype is part.values.dtype else part.values.to(main_dtype))
 
 
-def split_part(part: ParamPart, at: int) -> tuple[ParamPart, ParamPart]:
+def split_part(part: ParamShard, at: int) -> tuple[ParamShard, ParamShard]:
     """Return the first ``at`` elements of a part, and the rest."""
     middle = part.start + at
     first = replace(part, end=middle, values=part.values[:at], gradient=part.gradient[:at])
@@ -238,7 +238,7 @@ def split_part(part: ParamPart, at: int) -> tuple[ParamPart, ParamPart]:
 def cut_into_buckets(groups: Iterable[PartGroup], max_elements: int = _MAX_ELEMENTS) -> Iterator[list[PartGroup]]:
     """Yield the parts in their order, as groups of at most so many elements together; longer parts are cut."""
     bucket: list[PartGroup] = []
-    part_list: list[ParamPart] = []
+    part_list: list[ParamShard] = []
     room = max_elements
     for parts, multiplier in groups:
         for part in _pieces(parts, max_elements):
@@ -256,7 +256,7 @@ def cut_into_buckets(groups: Iterable[PartGroup], max_elements: int = _MAX_ELEME
         yield bucket
 
 
-def _pieces(parts: Sequence[ParamPart], max_elements: int) -> Iterator[ParamPart]:
+def _pieces(parts: Sequence[ParamShard], max_elements: int) -> Iterator[ParamShard]:
     for part in parts:
         while part.end - part.start > max_elements:
             first, part = split_part(part, max_elements)

@@ -15,8 +15,8 @@ from megatron.core.collectives import all_gather_objects
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.main_grad import WeightGradQueue
 from megatron.core.pipeline_parallel.p2p_communication import (
-    HandOver,
     Link,
+    LocalQueue,
     MessageOrders,
     MessageShape,
     PipelineLinks,
@@ -30,7 +30,7 @@ from megatron.core.process_group import Group
 from megatron.core.timers import Timer, Timers
 
 
-class ChunkEntrance:
+class StageInput:
     """Catch the gradient of hidden states that come from the chunk before, without holding them."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class ChunkEntrance:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, entrance: ChunkEntrance) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, entrance: StageInput) -> torch.Tensor:
         ctx.entrance = entrance
         return hidden.detach()
 
@@ -131,7 +131,7 @@ class ModelChunk:
 
 @dataclass(frozen=True, eq=False)
 class PipelineConnection:
-    """Hold where this rank stands in the pipeline and how it reaches its neighbours.
+    """Hold where this rank stands in the pipeline and how it reaches its neighbors.
 
     ``message_shape`` and ``dtype`` describe what travels; a gradient has the shape and dtype of its activation.
     ``orders`` is there where the ranks keep one order of all messages; without it receives are posted ahead. Without
@@ -151,7 +151,7 @@ class PipelineConnection:
 
 
 @dataclass
-class _Stash:
+class _SavedActivations:
     """Hold what a backward pass needs of its forward pass: the graphs of the outputs, and where they begin.
 
     The first root is the scaled loss or the hidden states, the others are scaled auxiliary losses. A gradient that
@@ -161,7 +161,7 @@ class _Stash:
     needs it.
     """
 
-    entrance: ChunkEntrance | None
+    entrance: StageInput | None
     roots: list[GradientEdge]
 
 
@@ -228,18 +228,18 @@ class _Run:
         # The last pass of each kind, since a split pass leaves its last contributions in two places.
         self._last_passes = {(a.kind, a.chunk): index for index, a in enumerate(actions)}
         self._late_passes = {(a.microbatch, a.chunk) for a in actions if a.kind is Pass.OUTPUT_WEIGHT}
-        self._stashes: dict[tuple[int, int], _Stash] = {}
+        self._stashes: dict[tuple[int, int], _SavedActivations] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
         self.auxiliary: dict[str, torch.Tensor] = {}
         self._order = None if order is None else deque(order)
-        self.activations_in: ReceiveQueue | HandOver
-        self.activations_out: SendQueue | HandOver
-        self.gradients_in: ReceiveQueue | HandOver
-        self.gradients_out: SendQueue | HandOver
+        self.activations_in: ReceiveQueue | LocalQueue
+        self.activations_out: SendQueue | LocalQueue
+        self.gradients_in: ReceiveQueue | LocalQueue
+        self.gradients_out: SendQueue | LocalQueue
         if self.place.pp == 1:
-            self.activations_in = self.activations_out = HandOver()
-            self.gradients_in = self.gradients_out = HandOver()
+            self.activations_in = self.activations_out = LocalQueue()
+            self.gradients_in = self.gradients_out = LocalQueue()
             return
         assert connection is not None, "a pipeline of several ranks needs a connection"
         self.activations_in, self.gradients_in = (
@@ -248,15 +248,15 @@ class _Run:
         )
         limit = sends_in_flight(self.place.pp, self.actions) if connection.overlaps_sends else 0
         self.activations_out, self.gradients_out = (
-            HandOver() if link is None else SendQueue(link, limit)
+            LocalQueue() if link is None else SendQueue(link, limit)
             for link in (connection.links.activations_out, connection.links.gradients_out)
         )
 
     def _receive_queue(
         self, link: Link | None, connection: PipelineConnection, is_gradient: bool, device: torch.device
-    ) -> ReceiveQueue | HandOver:
+    ) -> ReceiveQueue | LocalQueue:
         if link is None:
-            return HandOver()
+            return LocalQueue()
         expected = [
             connection.message_shape(action.microbatch)
             for action in self.actions
@@ -288,7 +288,7 @@ class _Run:
         if not self.place.receives(action.kind, action.chunk):
             return None
         queue = self.activations_in if action.kind is Pass.FORWARD else self.gradients_in
-        if isinstance(queue, HandOver):
+        if isinstance(queue, LocalQueue):
             return queue.take()
         with self._timer(action, "recv"):
             return self._receive_from(queue)
@@ -298,7 +298,7 @@ class _Run:
 
     def _send(self, action: Action, leaving: torch.Tensor) -> None:
         queue = self.activations_out if action.kind is Pass.FORWARD else self.gradients_out
-        with nullcontext() if isinstance(queue, HandOver) else self._timer(action, "send"):
+        with nullcontext() if isinstance(queue, LocalQueue) else self._timer(action, "send"):
             if self._order is not None:
                 self._post_receives_before_send(self._order)
             queue.send(leaving)
@@ -319,7 +319,7 @@ class _Run:
         queue.post()
 
     def _compute(self, index: int, action: Action, message: torch.Tensor | None) -> torch.Tensor | None:
-        """Run an action and return what it leaves for a neighbour."""
+        """Run an action and return what it leaves for a neighbor."""
         if action.kind is Pass.FORWARD:
             return self._forward(action, message)
         chunk = self.chunks[action.chunk]
@@ -345,7 +345,7 @@ class _Run:
         return leaving
 
     def _forward(self, action: Action, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        entrance = None if hidden is None or not self.trains else ChunkEntrance()
+        entrance = None if hidden is None or not self.trains else StageInput()
         with torch.set_grad_enabled(self.trains):
             if hidden is not None and entrance is not None:
                 hidden = entrance.enter(hidden)
@@ -358,7 +358,7 @@ class _Run:
                 root, losses = output if isinstance(output, LayerOutput) else LayerOutput(output)
             roots = [root, *self._count_auxiliary(losses)]
         if self.trains:
-            self._stashes[action.microbatch, action.chunk] = _Stash(
+            self._stashes[action.microbatch, action.chunk] = _SavedActivations(
                 entrance, [get_gradient_edge(root) for root in roots]
             )
         return None if is_last else root.detach().contiguous()

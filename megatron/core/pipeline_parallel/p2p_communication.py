@@ -109,7 +109,7 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class PipelineLinks:
-    """Hold a rank's links to its neighbours; ``None`` where nothing travels."""
+    """Hold a rank's links to its neighbors; ``None`` where nothing travels."""
 
     activations_in: Link | None = None
     activations_out: Link | None = None
@@ -138,7 +138,7 @@ def create_pipeline_links(
 
     One element of ``device``, where the messages will lie (the CPU by default), has gone along every link on return.
 
-    Neighbouring links alternate between two communicators for each direction, each over all ranks of the pipeline.
+    Neighboring links alternate between two communicators for each direction, each over all ranks of the pipeline.
     The reason is that a communicator runs its operations in order: if both directions shared one, two ranks that send
     to each other would deadlock; if the links on both sides of a rank shared one, a receive that is posted early would
     hold up the sends behind it. One communicator for each pair of ranks would not do: torch names a group by the
@@ -260,7 +260,7 @@ class SendQueue:
             self._unfinished.popleft()[0].wait()
 
 
-class HandOver:
+class LocalQueue:
     """Stand in for a link from a rank to itself, between the chunks of a pipeline of one rank."""
 
     def __init__(self) -> None:

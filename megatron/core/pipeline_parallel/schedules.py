@@ -64,7 +64,7 @@ class StagePlace:
     """Name one rank of a pipeline of ``pp`` ranks that hold ``num_chunks`` model chunks each.
 
     Chunk ``c`` of rank ``r`` is the global stage ``c * pp + r``. A forward pass receives the activation of the global
-    stage before, a backward pass the gradient of the global stage after. Both are on neighbouring ranks, where the
+    stage before, a backward pass the gradient of the global stage after. Both are on neighboring ranks, where the
     first rank follows the last one.
     """
 
@@ -106,7 +106,7 @@ class StagePlace:
 def sends_in_flight(pp: int, actions: Sequence[Action]) -> int:
     """Return the number of sends in flight on a link at which a rank neither deadlocks nor waits needlessly.
 
-    One is enough where neighbours are at most one message apart. Where a chunk takes more than ``pp`` micro-batches in
+    One is enough where neighbors are at most one message apart. Where a chunk takes more than ``pp`` micro-batches in
     a row, the surplus of the group is in flight between the last rank and the first, and waiting for those sends would
     deadlock. The tests compare the times with those of unlimited sends.
     """

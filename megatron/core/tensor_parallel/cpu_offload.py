@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.host_memory import Copied, HostCopies
 from megatron.core.tensor_parallel.recompute import outer_hooks, storage_key
-from megatron.core.weight_prefetch import LayersInUse
+from megatron.core.weight_prefetch import WeightPrefetch
 
 
 class ActivationOffload:
@@ -164,10 +164,10 @@ class _Saved:
         return self.moved.fetch().view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class WeightOffload(LayersInUse):
+class WeightOffload(WeightPrefetch):
     """Take the weights of ``layers`` from the device while a step's passes run, but for the layers that are in use.
 
-    Between `leave` and `come_home` a layer's weights are on the device while it or its neighbour runs. Outside they are
+    Between `leave` and `onload` a layer's weights are on the device while it or its neighbor runs. Outside they are
     where they always were, for the optimizer, checkpoints and evaluation. Each weight fills memory of its own.
     """
 
@@ -181,7 +181,7 @@ class WeightOffload(LayersInUse):
         for layer in self._layers:
             layer.leave()
 
-    def come_home(self) -> None:
+    def onload(self) -> None:
         """Bring all weights back, after the last pass of a step."""
         for layer in self._layers:
             layer.begin()

@@ -20,8 +20,8 @@ from megatron.core.collectives import (
 )
 from megatron.core.flight_recorder import PendingWork
 from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
-from megatron.core.ops.fp8_quantizers import Float8Quantisers
-from megatron.core.ops.fp8_tensor import WHOLE, Quantised, scaled_product
+from megatron.core.ops.fp8_quantizers import Fp8Quantizers
+from megatron.core.ops.fp8_tensor import WHOLE, Quantized, scaled_product
 from megatron.core.ops.gemm import product
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.mappings import InputRegion
@@ -44,14 +44,14 @@ class Gathering:
         return self._whole if self._whole.dtype == self._dtype else self._whole.view(self._dtype)
 
 
-def gather_rows(part: Quantised, group: Group) -> Quantised:
+def gather_rows(part: Quantized, group: Group) -> Quantized:
     """Return the matrix whose rows the group's ranks hold.
 
     Shapes: ``[n, m] -> [group.size * n, m]``.
     """
     data = all_gather_first_dim(_bytes_of(part.data), group).view(part.data.dtype)
     scale = part.scale if part.blocks.rows == 0 else gather_scales(part.scale, group)
-    return Quantised(data, scale, part.blocks)
+    return Quantized(data, scale, part.blocks)
 
 
 def gather_scales(scale: torch.Tensor, group: Group) -> torch.Tensor:
@@ -98,38 +98,38 @@ class _Float8Linear(torch.autograd.Function):
         tp: Group,
         adds_bias: bool,
         library: str,
-        quantisers: Float8Quantisers,
+        quantizers: Fp8Quantizers,
         records: bool,
         scatters: bool,
     ) -> torch.Tensor:
         group = tp if region is InputRegion.SEQUENCE and tp.size > 1 else None
         rows = x.reshape(-1, x.shape[-1])
-        kept = _what_to_keep(quantisers, rows, group, ctx.needs_input_grad[1])
+        kept = _what_to_keep(quantizers, rows, group, ctx.needs_input_grad[1])
         # What is gathered is turned where it arrives, if that can be.
-        ctx.turns = not (quantisers.turns and group is not None)
+        ctx.turns = not (quantizers.turns and group is not None)
         turns_now = kept is _Kept.ROUNDED and ctx.turns
-        plain, turned = quantisers.matrix("input", rows, transpose=turns_now, records=records, group=group)
-        quantised_weight = quantisers.weight(weight, transpose=False, records=records, scale=None)
+        plain, turned = quantizers.matrix("input", rows, transpose=turns_now, records=records, group=group)
+        quantized_weight = quantizers.weight(weight, transpose=False, records=records, scale=None)
         rounded = plain if turned is None else turned
         data = {_Kept.NOTHING: None, _Kept.ROUNDED: rounded.data}.get(kept, x)
         # A single scale is not worth a way to the machine's memory and back, as what is saved may take.
         has_one_scale = rounded.blocks == WHOLE
-        ctx.single_scales = (rounded.scale, quantised_weight.scale) if has_one_scale else None
+        ctx.single_scales = (rounded.scale, quantized_weight.scale) if has_one_scale else None
         ctx.save_for_backward(
             data,
             weight,
             rounded.scale if kept is _Kept.ROUNDED and not has_one_scale else None,
-            quantised_weight.scale if quantisers.keeps_weight_scale and not has_one_scale else None,
+            quantized_weight.scale if quantizers.keeps_weight_scale and not has_one_scale else None,
         )
         ctx.region, ctx.tp, ctx.group, ctx.product_library = region, tp, group, library
-        ctx.quantisers, ctx.records, ctx.kept, ctx.blocks = quantisers, records, kept, rounded.blocks
+        ctx.quantizers, ctx.records, ctx.kept, ctx.blocks = quantizers, records, kept, rounded.blocks
         ctx.x_shape, ctx.scatters = x.shape, scatters
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
         ctx.main_grad = main_grad_of(weight)
         ctx.bias_receiver = None if bias is None else Receiver.of(bias)
         if group is not None:
             plain = gather_rows(plain, group)
-        result = scaled_product(plain, quantised_weight, x.dtype, bias if adds_bias else None, library)
+        result = scaled_product(plain, quantized_weight, x.dtype, bias if adds_bias else None, library)
         result = result.view(-1, *x.shape[1:-1], weight.shape[0])
         return reduce_scatter_first_dim(result, tp) if scatters else result
 
@@ -139,26 +139,26 @@ class _Float8Linear(torch.autograd.Function):
         saved_scale, weight_scale = ctx.single_scales or scales
         tp: Group = ctx.tp
         group: Group | None = ctx.group
-        quantisers: Float8Quantisers = ctx.quantisers
+        quantizers: Fp8Quantizers = ctx.quantizers
         needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
         if needs_weight_grad and ctx.kept is _Kept.TO_ROUND:
-            again = quantisers.input_again(saved.reshape(-1, saved.shape[-1]), saved_scale, ctx.turns, group)
+            again = quantizers.input_again(saved.reshape(-1, saved.shape[-1]), saved_scale, ctx.turns, group)
             saved, saved_scale, ctx.blocks = again.data, again.scale, again.blocks
         gathering = None
         if group is not None and needs_weight_grad:
             gathering = Gathering(saved, group)
 
         rows = grad.reshape(-1, grad.shape[-1])
-        in_fp8 = needs_weight_grad and quantisers.recipe.has_weight_gradients
+        in_fp8 = needs_weight_grad and quantizers.recipe.has_weight_gradients
         if ctx.scatters:
-            part, _ = quantisers.matrix("grad", rows, transpose=False, records=ctx.records, group=tp)
+            part, _ = quantizers.matrix("grad", rows, transpose=False, records=ctx.records, group=tp)
             plain = gather_rows(part, tp)
             turned = plain.transposed() if in_fp8 else None
         else:
-            plain, turned = quantisers.matrix("grad", rows, transpose=in_fp8, records=ctx.records)
+            plain, turned = quantizers.matrix("grad", rows, transpose=in_fp8, records=ctx.records)
         x_grad, reducing = None, None
         if needs_x_grad:
-            turned_weight = quantisers.weight(weight, transpose=True, records=False, scale=weight_scale)
+            turned_weight = quantizers.weight(weight, transpose=True, records=False, scale=weight_scale)
             full = scaled_product(plain, turned_weight, grad.dtype, library=ctx.product_library)
             full = full.view(-1, *grad.shape[1:-1], full.shape[-1])
             x_grad, reducing = _reduce_input_gradient(full, ctx.x_shape, ctx.region, tp)
@@ -184,7 +184,7 @@ def float8_linear(
     bias: torch.Tensor | None,
     region: InputRegion,
     tp: Group,
-    quantisers: Float8Quantisers,
+    quantizers: Fp8Quantizers,
     *,
     adds_bias: bool,
     library: str,
@@ -193,48 +193,46 @@ def float8_linear(
     """Do what `tensor_parallel_linear` does, with the three products in fp8.
 
     Under sequence parallelism the input travels in fp8, with its scales, in both passes; so does the gradient of an
-    output that is scattered here, which `Float8Quantisers.gathers_gradients` allows or not.
+    output that is scattered here, which `Fp8Quantizers.gathers_gradients` allows or not.
 
     Shapes: as those of `tensor_parallel_linear`.
     """
-    assert not scatters or quantisers.gathers_gradients, "this recipe gathers gradients before it rounds them"
-    arguments = (x, weight, bias, region, tp, adds_bias, library, quantisers, torch.is_grad_enabled(), scatters)
+    assert not scatters or quantizers.gathers_gradients, "this recipe gathers gradients before it rounds them"
+    arguments = (x, weight, bias, region, tp, adds_bias, library, quantizers, torch.is_grad_enabled(), scatters)
     result: torch.Tensor = _Float8Linear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
-def _what_to_keep(
-    quantisers: Float8Quantisers, rows: torch.Tensor, group: Group | None, needs_weight_grad: bool
-) -> _Kept:
+def _what_to_keep(quantizers: Fp8Quantizers, rows: torch.Tensor, group: Group | None, needs_weight_grad: bool) -> _Kept:
     """Return what the backward pass is to have of an input.
 
-    Parts of a sequence that do not fill the blocks along it are quantised when they are joined.
+    Parts of a sequence that do not fill the blocks along it are quantized when they are joined.
     """
     if not needs_weight_grad:
         return _Kept.NOTHING
-    length = quantisers.recipe.blocks.columns
+    length = quantizers.recipe.blocks.columns
     fills = group is None or length == 0 or rows.shape[0] % length == 0
-    if not (quantisers.recipe.has_weight_gradients and fills):
+    if not (quantizers.recipe.has_weight_gradients and fills):
         return _Kept.UNROUNDED
-    return _Kept.TO_ROUND if quantisers.input_is_recomputed else _Kept.ROUNDED
+    return _Kept.TO_ROUND if quantizers.input_is_recomputed else _Kept.ROUNDED
 
 
-def _turned_input(saved: torch.Tensor, scale: torch.Tensor, ctx: Any) -> Quantised:
+def _turned_input(saved: torch.Tensor, scale: torch.Tensor, ctx: Any) -> Quantized:
     """Return the whole input's transpose in fp8 from what was kept of it, gathered.
 
     Shapes: ``-> [in, rows]``.
     """
-    quantisers: Float8Quantisers = ctx.quantisers
+    quantizers: Fp8Quantizers = ctx.quantizers
     if ctx.kept is _Kept.UNROUNDED:
-        return quantisers.columns("input", saved.reshape(-1, saved.shape[-1]))
+        return quantizers.columns("input", saved.reshape(-1, saved.shape[-1]))
     group: Group | None = ctx.group
     if group is None:
-        return Quantised(saved, scale, ctx.blocks)
-    if quantisers.turns:
-        return Quantised(saved.t(), scale, ctx.blocks)
+        return Quantized(saved, scale, ctx.blocks)
+    if quantizers.turns:
+        return Quantized(saved.t(), scale, ctx.blocks)
     if ctx.blocks.columns != 0:
         scale = side_by_side(gather_scales(scale, group), group)
-    return Quantised(side_by_side(saved, group), scale, ctx.blocks)
+    return Quantized(side_by_side(saved, group), scale, ctx.blocks)
 
 
 def _reduce_input_gradient(
@@ -257,7 +255,7 @@ def _add_plain(main_grad: MainGrad | None, grad: torch.Tensor, x: torch.Tensor, 
 
 
 def _add_fp8(
-    main_grad: MainGrad | None, grad: Quantised, x: Quantised, dtype: torch.dtype, library: str
+    main_grad: MainGrad | None, grad: Quantized, x: Quantized, dtype: torch.dtype, library: str
 ) -> torch.Tensor | None:
     if main_grad is None:
         return scaled_product(grad, x, dtype, library=library)

@@ -23,7 +23,7 @@ from megatron.core.collectives import (
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory import ReusedMemory
 from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
-from megatron.core.ops.fp8_quantizers import Float8Quantisers
+from megatron.core.ops.fp8_quantizers import Fp8Quantizers
 from megatron.core.ops.gemm import add_rows, linear, product
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
@@ -136,23 +136,23 @@ def tensor_parallel_linear(
     overlap: LinearOverlap = WHOLE,
     scatters: bool = False,
     memory: ReusedMemory | None = None,
-    quantisers: Float8Quantisers | None = None,
+    quantizers: Fp8Quantizers | None = None,
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` on this rank's shard of the weight.
 
     Where the ranks' results are to be summed, only one of them ``adds_bias``; the bias has its gradient on all.
     ``library`` computes the products on CPU (see `linear`). ``scatters`` makes the sum, for an input that is SPLIT, and
     leaves each rank its part along s. ``overlap`` says what travels beside which product. ``memory`` holds a result
-    that is computed whole on a CPU. With ``quantisers`` the products are in fp8, and nothing is overlapped here.
+    that is computed whole on a CPU. With ``quantizers`` the products are in fp8, and nothing is overlapped here.
 
     Shapes: ``x: [s, b, in]`` (``[s/tp, b, in]`` where the region is SEQUENCE) ``-> [s, b, out]`` with the shard's own
     ``in`` and ``out``, ``[s/tp, b, out]`` where it ``scatters``. Backward: the input's gradient is all-reduced
     (REPLICATED) or reduce-scattered along s (SEQUENCE) while the weight's gradient is computed; the output's gradient
     is gathered along s where the output was scattered.
     """
-    if quantisers is not None:
+    if quantizers is not None:
         return float8_linear(
-            *(x, weight, bias, region, tp, quantisers), adds_bias=adds_bias, library=library, scatters=scatters
+            *(x, weight, bias, region, tp, quantizers), adds_bias=adds_bias, library=library, scatters=scatters
         )
     arguments = (x, weight, bias, region, tp, adds_bias, library, overlap, scatters, memory)
     result: torch.Tensor = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -166,7 +166,7 @@ DEFAULT_INIT_STD = 0.02
 def make_parameter(
     local_shape: tuple[int, ...], spec: ParamSpec, dtype: torch.dtype, device: torch.device | str
 ) -> nn.Parameter:
-    """Return an uninitialised parameter that carries its description."""
+    """Return an uninitialized parameter that carries its description."""
     parameter = nn.Parameter(torch.empty(local_shape, dtype=dtype, device=device))
     attach_spec(parameter, spec)
     return parameter
@@ -223,7 +223,7 @@ class ColumnParallelLinear(nn.Module):
         self.skip_bias_add = skip_bias_add
         self.product_library = library
         self.overlap = overlap
-        self.quantisers: Float8Quantisers | None = None
+        self.quantizers: Fp8Quantizers | None = None
         self.region = InputRegion.SEQUENCE if sequence_parallel else InputRegion.REPLICATED
         out_per_rank = (padded_out_features or out_features) // tp.size
 
@@ -258,7 +258,7 @@ class ColumnParallelLinear(nn.Module):
             memory=memory,
             library=self.product_library,
             overlap=self.overlap,
-            quantisers=self.quantisers,
+            quantizers=self.quantizers,
         )
         if not self.skip_bias_add:
             return self._gathered(output)
@@ -314,7 +314,7 @@ class RowParallelLinear(nn.Module):
         self.skip_bias_add = skip_bias_add
         self.product_library = library
         self.overlap = overlap
-        self.quantisers: Float8Quantisers | None = None
+        self.quantizers: Fp8Quantizers | None = None
         self.sequence_parallel = sequence_parallel
         # On a CPU the bias is added to a scattered sum: runs there keep their last bits.
         self.brings_bias_into_sum = torch.device(device).type == "cuda"
@@ -348,8 +348,8 @@ class RowParallelLinear(nn.Module):
         in_sum: torch.Tensor | None = None
         product_scatters = scatters and (
             (self.overlap.forward or self.overlap.backward)
-            if self.quantisers is None
-            else self.quantisers.gathers_gradients
+            if self.quantizers is None
+            else self.quantizers.gathers_gradients
         )
         if product_scatters:
             brings_bias = self.brings_bias_into_sum and not self.overlap.uses_symmetric_memory
@@ -367,7 +367,7 @@ class RowParallelLinear(nn.Module):
             library=self.product_library,
             overlap=self.overlap,
             scatters=product_scatters,
-            quantisers=self.quantisers,
+            quantizers=self.quantizers,
         )
         if not scatters:
             return reduce_from_tensor_model_parallel_region(partial, self.tp)

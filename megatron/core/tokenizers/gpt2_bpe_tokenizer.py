@@ -32,9 +32,9 @@ def check_merges(
     """Refuse merges that are cut short, or of another vocabulary.
 
     Each merge joins two tokens into a third. Each token is a byte, comes from a merge, or was added: one of
-    ``bytes_and_added``, spelt in brackets as ``<|endoftext|>`` is, with characters that stand for no byte, or as no two
-    tokens of the vocabulary spell when joined (OPT's ``madeupword0000``). So GPT-2's 50257 tokens are 256 bytes, 50000
-    merges and one token that was added.
+    ``bytes_and_added``, spelled in brackets as ``<|endoftext|>`` is, with characters that stand for no byte, or as no
+    two tokens of the vocabulary spell when joined (OPT's ``madeupword0000``). So GPT-2's 50257 tokens are 256 bytes,
+    50000 merges and one token that was added.
 
     Args:
         names: what to call the vocabulary and the merges.
@@ -77,7 +77,7 @@ END_OF_TEXT = "<|endoftext|>"
 class GPT2BPETokenizer(EngineTokenizer):
     """Encode as GPT-2 does, from ``vocab.json`` and ``merges.txt`` alone.
 
-    "<|endoftext|>" ends a document; spelt out in a text it is encoded as ordinary characters.
+    "<|endoftext|>" ends a document; spelled out in a text it is encoded as ordinary characters.
     Paper: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 
     Raises:

@@ -84,7 +84,7 @@ class HuggingFaceTokenizer(EngineTokenizer):
 
     The end of a document is the model's end-of-sequence token, looked up in tokenizer_config.json,
     special_tokens_map.json and generation_config.json, in that order. No special token is added to a text;
-    those spelt out in a text are recognised, as tokenizer.json says.
+    those spelled out in a text are recognized, as tokenizer.json says.
 
     With a ``patch_tokenizer_type`` the vocabulary has the size that Pai-Megatron-Patch gives it.
 

@@ -87,7 +87,7 @@ class SentencePieceTokenizer:
         return batch
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Decode ids, the added special tokens spelt out."""
+        """Decode ids, the added special tokens spelled out."""
         parts: list[str] = []
         run: list[int] = []
         for token_id in ids:

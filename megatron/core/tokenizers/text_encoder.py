@@ -196,7 +196,7 @@ def _check_cuts(description: dict[str, Any]) -> None:
 ENGINES: Final = ("auto", GigatokenEncoder.name, TiktokenEncoder.name, WordEncoder.name, ReferenceEncoder.name)
 
 # Where engines are likely to differ: white space of many kinds, contractions, digits, marks, scripts, half-known
-# characters, spelt-out special tokens. The sample of the input may have none of it, the rest of the input may.
+# characters, spelled-out special tokens. The sample of the input may have none of it, the rest of the input may.
 HARD_TEXTS: Final = (
     "",
     " ",

@@ -34,7 +34,7 @@ class TikTokenizer:
     Ids 0 to ``num_special_tokens`` - 1 are the special tokens; rank r of the file is id
     ``num_special_tokens`` + r. Only as many ranks are used as fit in ``vocab_size``: by default
     131,072, or less where the file ends sooner. "</s>" ends a document; special tokens
-    spelt out in a text are ordinary characters.
+    spelled out in a text are ordinary characters.
 
     Raises:
         TokenizerError: the file is missing or damaged, or the sizes do not fit.
@@ -102,7 +102,7 @@ class TikTokenizer:
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Decode ids, special tokens spelt out (<SPECIAL_id> if unnamed); not UTF-8 becomes U+FFFD."""
+        """Decode ids, special tokens spelled out (<SPECIAL_id> if unnamed); not UTF-8 becomes U+FFFD."""
         return b"".join(map(self._token_bytes, ids)).decode("utf-8", errors="replace")
 
     def _token_bytes(self, token_id: int) -> bytes:

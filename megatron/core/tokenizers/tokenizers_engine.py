@@ -149,7 +149,7 @@ class EngineTokenizer:
         return self._engine.encode_batch(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Decode ids, special tokens spelt out; bytes that are not UTF-8 become U+FFFD."""
+        """Decode ids, special tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
         return self._engine.decode(ids)
 
     def vocabulary(self) -> dict[str, int]:

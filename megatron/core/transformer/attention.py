@@ -20,7 +20,7 @@ from megatron.core.ops.attention_backend import PLAIN_BACKENDS, AttentionCall, s
 from megatron.core.ops.attention_block import AttentionBlocks
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
-from megatron.core.ops.fp8_quantizers import Float8Quantisers
+from megatron.core.ops.fp8_quantizers import Fp8Quantizers
 from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
@@ -46,7 +46,7 @@ from megatron.core.transformer.rotary_pos_embedding import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class SoftmaxOffset(nn.Module):
+class AttentionSinks(nn.Module):
     """Hold the sinks of this rank's heads, whose exponentials are added to the sums below the softmax.
 
     A softmax off by one has sinks of 0, which are no parameter.
@@ -115,7 +115,7 @@ class SharedGroupQueryKeyValue(nn.Module):
         self.tp = tp
         self.product_library = config.cpu_matmul
         self.overlap = linear_overlap(config, "qkv")
-        self.quantisers: Float8Quantisers | None = None
+        self.quantizers: Fp8Quantizers | None = None
         self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
         dtype = dtype_from_name(config.params_dtype)
         width = config.hidden_size
@@ -161,7 +161,7 @@ class SharedGroupQueryKeyValue(nn.Module):
             *(x, weight, bias, self.region, self.tp),
             library=self.product_library,
             overlap=self.overlap,
-            quantisers=self.quantisers,
+            quantizers=self.quantizers,
         )
 
 
@@ -240,7 +240,7 @@ class SelfAttention(nn.Module):
             softcap=config.attn_logit_softcapping,
         )
         # In the order in which Megatron's optimizer files list them: linear_proj before linear_qkv.
-        self.core_attention = SoftmaxOffset(config, tp, device)
+        self.core_attention = AttentionSinks(config, tp, device)
         self.linear_proj = RowParallelLinear(
             config.context_size,
             config.hidden_size,
@@ -280,7 +280,7 @@ class SelfAttention(nn.Module):
             config.norm_epsilon,
             tp,
             partial_gradient=True,
-            centred_weight=config.apply_layernorm_1p,
+            centered_weight=config.apply_layernorm_1p,
             dtype=dtype_from_name(config.params_dtype),
             device=device,
             transformer_impl=config.transformer_impl,

@@ -38,9 +38,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 class ExpertAdapter(LowRankAdapter):
     """Compute ``scale * B A x`` of each expert's rows by its own ``A`` and ``B``, or shards of them.
 
-    Experts whose output features are cut have all of ``A`` on each of the neighbours, and their own rows of ``B``;
+    Experts whose output features are cut have all of ``A`` on each of the neighbors, and their own rows of ``B``;
     those whose input features are cut have their own columns of ``A`` and all of ``B``, and leave a part of a sum.
-    What all neighbours hold has a part of its gradient on each. Dropout is not built.
+    What all neighbors hold has a part of its gradient on each. Dropout is not built.
 
     Shapes: ``[n, in] -> [n, out]``, rows in the order of the experts; of the features that are cut this rank's.
     """
@@ -93,7 +93,7 @@ _SITES = (WHOLE, *QUERY_KEY_VALUE, *PART_OF["linear_fc1"])
 def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
     """Put the configured adapters on every transformer layer of a model, and freeze all other parameters.
 
-    Must be called before parameters are named and initialised.
+    Must be called before parameters are named and initialized.
 
     Raises:
         ConfigurationError: a layer has an attention or a feed-forward of another kind.

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
-from megatron.core.ops.fp8_quantizers import Float8Quantisers
+from megatron.core.ops.fp8_quantizers import Fp8Quantizers
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import (
@@ -48,7 +48,7 @@ class ReplicatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.product_library = tp, config.cpu_matmul
-        self.quantisers: Float8Quantisers | None = None
+        self.quantizers: Fp8Quantizers | None = None
         shape = (out_features, in_features)
         spec = replicated_spec("weight", shape, tp, config.sequence_parallel, std=config.init_method_std)
         self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
@@ -58,7 +58,7 @@ class ReplicatedLinear(nn.Module):
         return tensor_parallel_linear(
             *(x, self.weight, None, InputRegion.SPLIT, self.tp),
             library=self.product_library,
-            quantisers=self.quantisers,
+            quantizers=self.quantizers,
         )
 
 
@@ -99,7 +99,7 @@ class LatentAttention(SelfAttention):
                 config.norm_epsilon,
                 tp,
                 partial_gradient=config.sequence_parallel,
-                centred_weight=config.apply_layernorm_1p,
+                centered_weight=config.apply_layernorm_1p,
                 dtype=dtype_from_name(config.params_dtype),
                 device=device,
                 transformer_impl=config.transformer_impl,

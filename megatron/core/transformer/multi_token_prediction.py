@@ -49,7 +49,7 @@ class FurtherTargets:
     counts: torch.Tensor
 
 
-def further_targets(
+def mtp_targets(
     labels: torch.Tensor,
     loss_mask: torch.Tensor | None,
     document_ids: torch.Tensor | None,
@@ -90,7 +90,7 @@ def further_losses(
 
     Shapes: ``per_token: n x [b, s/cp]``.
     """
-    coefficient = config.mtp_loss_scaling_factor / max(config.num_further_tokens, 1)
+    coefficient = config.mtp_loss_scaling_factor / max(config.mtp_depth, 1)
     for name, loss, mask, count in zip(further_loss_names(config), per_token, targets.mask, targets.counts):
         # In the dtype of the loss: in a float64 run a third would be rounded to float32 otherwise.
         yield AuxiliaryLoss(name, (loss * mask).sum(), count.to(loss.dtype) / cp.size, coefficient)
@@ -104,10 +104,10 @@ def _ahead(tensor: torch.Tensor, distance: int) -> torch.Tensor:
 
 def further_layer_numbers(config: TransformerConfig) -> range:
     """Return the numbers by which dropout knows the layers of the further tokens, and then their embeddings."""
-    return range(config.num_layers, config.num_layers + 2 * config.num_further_tokens)
+    return range(config.num_layers, config.num_layers + 2 * config.mtp_depth)
 
 
-class PredictionLayer(nn.Module):
+class MTPLayer(nn.Module):
     """Join the states of each position with the embedding of a token ahead of it, and apply a transformer layer.
 
     ``depth`` counts from 0. The transformer layer is of the kind of the model's last one.
@@ -126,7 +126,7 @@ class PredictionLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = tp, config.sequence_parallel
-        self.embedding_site = config.num_layers + config.num_further_tokens + depth
+        self.embedding_site = config.num_layers + config.mtp_depth + depth
         self.enorm = make_norm(config, tp, device)
         self.hnorm = make_norm(config, tp, device)
         self.eh_proj = ColumnParallelLinear(
@@ -154,7 +154,7 @@ class PredictionLayer(nn.Module):
         dropout: DropoutKeys | None,
         padding_mask: torch.Tensor | None = None,
     ) -> LayerOutput:
-        """Return the normalised states behind the layer, and its auxiliary losses."""
+        """Return the normalized states behind the layer, and its auxiliary losses."""
         if self.embedding_dropout.is_active:
             embedded = self.embedding_dropout(embedded, require_keys(dropout).after_attention(self.embedding_site))
         joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
@@ -185,8 +185,8 @@ class MultiTokenPrediction(nn.Module):
         super().__init__()
         self.recomputes = config.recompute_granularity == "full"
         self.layers = nn.ModuleDict()
-        for depth in range(config.num_further_tokens):
-            self.layers[str(depth)] = layer = PredictionLayer(config, depth, tp, device, cp, experts)
+        for depth in range(config.mtp_depth):
+            self.layers[str(depth)] = layer = MTPLayer(config, depth, tp, device, cp, experts)
             made(layer)
 
     def forward(

@@ -24,10 +24,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Norm(nn.Module):
-    """Normalise the last dim in at least float32 and scale it.
+    """Normalize the last dim in at least float32 and scale it.
 
     ``partial_gradient`` says that a tensor-parallel rank sees only part of the positions or heads, so that the
-    gradients of its copy must be summed. With ``centred_weight`` the weight is stored as its difference from one.
+    gradients of its copy must be summed. With ``centered_weight`` the weight is stored as its difference from one.
     ``transformer_impl`` may name a library that computes it where there is one.
 
     Shapes: ``[..., n] -> [..., n]``.
@@ -41,7 +41,7 @@ class Norm(nn.Module):
         tp: Group,
         *,
         partial_gradient: bool,
-        centred_weight: bool,
+        centered_weight: bool,
         dtype: torch.dtype,
         device: torch.device | str,
         transformer_impl: str = "local",
@@ -50,9 +50,9 @@ class Norm(nn.Module):
         self.kind = kind
         self.shape = (width,)
         self.epsilon = epsilon
-        self.centred_weight = centred_weight
-        self.compute = normalise
-        mean = 0.0 if centred_weight else 1.0
+        self.centered_weight = centered_weight
+        self.compute = normalize
+        mean = 0.0 if centered_weight else 1.0
         self.weight = make_parameter(
             self.shape, replicated_spec("weight", self.shape, tp, partial_gradient, mean=mean), dtype, device
         )
@@ -64,23 +64,23 @@ class Norm(nn.Module):
         engine = transformer_engine_for(transformer_impl, device)
         self.of_engine: EngineNorm | None = None
         if engine is not None:
-            self.of_engine = engine.make_norm(kind, width, epsilon, centred_weight=centred_weight)
+            self.of_engine = engine.make_norm(kind, width, epsilon, centered_weight=centered_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalised input in its own dtype."""
-        return self._normalise(x)
+        """Return the normalized input in its own dtype."""
+        return self._normalize(x)
 
-    def _normalise(self, x: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         if self.of_engine is not None and self.of_engine.takes(x, self.weight):
             return self.of_engine(x, self.weight, self.bias)
-        weight = self.weight + 1 if self.centred_weight else self.weight
+        weight = self.weight + 1 if self.centered_weight else self.weight
         return self.compute(x, weight, self.bias, self.kind, self.epsilon)
 
 
-def normalise(
+def normalize(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: str, epsilon: float
 ) -> torch.Tensor:
-    """Return the normalised input in its own dtype. Shapes: ``x: [..., n]``, ``weight, bias: [n] -> [..., n]``."""
+    """Return the normalized input in its own dtype. Shapes: ``x: [..., n]``, ``weight, bias: [n] -> [..., n]``."""
     if kind == "LayerNorm":
         # torch's kernel accumulates low precisions in float32.
         return F.layer_norm(x, weight.shape, weight, bias, epsilon)
@@ -94,7 +94,7 @@ def normalise(
 
 
 class AcrossHeadsNorm(nn.Module):
-    """Normalise the heads of each token as one vector, and scale every channel by a weight of its own.
+    """Normalize the heads of each token as one vector, and scale every channel by a weight of its own.
 
     Where there are fewer heads than tensor-parallel ranks, several ranks hold copies of one. Forward and backward: an
     all-reduce of one number a token.
@@ -124,12 +124,12 @@ class AcrossHeadsNorm(nn.Module):
         self.weight = make_parameter((self.width // num_shards,), spec, dtype, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalised heads in their own dtype."""
+        """Return the normalized heads in their own dtype."""
         wide = x.to(arithmetic_dtype(x.dtype))
         squares = wide.square().sum(dim=(-2, -1), keepdim=True)
         mean = sum_over_tensor_model_parallel_region(squares, self.tp) / (self.copies * self.width)
-        normalised = (wide * torch.rsqrt(mean + self.epsilon)).to(x.dtype)
-        return normalised * (self.weight + self.mean_weight).view(x.shape[-2:])
+        normalized = (wide * torch.rsqrt(mean + self.epsilon)).to(x.dtype)
+        return normalized * (self.weight + self.mean_weight).view(x.shape[-2:])
 
 
 def add_branch(x: torch.Tensor, branch: torch.Tensor | None, keys: RowKeys | None, probability: float) -> torch.Tensor:
@@ -148,12 +148,12 @@ def add_branch(x: torch.Tensor, branch: torch.Tensor | None, keys: RowKeys | Non
 class NormAhead:
     """Hand a layer the norm that it begins with, from the end of the layer before, which has a branch to add there.
 
-    ``following`` is with what the next layer reads the stream, and ``normalised`` what came of it; both are None where
+    ``following`` is with what the next layer reads the stream, and ``normalized`` what came of it; both are None where
     there is no layer behind, or before.
     """
 
     following: ResidualNorm | ResidualSum | None = None
-    normalised: torch.Tensor | None = None
+    normalized: torch.Tensor | None = None
 
 
 class ResidualSum(nn.Module):
@@ -172,7 +172,7 @@ class ResidualSum(nn.Module):
 
 
 class ResidualNorm(Norm):
-    """Add a branch to the residual stream, and normalise the sum.
+    """Add a branch to the residual stream, and normalize the sum.
 
     ``sums_branch_grad`` says that branches end with a bias, which wants the sum of their gradient.
 
@@ -198,29 +198,29 @@ class ResidualNorm(Norm):
             from megatron.core.ops.triton import residual as programs
 
             if self.shape[0] <= programs.MAX_WIDTH:
-                return programs.add_and_normalise(
+                return programs.add_and_normalize(
                     x,
                     branch,
                     self.weight,
                     self.bias,
                     self.epsilon,
                     subtracts_mean=self.kind == "LayerNorm",
-                    weight_offset=1.0 if self.centred_weight else 0.0,
+                    weight_offset=1.0 if self.centered_weight else 0.0,
                     keys=keys,
                     probability=probability,
                     sums_branch_grad=self.sums_branch_grad,
                 )
         total = add_branch(x, branch, keys, probability)
-        return total, self._normalise(total)
+        return total, self._normalize(total)
 
     def of_stream(self, x: torch.Tensor) -> torch.Tensor:
         """Return the norm of the stream that a call has left: the same bits as the call's."""
-        normalised: torch.Tensor = self(x)[1]
-        return normalised
+        normalized: torch.Tensor = self(x)[1]
+        return normalized
 
 
-class StreamOfNorms(ResidualNorm):
-    """Add a branch to the residual stream and normalise the sum, which is the stream from here on."""
+class PostNormResidual(ResidualNorm):
+    """Add a branch to the residual stream and normalize the sum, which is the stream from here on."""
 
     def forward(  # type: ignore[override]
         self,
@@ -230,5 +230,5 @@ class StreamOfNorms(ResidualNorm):
         probability: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm twice."""
-        _, normalised = super().forward(x, branch, keys, probability)
-        return normalised, normalised
+        _, normalized = super().forward(x, branch, keys, probability)
+        return normalized, normalized

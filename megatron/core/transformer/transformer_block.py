@@ -25,7 +25,7 @@ from megatron.core.transformer.norm import NormAhead
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
-from megatron.core.weight_prefetch import LayersInUse
+from megatron.core.weight_prefetch import WeightPrefetch
 
 
 class TransformerBlock(nn.Module):
@@ -60,7 +60,7 @@ class TransformerBlock(nn.Module):
         self.tp = tp
         self.graphs: GraphedLayers | None = None
         self.offload: ActivationOffload | None = None
-        self.weights: LayersInUse | None = None
+        self.weights: WeightPrefetch | None = None
 
     def forward(
         self,

@@ -12,7 +12,7 @@ import math
 
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.ops.fp8_config import Float8Config, Float8Places
+from megatron.core.ops.fp8_config import Float8Config, Fp8TensorIndex
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
 
@@ -153,14 +153,14 @@ class PredictionConfig(Config):
     """Weight of the mean loss of the layers of --mtp-num-layers beside the model's own loss."""
 
     @property
-    def num_further_tokens(self) -> int:
+    def mtp_depth(self) -> int:
         """Return how many tokens beyond the next are predicted."""
         return self.mtp_num_layers or 0
 
 
 def further_loss_names(config: PredictionConfig) -> tuple[str, ...]:
     """Return what the losses of the further tokens are called in the log, the nearest token first."""
-    return tuple(f"mtp_{depth + 1}_loss" for depth in range(config.num_further_tokens))
+    return tuple(f"mtp_{depth + 1}_loss" for depth in range(config.mtp_depth))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -669,10 +669,10 @@ class TransformerConfig(
         return min(layer_number, self.num_layers - 1)
 
     @property
-    def float8_places(self) -> Float8Places:
+    def float8_places(self) -> Fp8TensorIndex:
         """Return the places that delayed scaling has for the products of each layer."""
-        maps, further = self.num_attention_maps + 2, self.num_further_tokens
-        return Float8Places(self.num_layers + further, maps, self.num_experts or 0, has_join=further > 0)
+        maps, further = self.num_attention_maps + 2, self.mtp_depth
+        return Fp8TensorIndex(self.num_layers + further, maps, self.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of whole sequences on one rank: what pipeline stages hand on."""
@@ -685,7 +685,7 @@ class TransformerConfig(
         Matrix products alone are counted: norms, activations and embedding lookups are together far below one per cent.
         Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
         """
-        layers = range(self.num_layers + self.num_further_tokens)
+        layers = range(self.num_layers + self.mtp_depth)
         return sum(sum(self.layer_forward_flops(number, seq_length)) for number in layers)
 
     def layer_forward_flops(self, layer_number: int, seq_length: int) -> tuple[float, float]:

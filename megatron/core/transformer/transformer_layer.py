@@ -21,20 +21,20 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
-from megatron.core.transformer.norm import Norm, NormAhead, ResidualNorm, ResidualSum, StreamOfNorms, add_branch
+from megatron.core.transformer.norm import Norm, NormAhead, PostNormResidual, ResidualNorm, ResidualSum, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def make_norm(config: TransformerConfig, tp: Group, device: torch.device | str, kind: type[Norm] = Norm) -> Norm:
-    """Return the configured normalisation of hidden states."""
+    """Return the configured normalization of hidden states."""
     return kind(
         config.normalization,
         config.hidden_size,
         config.norm_epsilon,
         tp,
         partial_gradient=config.sequence_parallel,
-        centred_weight=config.apply_layernorm_1p,
+        centered_weight=config.apply_layernorm_1p,
         dtype=dtype_from_name(config.params_dtype),
         device=device,
         transformer_impl=config.transformer_impl,
@@ -46,7 +46,7 @@ def make_stream_norm(config: TransformerConfig, tp: Group, device: torch.device 
     if config.norm_placement == "after":
         return ResidualSum()
     carries_norm = config.apply_residual_connection_post_layernorm
-    norm = make_norm(config, tp, device, StreamOfNorms if carries_norm else ResidualNorm)
+    norm = make_norm(config, tp, device, PostNormResidual if carries_norm else ResidualNorm)
     assert isinstance(norm, ResidualNorm)
     norm.sums_branch_grad = config.add_bias_linear and config.norm_placement == "before"
     return norm
@@ -137,38 +137,38 @@ class TransformerLayer(nn.Module):
             fed_keys = keys.after_feed_forward(self.layer_number)
         probability = self.hidden_dropout.probability
         self._hand_keys(dropout)
-        if ahead is None or ahead.normalised is None:
-            x, normalised = self.input_layernorm(x)
+        if ahead is None or ahead.normalized is None:
+            x, normalized = self.input_layernorm(x)
         else:
-            normalised, ahead.normalised = ahead.normalised, None
-        with self._recomputed(self.input_layernorm, x, normalised):
-            attended, losses = self.self_attention(normalised, pattern, angles, cache, dropout)
+            normalized, ahead.normalized = ahead.normalized, None
+        with self._recomputed(self.input_layernorm, x, normalized):
+            attended, losses = self.self_attention(normalized, pattern, angles, cache, dropout)
         branch = self.post_self_attn_layernorm(attended)
         if self.is_parallel:
-            stream, normalised = self.pre_mlp_layernorm(x)
+            stream, normalized = self.pre_mlp_layernorm(x)
             x = add_branch(stream, branch, attended_keys, probability)
         else:
-            x, normalised = self.pre_mlp_layernorm(x, branch, attended_keys, probability)
+            x, normalized = self.pre_mlp_layernorm(x, branch, attended_keys, probability)
             stream = x
-        with self._recomputed(self.pre_mlp_layernorm, stream, normalised):
+        with self._recomputed(self.pre_mlp_layernorm, stream, normalized):
             if self.recomputes_mlp and self.training:
-                fed, more_losses = recompute(self._feed, normalised, dropout, padding_mask)
+                fed, more_losses = recompute(self._feed, normalized, dropout, padding_mask)
             else:
-                fed, more_losses = self._feed(normalised, dropout, padding_mask)
+                fed, more_losses = self._feed(normalized, dropout, padding_mask)
         branch = self.post_mlp_layernorm(fed)
         if ahead is None or ahead.following is None:
             x = add_branch(x, branch, fed_keys, probability)
         else:
-            x, ahead.normalised = ahead.following(x, branch, fed_keys, probability)
+            x, ahead.normalized = ahead.following(x, branch, fed_keys, probability)
         return LayerOutput(x, losses + more_losses)
 
     def _feed(
-        self, normalised: torch.Tensor, dropout: DropoutKeys | None, padding_mask: torch.Tensor | None
+        self, normalized: torch.Tensor, dropout: DropoutKeys | None, padding_mask: torch.Tensor | None
     ) -> LayerOutput:
         """Return the feed-forward's output; when it is computed again, by the keys of the first time."""
         self._hand_keys(dropout)
         takes_mask = isinstance(self.mlp, MoELayer) and padding_mask is not None
-        output: LayerOutput = self.mlp(normalised, padding_mask) if takes_mask else self.mlp(normalised)
+        output: LayerOutput = self.mlp(normalized, padding_mask) if takes_mask else self.mlp(normalized)
         return output
 
     def _hand_keys(self, dropout: DropoutKeys | None) -> None:
@@ -178,9 +178,9 @@ class TransformerLayer(nn.Module):
             self.mlp.router.keys, self.mlp.router.layer_number = dropout, self.layer_number
 
     def _recomputed(
-        self, norm: nn.Module, stream: torch.Tensor, normalised: torch.Tensor
+        self, norm: nn.Module, stream: torch.Tensor, normalized: torch.Tensor
     ) -> AbstractContextManager[None]:
         """Return a context in which a norm's output is not kept, if it is recomputed; its input is kept anyway."""
         if not (self.recomputes_norms and self.training and isinstance(norm, ResidualNorm)):
             return nullcontext()
-        return saved_as_inputs(normalised, norm.of_stream, stream)
+        return saved_as_inputs(normalized, norm.of_stream, stream)

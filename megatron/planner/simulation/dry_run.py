@@ -31,9 +31,9 @@ from megatron.planner.simulation.fake_device import simulated_gpu
 from megatron.planner.simulation.recorder import Operation, Recorder, StepRecord
 from megatron.planner.simulation.roofline import is_attention
 from megatron.training.batch_source import BatchSource
-from megatron.training.fault_tolerance.anomaly_detector import FaultGuard
+from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
 from megatron.training.initialize import Runtime, make_runtime
-from megatron.training.model_setup import ModelProvider, TrainingParts, build_training_parts
+from megatron.training.model_setup import ModelAndOptimizer, ModelProvider, build_model_and_optimizer
 from megatron.training.training_step import ForwardStep, TrainingStep
 
 _BACKWARD = 2
@@ -118,7 +118,7 @@ def needed_flops(config: RunConfig, pipeline_rank: int) -> ModelFlops:
     backward = 1 if model.lora_rank else _BACKWARD
     documents = 2 if config.data.reset_attention_mask else 1
     for chunk in config.stage_layout.chunks(pipeline_rank):
-        further = range(model.num_layers, model.num_layers + model.num_further_tokens) if chunk.has_loss else ()
+        further = range(model.num_layers, model.num_layers + model.mtp_depth) if chunk.has_loss else ()
         for number in (*chunk.layer_numbers, *further):
             is_forward_only = model.lora_rank and number == 0
             of_gemms, _ = model.layer_forward_flops(number, length)
@@ -233,11 +233,11 @@ def dry_run(
         runtime = make_runtime(config, device, observer=recorder.communicate)
         recorder.is_crossing_machines = _machine_crossings(runtime.state)
         recorder.axes_of_ranks = {group.ranks: group.axes for group in _groups(runtime.state)}
-        parts = build_training_parts(config, runtime, _without_values(model_provider), log=lambda line: None)
+        parts = build_model_and_optimizer(config, runtime, _without_values(model_provider), log=lambda line: None)
         _name_memory(recorder, config, parts)
         start_peak_bytes = recorder.record.peak_bytes
         open_source = partial(_source, config, runtime)
-        guard = FaultGuard.without_run(config, runtime, parts, forward_step, open_source)
+        guard = AnomalyDetector.without_run(config, runtime, parts, forward_step, open_source)
         step = TrainingStep(config, runtime, parts, forward_step, _PhaseTimers(recorder), guard=guard)
         source = open_source()
         batch_size, train_state = config.training.global_batch_size, TrainState()
@@ -300,7 +300,7 @@ def _groups(state: ParallelState) -> tuple[Group, ...]:
     return *instances, state.expert_model, state.expert_dp, *slices, *levels
 
 
-def _name_memory(recorder: Recorder, config: RunConfig, parts: TrainingParts) -> None:
+def _name_memory(recorder: Recorder, config: RunConfig, parts: ModelAndOptimizer) -> None:
     """Say what the memory is for that stays from step to step."""
     width = config.model.padded_vocab_size // config.model.tensor_model_parallel_size
     num_dummies = config.model.padded_vocab_size - config.model.vocab_size

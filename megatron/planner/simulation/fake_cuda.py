@@ -24,7 +24,7 @@ _SOURCE = Path(__file__).with_name("cuda_guard.cpp")
 
 # The library is loaded once per process. A call that raises is not cached.
 @functools.cache
-def load_pretended_cuda(cache: Path | None = None) -> None:
+def load_fake_cuda(cache: Path | None = None) -> None:
     """Load the library, and build it if ``cache`` (by default a folder for temporary files) has none yet.
 
     Raises:

@@ -41,7 +41,7 @@ from megatron.core.process_group import CollectiveCall
 from megatron.core.transformer.transformer_config import MoEConfig
 from megatron.planner.gpu import Gpu
 from megatron.planner.simulation.fake_triton import recorded_programs
-from megatron.planner.simulation.operators import CudaOperators, LowerRightMask, PretendedFlexAttention
+from megatron.planner.simulation.operators import CudaOperators, FakeFlexAttention, LowerRightMask
 from megatron.planner.simulation.recorder import TO_DEVICE, TO_HOST, Recorder
 
 _aten = torch.ops.aten
@@ -156,7 +156,7 @@ _GENERATOR_STATE_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretendedDevice(Device):
+class FakeDevice(Device):
     """Stand in for a CUDA device; ``on_wait`` is told where the host would wait for it, ``copies`` of what moves."""
 
     gpu: Gpu
@@ -377,7 +377,7 @@ def simulated_world(rank: int, world_size: int) -> Iterator[None]:
 @contextmanager
 def simulated_gpu(
     recorder: Recorder, gpu: Gpu, model: GPTConfig, rank: int, world_size: int, second_document: int | None
-) -> Iterator[PretendedDevice]:
+) -> Iterator[FakeDevice]:
     """Yield a simulated GPU of a rank, on which the recorder sees what a model does with tensors without values.
 
     ``second_document`` is the position at which a second document begins in packed samples, for FlexAttention's masks.
@@ -394,7 +394,7 @@ def simulated_gpu(
         CudaOperators(recorder, gpu.capability),
         BalancedExperts(model, recorder.wait).taking_calls() if model.num_experts else nullcontext(),
     ):
-        yield PretendedDevice(
+        yield FakeDevice(
             "cuda",
             gpu=gpu,
             on_wait=recorder.wait,
@@ -406,7 +406,7 @@ def simulated_gpu(
 @contextmanager
 def with_triton(recorder: Recorder, second_document: int) -> Iterator[None]:
     """Have Triton, and FlexAttention with it."""
-    with recorded_programs(recorder), PretendedFlexAttention(recorder, second_document).taking_calls():
+    with recorded_programs(recorder), FakeFlexAttention(recorder, second_document).taking_calls():
         yield
 
 

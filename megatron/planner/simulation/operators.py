@@ -291,7 +291,7 @@ class _Silu(torch.autograd.Function):
         return grad_x, None
 
 
-class PretendedFlexAttention:
+class FakeFlexAttention:
     """Stand in for the compiled function; ``second_document`` is the position where the second one of a sample begins.
 
     Positions are counted from a call's first key on.

@@ -22,12 +22,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import wrap_model
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.core.pipeline_parallel.executor import ChunkEntrance
+from megatron.core.pipeline_parallel.executor import StageInput
 from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.planner.gpu import GPUS, Gpu
-from megatron.planner.simulation.fake_device import PretendedDevice, simulated_gpu
+from megatron.planner.simulation.fake_device import FakeDevice, simulated_gpu
 from megatron.planner.simulation.recorder import Operation, Recorder, StepRecord
 from megatron.planner.simulation.roofline import is_attention
 from megatron.planner.traces import ATTENTION, GEMM, MEMORY, PHASES, TraceRequest
@@ -110,7 +110,7 @@ class _Tracer:
 
     request: TraceRequest
     recorder: Recorder
-    device: PretendedDevice
+    device: FakeDevice
     state: ParallelState
     functions: list[str]
 
@@ -125,7 +125,7 @@ class _Tracer:
         hidden, ids = self._inputs(batch)
         # The input of the first layer needs no gradient if the embedding is frozen.
         is_after_frozen = bool(model.lora_rank) and contents.layer_numbers[:1] == (0,)
-        entrance = None if hidden is None or is_after_frozen else ChunkEntrance()
+        entrance = None if hidden is None or is_after_frozen else StageInput()
         at_entry: list[tuple[int, int, int]] = []
         chunk.decoder.register_forward_pre_hook(
             lambda *_: at_entry.append((memory.num_bytes, len(recorder.record.operations), len(functions)))

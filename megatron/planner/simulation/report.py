@@ -198,7 +198,7 @@ def _dearest_first(estimate: Estimate) -> list[tuple[str, float]]:
     return sorted(estimate.by_line.items(), key=lambda item: -item[1])
 
 
-_COLOURS = ("#4878a8", "#e49444", "#85b6b2", "#6a9f58", "#d1615d", "#a87c9f")
+_COLORS = ("#4878a8", "#e49444", "#85b6b2", "#6a9f58", "#d1615d", "#a87c9f")
 _WIDTH, _HEIGHT = 900, 360
 _LEFT, _TOP, _BOTTOM, _RIGHT = 70, 40, 40, 130
 
@@ -219,9 +219,9 @@ def draw_memory(run: DryRun, gpu: Gpu) -> str:
         ceiling = [low + column[index] for low, column in zip(floor, columns)]
         points = [(x, high) for x, high in enumerate(ceiling)] + [(x, low) for x, low in reversed([*enumerate(floor)])]
         path = " ".join(f"{_LEFT + x},{_TOP + height * (1 - value / top):.1f}" for x, value in points)
-        parts.append(f'<polygon points="{path}" fill="{_COLOURS[index]}"/>')
+        parts.append(f'<polygon points="{path}" fill="{_COLORS[index]}"/>')
         place, line = _WIDTH - _RIGHT + 12, _TOP + 18 * index
-        parts.append(f'<rect x="{place}" y="{line}" width="12" height="12" fill="{_COLOURS[index]}"/>')
+        parts.append(f'<rect x="{place}" y="{line}" width="12" height="12" fill="{_COLORS[index]}"/>')
         parts.append(f'<text x="{place + 18}" y="{line + 11}">{name}</text>')
         floor = ceiling
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):

@@ -41,7 +41,7 @@ class ClientLeft(Exception):
     """Report that nobody waits for the answer."""
 
 
-class RunningAnswer:
+class StreamedCompletion:
     """Hold a request that runs, from `start` to `close`, and the texts of its choices.
 
     A client that leaves, which ``receive`` of ASGI tells, ends the request at the next token.
@@ -239,7 +239,7 @@ class Application:
         self._check_model(fields.model)
         begin = time.monotonic()
         asked = await self._translated(request, fields)
-        answer = RunningAnswer(self._jobs, asked, self._translator.tokenizer)
+        answer = StreamedCompletion(self._jobs, asked, self._translator.tokenizer)
         forms = AnswerForms(
             self._translator.tokenizer,
             self._model,
@@ -276,7 +276,7 @@ class Application:
             return self._translator.translate(fields, seed)
         return await asyncio.to_thread(self._translator.translate, fields, seed)
 
-    def _whole(self, answer: RunningAnswer, forms: AnswerForms) -> Json:
+    def _whole(self, answer: StreamedCompletion, forms: AnswerForms) -> Json:
         """Return a whole answer, once all choices have ended."""
         if answer.found:
             self._write_beams(answer)
@@ -286,7 +286,7 @@ class Application:
             choices.append(forms.choice(index, text, tokens, choice.reason))
         return forms.whole(choices, _usage(answer))
 
-    def _write_beams(self, answer: RunningAnswer) -> None:
+    def _write_beams(self, answer: StreamedCompletion) -> None:
         """Put the best texts of each prompt in the place of its choice."""
         choices = []
         for prompt, found in sorted(answer.found.items()):
@@ -301,7 +301,7 @@ class Application:
     async def _stream(
         self,
         request: Request,
-        answer: RunningAnswer,
+        answer: StreamedCompletion,
         forms: AnswerForms,
         first: set[int],
         changes: AsyncIterator[set[int]],
@@ -340,7 +340,7 @@ class Application:
         finally:
             self._close(request, answer, begin)
 
-    def _close(self, request: Request, answer: RunningAnswer, begin: float) -> None:
+    def _close(self, request: Request, answer: StreamedCompletion, begin: float) -> None:
         answer.close()
         seconds = time.monotonic() - begin
         usage = _usage(answer)
@@ -353,7 +353,7 @@ class Application:
         )
 
 
-def _usage(answer: RunningAnswer) -> Json:
+def _usage(answer: StreamedCompletion) -> Json:
     return usage_of(sum(map(len, answer.asked.prompts)), sum(choice.num_tokens for choice in answer.choices))
 
 

@@ -15,18 +15,25 @@ from pathlib import Path
 
 from megatron.config.resilience_config import FaultConfig
 from megatron.config.run_config import RunConfig
-from megatron.core.datasets.data_history import LeftOut, LeftOutSamples
+from megatron.core.datasets.data_history import LeftOut, SkippedSamples
 from megatron.core.distributed.weight_checks import BadWeightsError
 from megatron.core.errors import TrainingError
 from megatron.core.layer_output import LayerOutput
 from megatron.core.optimizer.optimizer import StepOutcome
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.training.batch_source import BatchSource
-from megatron.training.fault_tolerance.step_replay import Examination, Observed, OpenSource, Rewind, StepTrace, Verdict
+from megatron.training.fault_tolerance.step_replay import (
+    FaultAttribution,
+    Observed,
+    OpenSource,
+    Rewind,
+    StepReplay,
+    StepTrace,
+)
 from megatron.training.initialize import Runtime
 from megatron.training.loggers.log_lines import StepReport
-from megatron.training.model_setup import TrainingParts
-from megatron.training.step_reduction import Agreement, agree
+from megatron.training.model_setup import ModelAndOptimizer
+from megatron.training.step_reduction import StepReduction, agree
 from megatron.training.training_step import BegunStep, ForwardStep, TrainingStep
 
 _NUM_LARGEST = 100
@@ -157,7 +164,7 @@ AS_ASKED = "--iterations-to-skip"
 """The reason of what is left out because the user said so."""
 
 
-class FaultGuard:
+class AnomalyDetector:
     """Keep bad results from the weights; every rank has one, and all decide alike.
 
     ``left_out`` are the samples that the run has passed over, and passes over when it meets them again.
@@ -168,10 +175,10 @@ class FaultGuard:
         self,
         config: RunConfig,
         runtime: Runtime,
-        parts: TrainingParts,
+        parts: ModelAndOptimizer,
         forward_step: ForwardStep,
         open_source: OpenSource,
-        left_out: LeftOutSamples,
+        left_out: SkippedSamples,
         newest_known: Callable[[], int | None],
         log: Callable[[str], None],
     ) -> None:
@@ -186,7 +193,7 @@ class FaultGuard:
         self._trace = StepTrace()
         seed, state = config.initialization.seed, runtime.state
         self._injection = FaultInjection(config.faults, seed, state.rank, state.world_size)
-        self._examination = Examination(
+        self._examination = StepReplay(
             config,
             runtime,
             parts,
@@ -209,14 +216,14 @@ class FaultGuard:
         cls,
         config: RunConfig,
         runtime: Runtime,
-        parts: TrainingParts,
+        parts: ModelAndOptimizer,
         forward_step: ForwardStep,
         open_source: Callable[[], BatchSource],
-    ) -> FaultGuard:
+    ) -> AnomalyDetector:
         """Return the guard of steps that are made by themselves: no checkpoint is there to go back to."""
         return cls(
             *(config, runtime, parts, forward_step, lambda consumed_samples, shift: open_source()),
-            left_out=LeftOutSamples(),
+            left_out=SkippedSamples(),
             newest_known=lambda: None,
             log=lambda line: None,
         )
@@ -243,7 +250,7 @@ class FaultGuard:
             self._float8_before = self._parts.float8.snapshot()
 
     def see(self, chunk: int, microbatch: int, result: ChunkResult) -> ChunkResult:
-        """Take note of what a model chunk made of a micro-batch, and return it, spoilt where a fault is injected."""
+        """Take note of what a model chunk made of a micro-batch, and return it, spoiled where a fault is injected."""
         result = self._injection.spoil(result, self._iteration)
         if self._faults.rerun_mode != "disabled":
             self._trace.note(chunk, microbatch, result)
@@ -267,8 +274,8 @@ class FaultGuard:
         return AS_ASKED
 
     def resolve(
-        self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, agreement: Agreement
-    ) -> tuple[Agreement, StepOutcome]:
+        self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, agreement: StepReduction
+    ) -> tuple[StepReduction, StepOutcome]:
         """Examine a step whose update was not made, and follow the policy.
 
         Raises:
@@ -277,7 +284,7 @@ class FaultGuard:
         """
         if self._faults.rerun_mode == "disabled":
             self._injection.end()
-            verdict = Verdict("weights", str(trouble)) if isinstance(trouble, BadWeightsError) else None
+            verdict = FaultAttribution("weights", str(trouble)) if isinstance(trouble, BadWeightsError) else None
             looked = self._watch.describe(agreement.lm_loss, math.inf if trouble else _norm_of(agreement, self._parts))
         else:
             first = self._examination.first(agreement)
@@ -301,7 +308,7 @@ class FaultGuard:
             raise self._ending(found, trouble)
         return self._leave_out_or_rewind(begun, found, verdict, can_be_passed_over, agreement, trouble)
 
-    def compare(self, step: TrainingStep, begun: BegunStep, agreement: Agreement) -> None:
+    def compare(self, step: TrainingStep, begun: BegunStep, agreement: StepReduction) -> None:
         """Compute a step again and compare it with its first results; leave its gradients to be used."""
         norm = self._parts.optimizer.measure()
         self._prepare()
@@ -324,7 +331,9 @@ class FaultGuard:
             )
         self._variation = (0.0, 0.0, 0)
 
-    def _examine(self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, first: Observed) -> Verdict:
+    def _examine(
+        self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, first: Observed
+    ) -> FaultAttribution:
         """Examine a step, and put back what the computations have changed."""
         after = None if self._parts.float8 is None else self._parts.float8.snapshot()
         rng = self._runtime.rng.state_dict()
@@ -340,7 +349,9 @@ class FaultGuard:
         if self._parts.float8 is not None and self._float8_before is not None:
             self._parts.float8.restore(self._float8_before)
 
-    def _is_to_be_repeated(self, verdict: Verdict | None, trouble: TrainingError | None, policy: str | None) -> bool:
+    def _is_to_be_repeated(
+        self, verdict: FaultAttribution | None, trouble: TrainingError | None, policy: str | None
+    ) -> bool:
         """Return whether the result of a step that is computed once more is taken."""
         if verdict is not None and verdict.cause == "right":
             return trouble is None
@@ -354,11 +365,11 @@ class FaultGuard:
         self,
         begun: BegunStep,
         found: str,
-        verdict: Verdict | None,
+        verdict: FaultAttribution | None,
         can_be_passed_over: bool,
-        agreement: Agreement,
+        agreement: StepReduction,
         trouble: TrainingError | None,
-    ) -> tuple[Agreement, StepOutcome]:
+    ) -> tuple[StepReduction, StepOutcome]:
         is_of_training = verdict is not None and verdict.cause == "training"
         steps = [begun] if can_be_passed_over or is_of_training else []
         if is_of_training and self._updated is not None:
@@ -387,7 +398,7 @@ class FaultGuard:
             room = f"{number} steps more would be left out, and --spike-budget {budget} has room for {left}"
             raise self._ending(f"{found}; {room}", trouble)
 
-    def _leave_out(self, steps: Sequence[BegunStep], found: str, verdict: Verdict | None) -> None:
+    def _leave_out(self, steps: Sequence[BegunStep], found: str, verdict: FaultAttribution | None) -> None:
         """Record that the last step is left out for what was found of it, and one before it for its update."""
         reason, samples = (found, ()) if verdict is None else (verdict.text, verdict.samples)
         places = []
@@ -406,7 +417,7 @@ class FaultGuard:
         hint = "" if known is None else f"; --ckpt-step {known} is the newest checkpoint of --save known to train"
         return (type(trouble) if trouble is not None else TrainingError)(found + hint)
 
-    def _record(self, begun: BegunStep, verdict: Verdict) -> None:
+    def _record(self, begun: BegunStep, verdict: FaultAttribution) -> None:
         """Append a line to the file of examined results."""
         path = self._faults.result_rejected_tracker_filename
         if path is None or not self._runtime.is_reporter:
@@ -424,7 +435,7 @@ class FaultGuard:
             self._log(f"WARNING: cannot write --result-rejected-tracker-filename {path}: {error.strerror}")
 
 
-def _norm_of(agreement: Agreement, parts: TrainingParts) -> float:
+def _norm_of(agreement: StepReduction, parts: ModelAndOptimizer) -> float:
     return math.sqrt(agreement.read_along[0]) / parts.optimizer.loss_scale
 
 

@@ -32,7 +32,7 @@ from megatron.training.initialize import LaunchEnvironment, Runtime, connect_sto
 
 
 @dataclass(frozen=True, eq=False)
-class Membership:
+class RendezvousMember:
     """Hold this process's part in one generation: where its groups meet, and what is told to its successors.
 
     ``store`` is None for a process on its own.
@@ -60,7 +60,7 @@ class Membership:
 
 
 def train_with_restarts(
-    config: RunConfig, launch: LaunchEnvironment, kept: KeptRank | None, attempt: Callable[[Membership], int]
+    config: RunConfig, launch: LaunchEnvironment, kept: KeptRank | None, attempt: Callable[[RendezvousMember], int]
 ) -> int:
     """Call ``attempt`` in one generation after the other, until it returns an exit status.
 
@@ -89,7 +89,7 @@ def train_with_restarts(
         watch = _GenerationWatch(rendezvous, generation, links, launch.rank, config)
         try:
             store = _open_group_store(launch, generation)
-            status = attempt(Membership(generation, kept, links, store))
+            status = attempt(RendezvousMember(generation, kept, links, store))
             if status == 0:
                 rendezvous.note_done(generation)
             watch.close()

@@ -87,7 +87,7 @@ class OwnerRecord:
         return f"{self.purpose} on {self.process.host}, process {self.process.pid}"
 
 
-class FolderOwner:
+class RunLock:
     """Own a folder, or a file in it, from `own_folder` until `release`; a thread renews the record.
 
     Records are numbered. The newest one is the owner's: a number is taken by creating its file, which one process
@@ -151,7 +151,7 @@ def own_folder(
     prefix: str = FOLDER_RECORD,
     given: str = "",
     times: OwnerTimes = OwnerTimes(),
-) -> FolderOwner:
+) -> RunLock:
     """Become the owner of an existing folder, or with another ``prefix`` of a file in it, or refuse.
 
     ``given`` is what the command line says of it, with the flag, where that is not ``--save``.
@@ -182,7 +182,7 @@ def own_folder(
         if _numbers(directory, prefix) - set(numbers) == {int(own.name.rpartition(".")[2])}:
             for path in paths.values():
                 path.unlink(missing_ok=True)
-            return FolderOwner(own, record, given, times)
+            return RunLock(own, record, given, times)
         # Somebody else came between the look and the record.
         own.unlink()
         time.sleep(random.uniform(0.0, _POLL_INTERVAL_S))

@@ -37,8 +37,8 @@ from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.training.batch_source import BatchSource
 from megatron.training.evaluation import evaluate
 from megatron.training.initialize import Runtime
-from megatron.training.model_setup import TrainingParts
-from megatron.training.step_reduction import Agreement, read_agreement, sum_over_ranks
+from megatron.training.model_setup import ModelAndOptimizer
+from megatron.training.step_reduction import StepReduction, read_agreement, sum_over_ranks
 from megatron.training.training_step import BegunStep, ForwardStep, MicrobatchSource, TrainingStep
 
 Cause = Literal["weights", "data", "transient device", "persistent device", "training", "overflow", "right"]
@@ -50,7 +50,7 @@ float16, and ``right`` a result that is repeated and that nothing speaks against
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FaultAttribution:
     """Hold the cause of a result that looked wrong, and what was found, in words.
 
     ``samples`` are the ids of those that stand out, ``ranks`` those whose device is to blame, or may be.
@@ -210,7 +210,7 @@ class _OneRow:
 def sample_losses(
     config: RunConfig,
     runtime: Runtime,
-    parts: TrainingParts,
+    parts: ModelAndOptimizer,
     forward_step: ForwardStep,
     source: MicrobatchSource,
     row: int,
@@ -283,7 +283,7 @@ class Observed:
 
 
 @dataclass(frozen=True, eq=False)
-class Examination:
+class StepReplay:
     """Examine steps whose update was not made; all ranks together, and all come to the same verdict.
 
     ``describe`` says what speaks against a loss and a gradient norm; ``prepare`` puts back what a step changes besides
@@ -292,7 +292,7 @@ class Examination:
 
     config: RunConfig
     runtime: Runtime
-    parts: TrainingParts
+    parts: ModelAndOptimizer
     forward_step: ForwardStep
     open_source: OpenSource
     trace: StepTrace
@@ -300,13 +300,15 @@ class Examination:
     prepare: Callable[[], None]
     was_ever_fine: Callable[[], bool]
 
-    def first(self, agreement: Agreement) -> Observed:
+    def first(self, agreement: StepReduction) -> Observed:
         """Return what is known of a step that was just computed; the norm is the worst of any rank's."""
         norms = all_gather_objects(self.parts.optimizer.measure(), self.runtime.state.world)
         norm = max(norms) if all(map(math.isfinite, norms)) else math.nan
         return Observed(agreement.lm_loss, norm, self.trace.gather(self.parts.ddp_chunks, self.runtime.state))
 
-    def examine(self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, first: Observed) -> Verdict:
+    def examine(
+        self, step: TrainingStep, begun: BegunStep, trouble: TrainingError | None, first: Observed
+    ) -> FaultAttribution:
         """Return why a step went wrong.
 
         Weights are looked at first. Then the step is computed again, from the same state: another result means a
@@ -315,14 +317,14 @@ class Examination:
         smaller loss scale too: what is finite there has overflowed.
         """
         if isinstance(trouble, BadWeightsError):
-            return Verdict("weights", str(trouble))
+            return FaultAttribution("weights", str(trouble))
         found = self._check_weights()
         if found is not None:
             return found
         again = self._compute(step, begun)
         if not first.is_like(again):
             blamed = ranks_that_differ(first.traces, again.traces)
-            return Verdict(
+            return FaultAttribution(
                 "transient device",
                 f"the same step gave another result when it was computed again (loss {first.loss:g}, then "
                 f"{again.loss:g}; gradient norm {first.grad_norm:g}, then {again.grad_norm:g}): the device of "
@@ -330,14 +332,14 @@ class Examination:
                 ranks=tuple(trace.rank for trace in blamed),
             )
         if not self.describe(again.loss, again.grad_norm):
-            return Verdict("right", "the same step gave the same result again, and nothing speaks against it")
+            return FaultAttribution("right", "the same step gave the same result again, and nothing speaks against it")
         blamed = self._ranks_that_keep_it(step, begun, again)
         if blamed:
             return _persistent(blamed, "other ranks compute other results from the same samples")
         if self._is_float16 and not again.is_finite:
             smaller = replace(begun, loss_scale=begun.loss_scale * _OTHER_SCALE)
             if self._compute(step, smaller).is_finite:
-                return Verdict(
+                return FaultAttribution(
                     "overflow",
                     f"the same step gave the same result again at the loss scale {begun.loss_scale:g}, and a finite "
                     f"one at {smaller.loss_scale:g}: gradients are too large for float16, and no device is to blame",
@@ -347,12 +349,12 @@ class Examination:
             return self._of_all_samples(other)
         return self._of_the_data(begun, is_alone=other is None)
 
-    def _check_weights(self) -> Verdict | None:
+    def _check_weights(self) -> FaultAttribution | None:
         state = self.runtime.state
         try:
             check_weights(self.parts.ddp_chunks, state.world)
         except BadWeightsError as error:
-            return Verdict("weights", str(error))
+            return FaultAttribution("weights", str(error))
         parameters = self._parameters()
         differing = differing_replicas(parameters, state)
         ratio = OUTLIER_RATIO if differing else ABSURD_RATIO
@@ -360,7 +362,7 @@ class Examination:
         found = [differing] if differing else []
         if outlying:
             found.append(f"weights are far larger than those beside them: {describe_bad_weights(outlying)}")
-        return Verdict("weights", "; ".join(found)) if found else None
+        return FaultAttribution("weights", "; ".join(found)) if found else None
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for chunk in self.parts.chunks for parameter in chunk.parameters()]
@@ -408,12 +410,12 @@ class Examination:
                 break
         return other
 
-    def _of_all_samples(self, other: Observed) -> Verdict:
+    def _of_all_samples(self, other: Observed) -> FaultAttribution:
         """Return the verdict where other samples, which were fine, look as wrong."""
         local = find_outlying_weights(self._parameters())
         outlying = gather_bad_weights(local, self.runtime.state.world)
         if outlying:
-            return Verdict(
+            return FaultAttribution(
                 "weights", f"weights are far larger than those beside them: {describe_bad_weights(outlying)}"
             )
         blamed = ranks_not_finite(other.traces)
@@ -424,9 +426,9 @@ class Examination:
         if self._is_float16 and blamed:
             too_large = f"{same}, at any loss scale: numbers are too large for float16"
             if copies > 1:
-                return Verdict("overflow", too_large)
+                return FaultAttribution("overflow", too_large)
             doubt = f", or the device of {describe_ranks(blamed)} fails; {alone} tell which"
-            return Verdict("overflow", too_large + doubt, ranks=named)
+            return FaultAttribution("overflow", too_large + doubt, ranks=named)
         huge = gather_bad_weights(find_huge_weights(self._parameters()), self.runtime.state.world)
         if huge:
             return _training(f"{same}, and weights have grown beyond use: {describe_bad_weights(huge)}")
@@ -445,7 +447,7 @@ class Examination:
             blamed, "samples that were fine before look as wrong now, and the weights are finite and of usual size"
         )
 
-    def _of_the_data(self, begun: BegunStep, *, is_alone: bool) -> Verdict:
+    def _of_the_data(self, begun: BegunStep, *, is_alone: bool) -> FaultAttribution:
         """Return the verdict where the samples are to blame, with those that stand out."""
         config, training = self.config, self.config.training
         size, copies = training.micro_batch_size, config.data_parallel_size
@@ -465,15 +467,15 @@ class Examination:
             found = f"sample{'s' if len(samples) > 1 else ''} {named}; the median of the batch is {median:.6g}"
         else:
             found = "none of the samples stands out from the batch by its loss"
-        return Verdict(
+        return FaultAttribution(
             "data",
             f"the same step gave the same result again, the weights are finite, and {proof}: the data; {found}",
             samples=samples,
         )
 
 
-def _persistent(blamed: Sequence[RankTrace], reason: str) -> Verdict:
-    return Verdict(
+def _persistent(blamed: Sequence[RankTrace], reason: str) -> FaultAttribution:
+    return FaultAttribution(
         "persistent device",
         f"the same step gave the same result again, and {reason}: the device of {describe_ranks(blamed)}; run without "
         "it",
@@ -481,8 +483,8 @@ def _persistent(blamed: Sequence[RankTrace], reason: str) -> Verdict:
     )
 
 
-def _training(reason: str) -> Verdict:
-    return Verdict("training", f"{reason}: the training itself; lower --lr or --clip-grad, or go back")
+def _training(reason: str) -> FaultAttribution:
+    return FaultAttribution("training", f"{reason}: the training itself; lower --lr or --clip-grad, or go back")
 
 
 def _place(trace: RankTrace, copy: int | None = None) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ import torch
 
 from megatron.core.collectives import all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.models.model import Model
 from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.optimizer.clip_grads import Counting, sum_of_squares
+from megatron.core.optimizer.clip_grads import DedupMask, sum_of_squares
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
 from megatron.core.transformer.attention import SelfAttention
@@ -42,7 +42,7 @@ def measure_layer_norms(
     """
     parts = [part for chunk in model_chunks for part in chunk.parts]
     totals = torch.zeros(num_layers + 2, 2, dtype=torch.float64, device=parts[0].gradient.device)
-    counting = Counting(model_chunks, state)
+    counting = DedupMask(model_chunks, state)
     for part in parts:
         if counting.counts(part.spec):
             row = totals[_row_of(part, num_layers)]
@@ -56,7 +56,7 @@ def measure_layer_norms(
     ]
 
 
-def _row_of(part: ParamPart, num_layers: int) -> int:
+def _row_of(part: ParamShard, num_layers: int) -> int:
     """Return 0 for the embedding, the number of a layer plus 1, or the last row for what follows."""
     found = _LAYER.search(part.spec.name)
     if found is not None:

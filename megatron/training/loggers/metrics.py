@@ -17,7 +17,7 @@ from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.console import print_line
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
-from megatron.training.fault_tolerance.run_lock import FOLDER_RECORD, FolderOwner, own_folder
+from megatron.training.fault_tolerance.run_lock import FOLDER_RECORD, RunLock, own_folder
 from megatron.training.initialize import Runtime
 from megatron.training.loggers.experiment_loggers import OF_DATA_SET, RunLogger, open_loggers
 from megatron.training.loggers.log_lines import StepReport
@@ -37,7 +37,7 @@ class MetricsWriter:
         self._device = device
         self._file: TextIO | None = None
         self._is_refused = False
-        self._owner: FolderOwner | None = None
+        self._owner: RunLock | None = None
         if config.metrics_jsonl is not None:
             path = Path(config.metrics_jsonl)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def own_metrics_file(path: Path, save: str | None) -> FolderOwner | None:
+def own_metrics_file(path: Path, save: str | None) -> RunLock | None:
     """Keep other runs from writing to the metrics file while this one does.
 
     One in the folder of ``--save`` is that folder's owner's, and a device or a pipe anybody's: None.

@@ -75,7 +75,7 @@ def test_one_communicator_for_each_set_of_ranks(
             assert result["sums"][name] == sum(10**member for member in ranks)
 
 
-def create_two_factorisations(tp: int) -> dict[str, Any]:
+def create_two_factorizations(tp: int) -> dict[str, Any]:
     """Make the groups of both grids over the same ranks; return what a sum over each gives, and what was shared."""
     rank, communicators = dist.get_rank(), Communicators()
     dense = make_groups(rank, ParallelSizes(tp=tp).in_world(4).grid, {"dp": ("dp",), "tp": ("tp",)}, communicators)
@@ -97,10 +97,10 @@ def create_two_factorisations(tp: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("tp", "shared"), [(1, []), (2, ["ep", "edp"])])
-def test_a_second_factorisation_of_the_same_ranks_shares_the_communicators_that_are_equal(
+def test_a_second_factorization_of_the_same_ranks_shares_the_communicators_that_are_equal(
     tp: int, shared: list[str]
 ) -> None:
-    for rank, result in enumerate(run_distributed(4, create_two_factorisations, tp)):
+    for rank, result in enumerate(run_distributed(4, create_two_factorizations, tp)):
         row, column = rank // 2 * 2, rank % 2
         experts = {"ep": (row, row + 1), "edp": (column, column + 2), "etp": (rank,), "all": (0, 1, 2, 3)}
         dense = {"tp": (row, row + 1), "dp": (column, column + 2)} if tp == 2 else {"tp": (rank,), "dp": (0, 1, 2, 3)}

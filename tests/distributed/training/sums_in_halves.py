@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from megatron.core.ops.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
-from megatron.core.ops.fp8_tensor import Quantised
+from megatron.core.ops.fp8_tensor import Quantized
 from megatron.core.tensor_parallel import cross_entropy, float8_linear
 from megatron.core.tensor_parallel import layers as linear
 from megatron.core.tensor_parallel.mappings import InputRegion
@@ -59,7 +59,7 @@ def _cut_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return first.contiguous(), second.contiguous()
 
 
-def _cut_quantised(x: Quantised) -> tuple[Quantised, Quantised]:
+def _cut_quantized(x: Quantized) -> tuple[Quantized, Quantized]:
     first, second = (dataclasses.replace(x, data=part) for part in _cut_columns(x.data))
     return first, second
 
@@ -90,7 +90,7 @@ class _LossOfHalves(torch.autograd.Function):
 
 def run_with_sums_in_halves(argv: Sequence[str], faults: Faults) -> int:
     """Train with delayed scaling on one process as two tensor-parallel ranks without sequence parallelism would."""
-    of_layers = _NextProduct(float8_linear.scaled_product, _cut_quantised)
+    of_layers = _NextProduct(float8_linear.scaled_product, _cut_quantized)
     of_logits = _NextProduct(linear.linear, _cut_columns)
     layers, logits = float8_linear._Float8Linear, linear._Linear
     with (

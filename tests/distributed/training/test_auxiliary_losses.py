@@ -40,7 +40,7 @@ def test_gradients_are_those_of_one_process(more: str) -> None:
         assert ranks[0].losses == pytest.approx(expected.losses, rel=TOLERANCE), name
 
 
-def test_the_loss_that_is_minimised_is_not_the_plain_one() -> None:
+def test_the_loss_that_is_minimized_is_not_the_plain_one() -> None:
     plain = run_cell(BASE_FLAGS, 1, "plain", "float64", pretrain_gpt.provide_model, pretrain_gpt.forward_step)
     penalized = train("", 1)
     assert penalized.losses[0] == plain.losses[0]

@@ -18,7 +18,7 @@ from megatron.core.sharding import attach_spec, held_of, spec_of
 from megatron.core.tensor_parallel import initialization
 from megatron.core.tensor_parallel.initialization import initialize_parameter
 from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.distributed import run_distributed
 
@@ -36,7 +36,7 @@ def counted_values() -> Iterator[list[int]]:
     counts: list[int] = []
     make = np.random.Generator
 
-    class Counting:
+    class DedupMask:
         def __init__(self, bits: Any) -> None:
             self._generator = make(bits)
 
@@ -50,7 +50,7 @@ def counted_values() -> Iterator[list[int]]:
             counts.append(values.size)
             return values
 
-    with patch.object(np.random, "Generator", Counting):
+    with patch.object(np.random, "Generator", DedupMask):
         yield counts
 
 
@@ -64,7 +64,7 @@ def draw(flags: str, world_size: int, dtype: str) -> tuple[int, int, tuple[int, 
     torch.set_num_threads(2)
     # Rounds as small as a block: there are several.
     with counted_values() as divided, patch.object(initialization, "_GATHERED_ELEMENTS", 1):
-        parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
+        parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
     wrong = []
     with counted_values() as alone:
         for parameter in (parameter for chunk in parts.chunks for parameter in chunk.parameters()):

@@ -23,11 +23,11 @@ CUT = {
     "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "cp2": (2, "--context-parallel-size 2"),
 }
-"""Layouts that sum in another order, and so round some numbers to a neighbour in bfloat16 and in fp8."""
+"""Layouts that sum in another order, and so round some numbers to a neighbor in bfloat16 and in fp8."""
 TOLERANCE = 2e-3
 """Measured: 8e-4 at most over these recipes and layouts, where bfloat16 alone has 8e-5."""
 AMAX_TOLERANCE = 0.15
-"""Measured: 0.12 at most. Gradients are sums of numbers of three bits (E5M2), of which some round to a neighbour."""
+"""Measured: 0.12 at most. Gradients are sums of numbers of three bits (E5M2), of which some round to a neighbor."""
 
 
 @pytest.fixture(scope="module")

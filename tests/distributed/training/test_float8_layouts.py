@@ -155,7 +155,7 @@ def test_amaxes_of_equal_numbers_are_equal(train: Float8Runs, layout: str) -> No
     """Weights, and what goes into the first layer, are the same numbers at every layout; later inputs nearly are.
 
     A sum over ranks is one of rounded sums: what follows may differ by the last bit of bfloat16, by which some numbers
-    then round to a neighbour in fp8, an eighth away, and in gradients (E5M2) a quarter. Measured are 3 units of inputs
+    then round to a neighbor in fp8, an eighth away, and in gradients (E5M2) a quarter. Measured are 3 units of inputs
     and 10 of gradients, which are at most 1/128 each.
     """
     found, expected = first_amaxes(train, layout)

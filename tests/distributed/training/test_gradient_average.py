@@ -17,7 +17,7 @@ from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import CollectiveCall
 from megatron.training import model_setup
 from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.verification.cells import BASE_FLAGS
 from megatron.verification.run_cell import CPU, CellResult, Fragment, resolve_cell, run_cell
 from tests.harness.distributed import run_distributed
@@ -98,7 +98,7 @@ def average_of_buffers(flags: str) -> tuple[int, set[bool]]:
     """Return by how many replicas a run divides its loss, and whether its gradient buffers average then."""
     config = resolve_cell((*BASE_FLAGS, *flags.split()), 2, "float16" if "--fp16" in flags else "bfloat16")
     runtime = make_runtime(config, CPU)
-    parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
     buffers = [buffer for chunk in parts.ddp_chunks for buffer in chunk.grad_buffers]
     return parts.num_replicas_in_loss, {buffer.plan.average for buffer in buffers}
 

@@ -21,7 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import TrainingParts, build_training_parts
+from megatron.training.model_setup import ModelAndOptimizer, build_model_and_optimizer
 from megatron.training.pretrain import with_vocabulary
 from pretrain_gpt import provide_model
 from tests.e2e.toy_run import toy_args
@@ -67,7 +67,7 @@ def reset_peak() -> int:
     return resident("VmRSS")
 
 
-def kept_bytes(parts: TrainingParts) -> int:
+def kept_bytes(parts: ModelAndOptimizer) -> int:
     """Return the bytes of the shards of weights, gradients and the optimizer's state."""
     tensors = [each for chunk in parts.ddp_chunks for part in chunk.parts for each in (part.values, part.gradient)]
     tensors += [tensor.data for tensor in optimizer_tensors(parts.optimizer)]
@@ -84,7 +84,7 @@ def start(argv: list[str], iteration: int | None) -> Start:
     config = with_vocabulary(config, tokenizer, lambda line: None)
     runtime = make_runtime(config, select_device(0))
     before = reset_peak()
-    parts = build_training_parts(config, runtime, provide_model, lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, provide_model, lambda line: None)
     build_peak = resident("VmHWM") - before
     layers = [layer for chunk in parts.chunks for block in chunk.blocks for layer in block.layers.values()]
     units = [*layers]

@@ -16,7 +16,7 @@ from megatron.core.parallel_state import all_gather_from_world, create_parallel_
 from megatron.core.timers import Timers
 from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.pretrain import with_vocabulary
 from pretrain_gpt import provide_model
 from tests.e2e.toy_run import toy_args
@@ -47,7 +47,7 @@ def save_and_load(folder: str, flags: str) -> list[tuple[str, int]]:
         config = with_vocabulary(config, tokenizer, lambda line: None)
         runtime = make_runtime(config, select_device(0))
         for iteration in (0, 3):
-            parts = build_training_parts(config, runtime, provide_model, lambda line: None)
+            parts = build_model_and_optimizer(config, runtime, provide_model, lambda line: None)
             saver = open_saver(config.checkpoint, runtime, lambda line: None)
             checkpoints = RunCheckpoints(config, runtime, parts, tokenizer, saver, lambda line: None)
             train_state = checkpoints.resume()

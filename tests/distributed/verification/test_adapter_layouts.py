@@ -32,5 +32,5 @@ def test_adapters_are_the_same_at_any_layout(cell: Cell, verifier: Verifier) -> 
     assert report.outcome == "passed", report.describe()
     reference = verifier.reference(cell)
     assert {name.rpartition(".")[2] for name in reference.gradients} == {"lora_A", "lora_B"}
-    learnt = [name for name in reference.parameters if name.endswith("lora_B") and reference.parameters[name].any()]
-    assert len(learnt) == len(reference.gradients) // 2
+    learned = [name for name in reference.parameters if name.endswith("lora_B") and reference.parameters[name].any()]
+    assert len(learned) == len(reference.gradients) // 2

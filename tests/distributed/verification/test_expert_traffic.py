@@ -12,7 +12,7 @@ from megatron.checkpoint.train_state import TrainState
 from megatron.core.device import Device
 from megatron.core.timers import Timers
 from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.training_step import TrainingStep
 from megatron.verification.collective_recorder import CollectiveRecorder
 from megatron.verification.model_cells import ExpertLayout, make_expert_cell
@@ -41,7 +41,7 @@ def record(flags: Sequence[str], world_size: int) -> Traffic:
     recorder = CollectiveRecorder()
     config = resolve_cell(flags, world_size, "float64")
     runtime = make_runtime(config, Device("cpu"), observer=recorder)
-    parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
     step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
     recorder.calls.clear()
     with closing(make_source(config, runtime, "plain")) as source:

@@ -1,4 +1,4 @@
-"""The files that the trials of flags name: a trained run, a spoilt one, lists of data, tokenizers."""
+"""The files that the trials of flags name: a trained run, a spoiled one, lists of data, tokenizers."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "files": folder,
         "data": DATA,
         "trained": trained,
-        "spoilt": _spoilt(trained, folder / "spoilt"),
+        "spoiled": _spoiled(trained, folder / "spoiled"),
     }
 
 
-def _spoilt(checkpoints: Path, folder: Path) -> Path:
+def _spoiled(checkpoints: Path, folder: Path) -> Path:
     """Return a copy of which one value is another."""
     shutil.copytree(checkpoints, folder)
     path = folder / "iter_0000002" / "shard_00000.safetensors"

@@ -23,7 +23,7 @@ from megatron.core.timers import Timers
 from megatron.planner.explanation import with_known_vocabulary
 from megatron.training.batch_source import BatchSource
 from megatron.training.initialize import Runtime, make_runtime
-from megatron.training.model_setup import TrainingParts, build_training_parts
+from megatron.training.model_setup import ModelAndOptimizer, build_model_and_optimizer
 from megatron.training.training_step import TrainingStep
 from megatron.verification.run_cell import make_source
 
@@ -38,7 +38,7 @@ class Training:
 
     config: RunConfig
     runtime: Runtime
-    parts: TrainingParts
+    parts: ModelAndOptimizer
     step: TrainingStep
     source: BatchSource
     state: TrainState = field(default_factory=TrainState)
@@ -73,7 +73,7 @@ def training(flags: Sequence[str], device: Device, *, draws_on_device: bool = Fa
     config = with_known_vocabulary(resolve_arguments(flags, 1).config)
     runtime = make_runtime(config, device)
     provider = _provide_drawn_on_device if draws_on_device else pretrain_gpt.provide_model
-    parts = build_training_parts(config, runtime, provider, log=lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, provider, log=lambda line: None)
     step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
     with contextlib.closing(make_source(config, runtime, "plain")) as source:
         yield Training(config, runtime, parts, step, source)

@@ -152,19 +152,19 @@ def test_example_scripts_are_read_as_bash_reads_them(text: str, tmp_path: Path) 
 
 
 def test_what_the_parsers_refuse_is_listed(tmp_path: Path) -> None:
-    text = TWO_STEPS.replace("--num-attention-heads 2", "--num-attention-heads 3").replace("--append-eod", "--colour")
+    text = TWO_STEPS.replace("--num-attention-heads 2", "--num-attention-heads 3").replace("--append-eod", "--color")
     commands = adopted(tmp_path, text)
-    assert "--colour" in commands[0].refused[0]
+    assert "--color" in commands[0].refused[0]
     assert any("3" in line for line in commands[2].refused)
 
 
 def test_every_tool_is_held_against_its_own_parser(tmp_path: Path) -> None:
     server = "torchrun --nproc_per_node 2 tools/run_text_generation_server.py --load ck"
     merge = "python tools/merge_datasets.py --input a --output-prefix b"
-    commands = adopted(tmp_path, f"{server} --num-layers 24\n{merge} --colour\n{server}\n{merge}\n")
+    commands = adopted(tmp_path, f"{server} --num-layers 24\n{merge} --color\n{server}\n{merge}\n")
     assert [command.would_run for command in commands] == [False, False, True, True]
     assert "--num-layers 24" in commands[0].refused[0]
-    assert "--colour" in commands[1].refused[0]
+    assert "--color" in commands[1].refused[0]
     assert set(CHECKS) == {PRETRAIN, CONVERT, *_TOOLS.values()}
 
 

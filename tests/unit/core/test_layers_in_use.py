@@ -1,11 +1,11 @@
-"""Weights come for the layers that run, with those of the neighbour that is next, and go when they have run."""
+"""Weights come for the layers that run, with those of the neighbor that is next, and go when they have run."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from megatron.core.weight_prefetch import LayersInUse
+from megatron.core.weight_prefetch import WeightPrefetch
 
 
 class Weights:
@@ -24,10 +24,10 @@ class Weights:
         self._log.append(f"free {self._number}")
 
 
-def make(num_layers: int) -> tuple[LayersInUse, list[nn.Module], list[str]]:
+def make(num_layers: int) -> tuple[WeightPrefetch, list[nn.Module], list[str]]:
     log: list[str] = []
     layers: list[nn.Module] = [nn.Identity() for _ in range(num_layers)]
-    return LayersInUse(layers, [Weights(number, log) for number in range(num_layers)]), layers, log
+    return WeightPrefetch(layers, [Weights(number, log) for number in range(num_layers)]), layers, log
 
 
 def taken(log: list[str]) -> list[str]:

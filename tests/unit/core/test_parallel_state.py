@@ -54,11 +54,11 @@ def test_groups_are_slices_of_the_grid(pp: int, dp: int, cp: int, tp: int) -> No
 
 
 EXPERT_GROUPS = {"ep": ("ep",), "edp": ("edp",), "etp": ("etp",), "expert_model": ("pp", "ep", "etp")}
-"""What mixture-of-experts layers would need of a second factorisation of the same ranks."""
+"""What mixture-of-experts layers would need of a second factorization of the same ranks."""
 
 
 @pytest.mark.parametrize(("pp", "edp", "ep", "etp"), [(2, 2, 3, 1), (1, 3, 2, 2), (3, 1, 4, 1)])
-def test_a_second_factorisation_of_the_same_ranks_is_another_grid(pp: int, edp: int, ep: int, etp: int) -> None:
+def test_a_second_factorization_of_the_same_ranks_is_another_grid(pp: int, edp: int, ep: int, etp: int) -> None:
     sizes = ParallelSizes(tp=2, pp=pp).in_world(12)
     experts = {"pp": pp, "edp": edp, "ep": ep, "etp": etp}
     for rank in range(12):
@@ -73,7 +73,7 @@ def test_a_second_factorisation_of_the_same_ranks_is_another_grid(pp: int, edp: 
         assert all(place[name] == group.rank for name, group in (groups | dense).items() if len(group.axes) == 1)
 
 
-def test_neighbours_share_a_tensor_parallel_group_and_stages_are_far_apart() -> None:
+def test_neighbors_share_a_tensor_parallel_group_and_stages_are_far_apart() -> None:
     state = describe_parallel_state(6, 16, ParallelSizes(tp=2, pp=4))
     assert state.tp.ranks == (6, 7)
     assert state.dp.ranks == (4, 6)

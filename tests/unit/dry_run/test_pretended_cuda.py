@@ -53,17 +53,17 @@ def test_a_folder_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: py
 
 
 def test_a_process_that_has_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda.load_pretended_cuda.cache_clear()
+    fake_cuda.load_fake_cuda.cache_clear()
     monkeypatch.setitem(sys.modules, "torch", sys)
     with pytest.raises(ConfigurationError, match="torch is imported already"):
-        fake_cuda.load_pretended_cuda()
+        fake_cuda.load_fake_cuda()
 
 
 @pytest.fixture
 def cuda_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a CUDA build of torch that nothing has imported."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    fake_cuda.load_pretended_cuda.cache_clear()
+    fake_cuda.load_fake_cuda.cache_clear()
     folder = tmp_path / "torch"
     (folder / "lib").mkdir(parents=True)
     (folder / "lib" / "libtorch_cuda.so").touch()
@@ -77,7 +77,7 @@ def test_a_cuda_build_on_a_node_with_a_gpu_needs_no_library(
 ) -> None:
     monkeypatch.setattr(fake_cuda, "has_gpu", lambda: True)
     monkeypatch.setattr(fake_cuda, "find_compiler", lambda: None)
-    fake_cuda.load_pretended_cuda(tmp_path / "cache")
+    fake_cuda.load_fake_cuda(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
@@ -88,7 +88,7 @@ def test_a_cuda_build_without_a_gpu_loads_the_library_after_the_libraries_of_tor
     monkeypatch.setattr(fake_cuda, "has_gpu", lambda: False)
     monkeypatch.setattr(fake_cuda, "_built_library", lambda *_: library)
     monkeypatch.setattr("ctypes.CDLL", lambda path, mode: loaded.append(path))
-    fake_cuda.load_pretended_cuda(tmp_path)
+    fake_cuda.load_fake_cuda(tmp_path)
     folder = cuda_build / "lib"
     assert loaded == [str(folder / "libtorch_global_deps.so"), str(folder / "libtorch_cuda.so"), str(library)]
 
@@ -108,8 +108,8 @@ def test_a_library_that_was_not_built_is_not_taken_for_a_loaded_one(
     monkeypatch.setattr(fake_cuda, "find_compiler", lambda: None)
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="install g"):
-            fake_cuda.load_pretended_cuda(tmp_path)
+            fake_cuda.load_fake_cuda(tmp_path)
     monkeypatch.setattr(fake_cuda, "has_gpu", lambda: True)
-    fake_cuda.load_pretended_cuda(tmp_path)
-    assert fake_cuda.load_pretended_cuda.cache_info().currsize == 1
-    fake_cuda.load_pretended_cuda.cache_clear()
+    fake_cuda.load_fake_cuda(tmp_path)
+    assert fake_cuda.load_fake_cuda.cache_info().currsize == 1
+    fake_cuda.load_fake_cuda.cache_clear()

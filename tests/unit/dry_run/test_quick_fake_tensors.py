@@ -14,8 +14,8 @@ from tests.harness.dry_runs import REPOSITORY
 PROGRAM = """
 import json, sys
 from unittest.mock import patch
-from megatron.planner.simulation.fake_cuda import load_pretended_cuda
-load_pretended_cuda()
+from megatron.planner.simulation.fake_cuda import load_fake_cuda
+load_fake_cuda()
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.cli.planner_arguments import read_planned_run

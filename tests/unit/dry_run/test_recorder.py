@@ -17,8 +17,8 @@ PROGRAM = """
 import json
 from dataclasses import asdict
 from importlib.util import find_spec
-from megatron.planner.simulation.fake_cuda import load_pretended_cuda
-load_pretended_cuda()
+from megatron.planner.simulation.fake_cuda import load_fake_cuda
+load_fake_cuda()
 import torch
 from torch import library
 import torch.nn.functional as F

@@ -20,7 +20,7 @@ from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.training.initialize import Runtime
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.theoretical_memory_usage import model_size, theoretical_memory
 
 WHOLE = StageContents((0, 1), has_embedding=True, has_loss=True)
@@ -87,7 +87,7 @@ def test_weights_and_optimizer_are_what_a_run_holds() -> None:
     config = resolve_arguments(SMALL.split(), 1, needs_files=False).config
     device, state = Device("cpu"), create_parallel_state()
     runtime = Runtime(device, state, RngStreams(device, 1, state.place))
-    parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, lambda line: None)
     size = model_size(config)
     trained = sum(parameter.numel() for parameter in parts.chunks[0].parameters() if parameter.requires_grad)
     assert size.trained == (trained,)

@@ -87,7 +87,7 @@ CELLS = [
 @pytest.mark.default(1)
 @pytest.mark.parametrize(
     ("dtype", "cell"),
-    # Neighbours are alike: every other one by default.
+    # Neighbors are alike: every other one by default.
     [pytest.param(*case, marks=[pytest.mark.long] * (number % 2)) for number, case in enumerate(CELLS)],
     ids=[f"{cell.name} {dtype}" for dtype, cell in CELLS],
 )

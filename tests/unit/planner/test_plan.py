@@ -77,7 +77,7 @@ def test_exchanges_beside_interleaved_chunks_show_less_than_those_that_are_waite
     )
     assert waited is not None
     assert hidden is not None
-    assert 0 < hidden.neighbours < waited.neighbours
+    assert 0 < hidden.neighbors < waited.neighbors
     assert hidden.bubble < waited.bubble
 
 

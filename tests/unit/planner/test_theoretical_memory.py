@@ -13,7 +13,7 @@ from megatron.core.device import Device
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.initialize import Runtime
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.theoretical_memory_usage import describe_theoretical_memory, model_size, theoretical_memory
 
 GPT2_345M = """
@@ -58,7 +58,7 @@ def test_weights_and_optimizer_are_what_a_run_holds(flags: str) -> None:
     config = configure(f"{SMALL} {flags} --tokenizer-type NullTokenizer --vocab-size 127", vocab_size=128)
     device, state = Device("cpu"), create_parallel_state()
     runtime = Runtime(device, state, RngStreams(device, 1, state.place))
-    parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, lambda line: None)
     parameters = list(parts.chunks[0].parameters())
     (size,) = model_size(config).shards
     assert size == sum(parameter.numel() for parameter in parameters)

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="a simulated GPU
 PROGRAM = """
 import contextlib, io, json, sys
 from pathlib import Path
-from megatron.planner.simulation.fake_cuda import load_pretended_cuda
-load_pretended_cuda()
+from megatron.planner.simulation.fake_cuda import load_fake_cuda
+load_fake_cuda()
 import torch
 torch.set_num_threads(1)
 import torch.nn.functional as F

@@ -14,7 +14,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import build_training_parts, compile_regions
+from megatron.training.model_setup import build_model_and_optimizer, compile_regions
 from megatron.verification.cells import BASE_FLAGS, SHAPES
 from megatron.verification.run_cell import resolve_cell, run_cell
 
@@ -45,7 +45,7 @@ def test_numbers_are_those_without(shape: str, backend: str, monkeypatch: pytest
 def set_up(log: Callable[[str], None]) -> list[torch.nn.Module]:
     config = resolve_cell((*BASE_FLAGS, "--compile"), 1, "float32")
     runtime = make_runtime(config, Device("cpu"))
-    parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log)
+    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log)
     return list(parts.chunks[0].modules())
 
 

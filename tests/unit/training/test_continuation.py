@@ -63,7 +63,7 @@ def test_a_run_that_goes_on_from_its_copies_owns_what_it_saved(name: str, tmp_pa
     came: list[Path] = []
     checkpoints: Any = SimpleNamespace(
         config=SimpleNamespace(checkpoint=CheckpointConfig(save=directory)),
-        saver=SimpleNamespace(go_on_from=came.append),
+        saver=SimpleNamespace(resume_from=came.append),
     )
     RunCheckpoints.go_on(checkpoints, None, has_saved=True)
     assert [path.parent.resolve() for path in came] == [as_path(directory).resolve()]

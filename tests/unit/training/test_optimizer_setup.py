@@ -21,7 +21,7 @@ from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.initialize import Runtime
-from megatron.training.model_setup import _check_buffers, build_training_parts
+from megatron.training.model_setup import _check_buffers, build_model_and_optimizer
 from megatron.training.theoretical_memory_usage import activation_bytes
 
 FLAGS = (
@@ -52,7 +52,7 @@ def build(flags: str, device_bytes: int | None, host_bytes: int | None = None) -
     device = TightDevice("cpu", 0, device_bytes, host_bytes)
     state = create_parallel_state()
     lines: list[str] = []
-    parts = build_training_parts(
+    parts = build_model_and_optimizer(
         config, Runtime(device, state, RngStreams(device, 1, state.place)), pretrain_gpt.provide_model, lines.append
     )
     return parts.optimizer, "".join(line for line in lines if "optimizer offload" in line)
@@ -134,7 +134,7 @@ def test_muon_is_refused_for_a_model_without_matrices() -> None:
     device = Device("cpu")
     runtime = Runtime(device, state, RngStreams(device, 1, state.place))
     with pytest.raises(ConfigurationError, match="this model trains none; give --optimizer adam"):
-        build_training_parts(config, runtime, provide_frozen, lambda line: None)
+        build_model_and_optimizer(config, runtime, provide_frozen, lambda line: None)
 
 
 @pytest.mark.parametrize(

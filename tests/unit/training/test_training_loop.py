@@ -22,7 +22,7 @@ from megatron.training import training
 from megatron.training.dist_signal_handler import ExitWarning
 from megatron.training.evaluation import EvaluationSet, EvaluationSets
 from megatron.training.loggers.log_lines import StepReport
-from megatron.training.step_reduction import Agreement
+from megatron.training.step_reduction import StepReduction
 from megatron.training.training import TrainingRun, evaluate_and_report, train
 from tests.unit.training.config.command_lines import MINIMAL
 
@@ -77,7 +77,7 @@ class Loop:
         self.events: list[Event] = []
         self.lines: list[str] = []
         self.skipped: set[int] = set()
-        self.agreement = {0: Agreement(1.0, 1.0, False, False)}
+        self.agreement = {0: StepReduction(1.0, 1.0, False, False)}
         self.source = Noted("source", self.events)
         self.source.__dict__["data_sets"] = ("a", "b")
         self.observer: Callable[[], None] | None = None
@@ -120,16 +120,16 @@ class Loop:
         assert (config, runtime) == (self.run.config, self.run.runtime)
         return Noted("recorder", self.events, action_clock=None)
 
-    def agree_to_exit(self, request: object, runtime: object) -> Agreement:
+    def agree_to_exit(self, request: object, runtime: object) -> StepReduction:
         assert (request, runtime) == (None, self.run.runtime)
         return self.agreed()
 
-    def agreed(self) -> Agreement:
+    def agreed(self) -> StepReduction:
         return self.agreement.get(self.run.train_state.iteration, self.agreement[0])
 
     def step(
         self, state: TrainState, source: object, batch_size: int, exit_request: object
-    ) -> tuple[StepReport, Agreement]:
+    ) -> tuple[StepReport, StepReduction]:
         assert source is self.source
         assert exit_request is None
         if self.observer is not None:
@@ -257,17 +257,17 @@ def test_progress_is_not_written_of_a_checkpoint_that_was_not_saved(make: Make) 
 @pytest.mark.parametrize(
     ("words", "agreement", "reason"),
     [
-        ((), Agreement(1.0, 1.0, True, False), "exiting program at iteration 2 after a signal"),
+        ((), StepReduction(1.0, 1.0, True, False), "exiting program at iteration 2 after a signal"),
         (
             ("--exit-duration-in-mins", "7"),
-            Agreement(1.0, 1.0, False, True),
+            StepReduction(1.0, 1.0, False, True),
             "exiting program after 7 minutes at iteration 2",
         ),
         (("--exit-interval", "2"), None, "exiting program at iteration 2"),
     ],
 )
 def test_a_run_that_ends_early_saves_and_says_why(
-    make: Make, words: tuple[str, ...], agreement: Agreement | None, reason: str
+    make: Make, words: tuple[str, ...], agreement: StepReduction | None, reason: str
 ) -> None:
     loop = make("--train-iters", "5", "--save", "x", *words)
     if agreement is not None:
@@ -292,7 +292,7 @@ def test_evaluations_come_at_intervals_and_not_where_a_signal_leaves_no_time(
     make: Make, evaluated: list[int], words: tuple[str, ...], expected: list[int], num_left_out: int
 ) -> None:
     loop = make("--train-iters", "5", "--eval-interval", "2", *words)
-    loop.agreement[4] = Agreement(1.0, 1.0, True, False)
+    loop.agreement[4] = StepReduction(1.0, 1.0, True, False)
     sets = tuple(EvaluationSet(name, name, 1, nullcontext, 6) for name in "ab")  # type: ignore[arg-type]
     assert loop.train(evaluation_sets=EvaluationSets(sets, ())) is not None
     assert evaluated == expected
@@ -378,7 +378,7 @@ def test_samples_that_the_guard_leaves_out_are_passed_over(make: Make) -> None:
 
 def test_a_signal_is_seen_where_samples_are_passed_over(make: Make) -> None:
     loop = make("--train-iters", "3")
-    loop.agreement[1] = Agreement(0.0, 0.0, True, False)
+    loop.agreement[1] = StepReduction(0.0, 0.0, True, False)
     guard = Noted("guard", loop.events, passes_over="bad", left_out=None)
     assert loop.train(guard=guard, metrics=None) == "exiting program at iteration 1 after a signal"
     assert loop.run.runtime.flight.iteration == 1

@@ -23,7 +23,7 @@ from megatron.checkpoint.train_state import TrainState
 from megatron.config.arguments import parse_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.datasets.batch import Batch
-from megatron.core.datasets.data_history import LeftOutSamples
+from megatron.core.datasets.data_history import SkippedSamples
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
@@ -32,9 +32,9 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.timers import Timers
 from megatron.training.evaluation import evaluate
-from megatron.training.fault_tolerance.anomaly_detector import FaultGuard
+from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
 from megatron.training.initialize import Runtime
-from megatron.training.model_setup import TrainingParts, build_training_parts
+from megatron.training.model_setup import ModelAndOptimizer, build_model_and_optimizer
 from megatron.training.training_step import TrainingStep
 
 LENGTH, BATCH, NUM_MICROBATCHES = 12, 3, 2
@@ -120,7 +120,7 @@ def _kernels_take_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InnerOptimizer, "__init__", init)
 
 
-def build(flags: str) -> tuple[RunConfig, Runtime, TrainingParts]:
+def build(flags: str) -> tuple[RunConfig, Runtime, ModelAndOptimizer]:
     config = parse_arguments(flags.split())
     is_rotary = config.model.position_embedding_type == "rope"
     model = dataclasses.replace(config.model, vocab_size=52, scale_embeddings=is_rotary)
@@ -128,7 +128,7 @@ def build(flags: str) -> tuple[RunConfig, Runtime, TrainingParts]:
     device = MetaDevice("cpu")
     state = create_parallel_state()
     runtime = Runtime(device, state, RngStreams(device, 1, state.place))
-    return config, runtime, build_training_parts(config, runtime, provide, lambda line: None)
+    return config, runtime, build_model_and_optimizer(config, runtime, provide, lambda line: None)
 
 
 def steps(flags: str) -> Iterator[Crossings]:
@@ -136,7 +136,7 @@ def steps(flags: str) -> Iterator[Crossings]:
     config, runtime, parts = build(flags)
     forward_step = pretrain_gpt.forward_step
     # It is never asked for data or checkpoints: nothing goes wrong.
-    guard = FaultGuard(config, runtime, parts, forward_step, None, LeftOutSamples(), None, print)  # type: ignore[arg-type]
+    guard = AnomalyDetector(config, runtime, parts, forward_step, None, SkippedSamples(), None, print)  # type: ignore[arg-type]
     step = TrainingStep(config, runtime, parts, forward_step, Timers(), guard=guard)
     train_state = TrainState()
     while True:

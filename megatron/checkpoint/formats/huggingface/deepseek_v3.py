@@ -36,7 +36,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return the widths of attention, the experts and the further predictions; note what is not supported."""
         settings.require("attention_bias", False, False, "attention has no biases")
-        settings.require("rope_interleave", True, True, "neighbouring channels are rotated together")
+        settings.require("rope_interleave", True, True, "neighboring channels are rotated together")
         settings.require("scoring_func", "sigmoid", "sigmoid", "scores are sigmoids")
         settings.require("topk_method", "noaux_tc", "noaux_tc", "groups are ranked by their best experts")
         settings.require("moe_layer_freq", 1, 1, "first_k_dense_replace says which layers have experts")
@@ -85,7 +85,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
             "n_shared_experts": shared // max(config.moe_ffn_hidden_size, 1),
             "norm_topk_prob": config.moe_router_topk > 1,
             "num_experts_per_tok": config.moe_router_topk,
-            "num_nextn_predict_layers": config.num_further_tokens,
+            "num_nextn_predict_layers": config.mtp_depth,
             "q_lora_rank": config.q_lora_rank,
             "qk_nope_head_dim": config.qk_head_dim,
             "qk_rope_head_dim": config.qk_pos_emb_head_dim,
@@ -106,7 +106,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
         vocabulary, width = (config.vocab_size, config.hidden_size), config.hidden_size
         has_own = config.untie_embeddings_and_output_weights
         output_layer = "model.output_layer.weight" if has_own else "model.embedding.word_embeddings.weight"
-        for depth in range(config.num_further_tokens):
+        for depth in range(config.mtp_depth):
             ours, theirs = f"model.mtp.layers.{depth}.", f"{self.base_prefix}layers.{config.num_layers + depth}."
             embedding = whole("model.embedding.word_embeddings.weight", f"{theirs}embed_tokens.weight", vocabulary)
             yield replace(embedding, is_copy=True)

@@ -231,7 +231,7 @@ class BlockFloat4:
 
 
 def read_quantization(settings: Settings) -> BlockFloat8 | BlockFloat4 | None:
-    """Return how weights are quantised, None where they are not; note a way that is not known."""
+    """Return how weights are quantized, None where they are not; note a way that is not known."""
     inner = settings.inner("quantization_config")
     if inner is None:
         return None

@@ -63,7 +63,7 @@ class HuggingFaceSource:
         self.tensors: Mapping[str, TensorInfo] = self._linked.tensors
         tokenizer = tokenizer_settings(self.folder, self.config.vocab_size)
         self.common: Mapping[str, Any] = untrained_common(self.config, tokenizer)
-        if quantization is None:  # What was quantised is not written so again.
+        if quantization is None:  # What was quantized is not written so again.
             files = {name: FileRecord(self.files.names_in(name), texts) for name, texts in self.files.metadata.items()}
             record = record_model(self.folder, self.files.index_text, files, self.family.is_buffer)
             self.common |= {MODEL_RECORD: record.encode()}
@@ -146,7 +146,7 @@ class LoadedModelSource:
         settings.pop("torch_dtype", None)
         settings["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         if settings.get("quantization_config") is not None:
-            raise CheckpointError(f"{name}: the loaded weights are quantised; name the model's folder instead")
+            raise CheckpointError(f"{name}: the loaded weights are quantized; name the model's folder instead")
         self.family, self.config = read_model(Settings(settings, name, tensor_names=lambda: weights))
         if _OUTPUT_LAYER_IN_FILES in {link.foreign for link in self.family.links(self.config)}:
             # transformers 5 calls every model's output layer alike in memory, and renames it when it writes a folder.

@@ -219,12 +219,12 @@ class BlockFloat8Weights:
         self.folder = files.folder
         self._files, self._block = files, quantization.block
         self._dtype = dtype_from_name(quantization.dtype)
-        self._quantised = {name for name, entry in files.entries.items() if entry.dtype in _FLOAT8}
-        for name in self._quantised:
+        self._quantized = {name for name, entry in files.entries.items() if entry.dtype in _FLOAT8}
+        for name in self._quantized:
             self._check_factors(name)
-        factors = {name + _FACTORS for name in self._quantised}
+        factors = {name + _FACTORS for name in self._quantized}
         self.entries: dict[str, WeightEntry] = {
-            name: dataclasses.replace(entry, dtype=self._dtype) if name in self._quantised else entry
+            name: dataclasses.replace(entry, dtype=self._dtype) if name in self._quantized else entry
             for name, entry in files.entries.items()
             if name not in factors
         }
@@ -236,7 +236,7 @@ class BlockFloat8Weights:
             CheckpointError: the file cannot be read.
         """
         values = self._files.read(name, box)
-        if name not in self._quantised:
+        if name not in self._quantized:
             return values
         places = [
             torch.arange(start, start + length) // size
@@ -281,12 +281,12 @@ class BlockFloat4Weights:
     def __init__(self, files: WeightFiles, quantization: BlockFloat4) -> None:
         self.folder = files.folder
         self._files, self._dtype = files, dtype_from_name(quantization.dtype)
-        self._quantised = {name.removesuffix(_BLOCKS) for name in files.entries if name.endswith(_BLOCKS)}
-        stored = {name + ending for name in self._quantised for ending in (_BLOCKS, _SCALES)}
+        self._quantized = {name.removesuffix(_BLOCKS) for name in files.entries if name.endswith(_BLOCKS)}
+        stored = {name + ending for name in self._quantized for ending in (_BLOCKS, _SCALES)}
         self.entries: dict[str, WeightEntry] = {
             name: entry for name, entry in files.entries.items() if name not in stored
         }
-        for name in self._quantised:
+        for name in self._quantized:
             self.entries[name] = self._entry(name)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
@@ -295,7 +295,7 @@ class BlockFloat4Weights:
         Raises:
             CheckpointError: the file cannot be read.
         """
-        if name not in self._quantised:
+        if name not in self._quantized:
             return self._files.read(name, box)
         (expert, first, row), (experts, columns, rows) = box.offset, box.shape
         start, end = first // _IN_BLOCK, -(-(first + columns) // _IN_BLOCK)

@@ -154,8 +154,8 @@ def _of_single_experts(
 
 def _one_expert_after_the_other(parameters: Iterable[LocalParameter]) -> Iterator[LocalParameter]:
     """Yield the parameters with those of a layer's experts by expert, as modules in a list have them."""
-    for is_expert, neighbours in itertools.groupby(parameters, lambda parameter: parameter.is_expert):
-        own = list(neighbours)
+    for is_expert, neighbors in itertools.groupby(parameters, lambda parameter: parameter.is_expert):
+        own = list(neighbors)
         yield from sorted(own, key=lambda p: expert_number(p.key) or 0) if is_expert else own
 
 
@@ -170,8 +170,8 @@ def _with_layer(name: str, numbers: dict[int, int]) -> str:
 def in_grouped_order(parameters: Iterable[LocalParameter]) -> tuple[LocalParameter, ...]:
     """Return a chunk's parameters in the order of grouped experts: a linear layer of all experts, then the next."""
     ordered: list[LocalParameter] = []
-    for is_expert, neighbours in itertools.groupby(parameters, lambda parameter: parameter.is_expert):
-        own = list(neighbours)
+    for is_expert, neighbors in itertools.groupby(parameters, lambda parameter: parameter.is_expert):
+        own = list(neighbors)
         ordered += sorted(own, key=lambda p: p.name) if is_expert else own
     return tuple(ordered)
 

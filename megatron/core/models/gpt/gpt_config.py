@@ -48,7 +48,7 @@ class GPTConfig(TransformerConfig, in_args=True):
     rotary_percent: float = flag(1.0, role="meaning", where=("position_embedding_type", "rope"), seen_as="rotary_dim")
     """Share of each head's width that is rotated."""
     rotary_interleaved: bool = flag(False, role="meaning", where=("position_embedding_type", "rope"))
-    """Rotate neighbouring pairs of channels in place of the two halves."""
+    """Rotate neighboring pairs of channels in place of the two halves."""
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, role="meaning", bounds=POSITIVE, where=("position_embedding_type", "rope")
     )
@@ -96,7 +96,7 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     def has_experts_among(self, layer_numbers: Iterable[int], *, is_last: bool) -> bool:
         """Return whether a model chunk with these layers has experts. The last chunk includes the MTP modules."""
-        further = range(self.num_layers, self.num_layers + self.num_further_tokens * is_last)
+        further = range(self.num_layers, self.num_layers + self.mtp_depth * is_last)
         return any(self.moe_layers[self.kind_of(number)] for number in (*layer_numbers, *further))
 
     @property
@@ -126,7 +126,7 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     def output_forward_flops(self, seq_length: int) -> float:
         """Return the operations of the output layer's forward pass over one sequence, once for each predicted token."""
-        return 2.0 * seq_length * self.hidden_size * self.padded_vocab_size * (1 + self.num_further_tokens)
+        return 2.0 * seq_length * self.hidden_size * self.padded_vocab_size * (1 + self.mtp_depth)
 
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:

@@ -43,12 +43,12 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPrediction,
     further_layer_numbers,
     further_losses,
-    further_targets,
+    mtp_targets,
 )
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding, yarn_frequencies
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import further_loss_names
-from megatron.core.weight_prefetch import take_memory
+from megatron.core.weight_prefetch import free_storage
 
 _NOT_HIDDEN = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
 
@@ -62,7 +62,7 @@ def is_hidden_matrix(spec: ParamSpec) -> bool:
 def scale_with_width(parameters: Iterable[nn.Parameter], width_multiplier: float) -> None:
     """Let the hidden matrices begin smaller by the root of the multiplier, and say it to the optimizer.
 
-    Must be called when the parameters are named, before they are initialised.
+    Must be called when the parameters are named, before they are initialized.
     """
     for parameter in parameters:
         spec = spec_of(parameter)
@@ -95,7 +95,7 @@ _WORD_EMBEDDING = "embedding.word_embeddings"
 class GPTModel(Model):
     """Hold the embedding (``pre_process``), the layers ``layer_numbers``, and the output layer (``post_process``).
 
-    By default the whole model. Parameters carry their sharding; on a real device they are initialised from ``seed``
+    By default the whole model. Parameters carry their sharding; on a real device they are initialized from ``seed``
     (``None`` leaves zeros, for a checkpoint to fill), on ``meta`` they only have shapes. With ``fills_later`` they have
     no memory: `wrap_model` fills what a rank keeps of them, and no more than a layer is ever whole. Sequences are whole
     unless ``cp`` names the ranks over which `context_parallel.partition` has split them, and all experts are on every
@@ -130,11 +130,11 @@ class GPTModel(Model):
         self.cp = single_rank_group(("cp",)) if cp is None else cp
         self.pre_process = pre_process
         self.post_process = post_process
-        self.has_further_tokens = post_process and config.num_further_tokens > 0
+        self.has_further_tokens = post_process and config.mtp_depth > 0
         self.embedding = GPTEmbedding(config, tp, device) if pre_process or self.has_further_tokens else None
         self.layer_numbers = range(config.num_layers) if layer_numbers is None else layer_numbers
         experts = experts or ExpertGroups.like_dense(tp, self.cp)
-        made = take_memory if fills_later else _keep_memory
+        made = free_storage if fills_later else _keep_memory
         made(self)
         self.decoder = TransformerBlock(config, self.layer_numbers, post_process, tp, device, self.cp, experts, made)
         self.mtp: MultiTokenPrediction | None = None
@@ -167,7 +167,7 @@ class GPTModel(Model):
         if config.lora_rank:
             add_adapters(self, config, tp, device)
         self.name_parameters()
-        if (is_tied or config.num_further_tokens) and pre_process != post_process:
+        if (is_tied or config.mtp_depth) and pre_process != post_process:
             # Both ends of the pipeline hold a copy of one parameter, the word embedding.
             weight = self.output_weight if self.embedding is None else self.embedding.word_embeddings.weight
             tied = tie_over_pipeline(spec_of(weight), name=f"{_WORD_EMBEDDING}.weight", is_first_stage=pre_process)
@@ -251,7 +251,7 @@ class GPTModel(Model):
         if self.mtp is None:
             return self._loss(hidden, labels, losses, loss_mask)
         assert self.embedding is not None, "further tokens are embedded"
-        targets = further_targets(labels, loss_mask, pattern.document_ids, self.config.num_further_tokens, self.cp)
+        targets = mtp_targets(labels, loss_mask, pattern.document_ids, self.config.mtp_depth, self.cp)
         embedded = self.embedding.of_words(targets.tokens.flatten(0, 1))
         states, found = self.mtp(hidden, embedded, pattern, angles, dropout, padding_mask)
         losses += found

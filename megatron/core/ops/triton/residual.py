@@ -119,7 +119,7 @@ def forward_program(
     weight: tl.tensor,
     bias: tl.tensor,
     total: tl.tensor,
-    normalised: tl.tensor,
+    normalized: tl.tensor,
     means: tl.tensor,
     scales: tl.tensor,
     width: tl.tensor,
@@ -141,7 +141,7 @@ def forward_program(
         added = tl.load(branch + row * width + column, mask=inside, other=0.0).to(tl.float32)
         if first_key is not None:
             added = tl.where(keeps(first_key, second_key, row, column, threshold), added * kept_scale, 0.0)
-        # What is normalised is the stream as it is stored.
+        # What is normalized is the stream as it is stored.
         rounded = (x + added).to(total.dtype.element_ty)
         tl.store(total + row * width + column, rounded, mask=inside)
         x = rounded.to(tl.float32)
@@ -154,12 +154,12 @@ def forward_program(
     x *= scale * (tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + weight_offset)
     if bias is not None:
         x += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normalised + row * width + column, x.to(normalised.dtype.element_ty), mask=inside)
+    tl.store(normalized + row * width + column, x.to(normalized.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def backward_program(
-    normalised_grad: tl.tensor,
+    normalized_grad: tl.tensor,
     total_grad: tl.tensor,
     total: tl.tensor,
     weight: tl.tensor,
@@ -193,7 +193,7 @@ def backward_program(
         at = row * width + column
         scale = tl.load(scales + row)
         x = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(normalised_grad + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(normalized_grad + at, mask=inside, other=0.0).to(tl.float32)
         if means is not None:
             x -= tl.load(means + row)
         x *= scale
@@ -245,24 +245,24 @@ class _ResidualNorm(torch.autograd.Function):
         width = stream.shape[-1]
         num_rows = stream.numel() // width
         total = stream if branch is None else torch.empty_like(stream)
-        normalised = torch.empty_like(stream)
+        normalized = torch.empty_like(stream)
         scales = stream.new_empty(num_rows, dtype=torch.float32)
         means = torch.empty_like(scales) if subtracts_mean else None
         ctx.arguments = weight_offset, *threshold_and_scale(probability)
         block = triton.next_power_of_2(width)
         if num_rows:
             forward_program[(num_rows,)](
-                branch, first_key, second_key, stream, weight, bias, total, normalised, means, scales,
+                branch, first_key, second_key, stream, weight, bias, total, normalized, means, scales,
                 width, epsilon, *ctx.arguments, BLOCK=block, num_warps=warps(block),
             )  # fmt: skip
         ctx.save_for_backward(total, weight, means, scales, first_key, second_key)
         ctx.has_branch = branch is not None
         ctx.sums_branch_grad = branch is not None and sums_branch_grad and width <= _MAX_SUMMED_WIDTH
         ctx.receivers = [Receiver.of(each) for each in (weight, bias) if each is not None]
-        return residual if branch is None else total, normalised
+        return residual if branch is None else total, normalized
 
     @staticmethod
-    def backward(ctx: Any, total_grad: torch.Tensor, normalised_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, total_grad: torch.Tensor, normalized_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         total, weight, means, scales, first_key, second_key = ctx.saved_tensors
         width = total.shape[-1]
         num_rows = scales.shape[0]
@@ -277,7 +277,7 @@ class _ResidualNorm(torch.autograd.Function):
         block = triton.next_power_of_2(width)
         if num_rows:
             backward_program[(num_parts,)](
-                normalised_grad.contiguous(), total_grad.contiguous(), total, weight, means, scales,
+                normalized_grad.contiguous(), total_grad.contiguous(), total, weight, means, scales,
                 first_key, second_key, residual_grad, branch_grad, parts[0], bias_parts, branch_parts,
                 num_rows, rows_per_part, width, *ctx.arguments, BLOCK=block, num_warps=warps(block),
             )  # fmt: skip
@@ -287,7 +287,7 @@ class _ResidualNorm(torch.autograd.Function):
         return residual_grad, branch_grad if ctx.has_branch else None, *grads, *(None,) * 7
 
 
-def add_and_normalise(
+def add_and_normalize(
     residual: torch.Tensor,
     branch: torch.Tensor | None,
     weight: torch.Tensor,

@@ -12,7 +12,7 @@ from megatron.core.process_group import Group, single_rank_group
 class ExpertGroups:
     """Hold the groups that a layer of experts communicates over.
 
-    ``model`` are the ranks that hold one copy of all experts: ``tensor_size`` neighbours cut the same experts among
+    ``model`` are the ranks that hold one copy of all experts: ``tensor_size`` neighbors cut the same experts among
     them. ``tp`` and ``cp`` hold parts of the same micro-batch, ``dp`` other micro-batches.
     """
 

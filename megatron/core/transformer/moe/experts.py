@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.main_grad import Receiver, main_grad_of
-from megatron.core.ops.fp8_quantizers import Float8Quantisers
-from megatron.core.ops.fp8_tensor import WHOLE, Blocks, Quantised, has_scaled_products, scaled_product
+from megatron.core.ops.fp8_quantizers import Fp8Quantizers
+from megatron.core.ops.fp8_tensor import WHOLE, Blocks, Quantized, has_scaled_products, scaled_product
 from megatron.core.ops.gemm import RowCounts, grouped_gradient, grouped_product, row_counts
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box, ParamSpec, Piece
@@ -95,7 +95,7 @@ _MULTIPLE = 16
 
 Of scales for blocks along the rows a device's products of its own take whole blocks alone.
 """
-_Operands = list[tuple[Quantised, Quantised] | None]
+_Operands = list[tuple[Quantized, Quantized] | None]
 
 
 class _Float8GroupedLinear(torch.autograd.Function):
@@ -108,11 +108,11 @@ class _Float8GroupedLinear(torch.autograd.Function):
         counts: RowCounts,
         adds_bias: bool,
         library: str,
-        quantisers: Sequence[Float8Quantisers],
+        quantizers: Sequence[Fp8Quantizers],
         records: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.counts, ctx.product_library, ctx.quantisers, ctx.records = counts, library, quantisers, records
+        ctx.counts, ctx.product_library, ctx.quantizers, ctx.records = counts, library, quantizers, records
         # Asked for here: recompute hands the backward pass a copy of the weight that knows no main gradient.
         ctx.main_grad = main_grad_of(weight)
         output = x.new_empty(len(x), weight.shape[1])
@@ -121,39 +121,39 @@ class _Float8GroupedLinear(torch.autograd.Function):
             if not len(rows):
                 ctx.scales.append((None, None))
                 continue
-            own = quantisers[number]
-            quantised = own.weight(weight[number], transpose=False, records=records, scale=None)
+            own = quantizers[number]
+            quantized = own.weight(weight[number], transpose=False, records=records, scale=None)
             plain, _ = own.matrix("input", _padded(rows, _MULTIPLE), transpose=False, records=records)
-            into.copy_(scaled_product(plain, quantised, x.dtype, library=library)[: len(rows)])
+            into.copy_(scaled_product(plain, quantized, x.dtype, library=library)[: len(rows)])
             if bias is not None and adds_bias:
                 into += bias[number]
             # What is rounded again has the scale of the first time, where there is one for all of it.
-            ctx.scales.append((plain.scale, quantised.scale) if plain.blocks == WHOLE else (None, None))
+            ctx.scales.append((plain.scale, quantized.scale) if plain.blocks == WHOLE else (None, None))
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         counts, library = ctx.counts, ctx.product_library
-        quantisers: Sequence[Float8Quantisers] = ctx.quantisers
+        quantizers: Sequence[Fp8Quantizers] = ctx.quantizers
         needs_x_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
         grad = grad.contiguous()
-        in_fp8 = needs_weight_grad and quantisers[0].recipe.has_weight_gradients
+        in_fp8 = needs_weight_grad and quantizers[0].recipe.has_weight_gradients
         x_grad = grad.new_empty(len(grad), weight.shape[2]) if needs_x_grad else None
         operands: _Operands = []
-        multiple = _summed_multiple(quantisers[0].recipe.blocks, grad.device.type) if in_fp8 else _MULTIPLE
+        multiple = _summed_multiple(quantizers[0].recipe.blocks, grad.device.type) if in_fp8 else _MULTIPLE
         start = 0
         for number, rows in enumerate(grad.split_with_sizes(counts)):
             end = start + len(rows)
             if not len(rows):
                 operands.append(None)
                 continue
-            own, (x_scale, weight_scale) = quantisers[number], ctx.scales[number]
+            own, (x_scale, weight_scale) = quantizers[number], ctx.scales[number]
             plain, turned = own.matrix("grad", _padded(rows, multiple), transpose=in_fp8, records=ctx.records)
             if x_grad is not None:
-                quantised = own.weight(weight[number], transpose=True, records=False, scale=weight_scale)
+                quantized = own.weight(weight[number], transpose=True, records=False, scale=weight_scale)
                 few = _first_rows(plain, len(rows) + -len(rows) % _MULTIPLE)
-                x_grad[start:end] = scaled_product(few, quantised, grad.dtype, library=library)[: len(rows)]
+                x_grad[start:end] = scaled_product(few, quantized, grad.dtype, library=library)[: len(rows)]
             if turned is not None:
                 operands.append((turned, own.input_again(_padded(x[start:end], multiple), x_scale, True, None)))
             start = end
@@ -179,18 +179,18 @@ def float8_grouped_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     counts: Sequence[int],
-    quantisers: Sequence[Float8Quantisers],
+    quantizers: Sequence[Fp8Quantizers],
     *,
     adds_bias: bool,
     library: str,
 ) -> torch.Tensor:
     """Do what `grouped_linear` does, with the three products of each group in fp8.
 
-    Each group has ``quantisers`` of its own. The backward pass keeps the input as it came.
+    Each group has ``quantizers`` of its own. The backward pass keeps the input as it came.
 
     Shapes: as those of `grouped_linear`.
     """
-    arguments = (x, weight, bias, row_counts(counts), adds_bias, library, quantisers, torch.is_grad_enabled())
+    arguments = (x, weight, bias, row_counts(counts), adds_bias, library, quantizers, torch.is_grad_enabled())
     result: torch.Tensor = _Float8GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
@@ -201,11 +201,11 @@ def _summed_multiple(blocks: Blocks, device: str) -> int:
     return max(_MULTIPLE, blocks.columns) if takes_blocks else _MULTIPLE
 
 
-def _first_rows(matrix: Quantised, count: int) -> Quantised:
+def _first_rows(matrix: Quantized, count: int) -> Quantized:
     if count == len(matrix.data):
         return matrix
     assert matrix.blocks.rows == 1, "rows share scales, and are no more than are asked for"
-    return Quantised(matrix.data[:count], matrix.scale[:count], matrix.blocks)
+    return Quantized(matrix.data[:count], matrix.scale[:count], matrix.blocks)
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -225,10 +225,10 @@ def _products(
 
 
 class GroupedLinear(nn.Module):
-    """Hold one weight for each of this rank's experts, sharded along ``cut_dim`` (1: out, 2: in) with its neighbours.
+    """Hold one weight for each of this rank's experts, sharded along ``cut_dim`` (1: out, 2: in) with its neighbors.
 
     ``num_stacked`` counts equal tensors that the output features stack, each of which is sharded on its own. An input
-    that is cut leaves a part of a sum over the neighbours, to which the first of them adds the bias.
+    that is cut leaves a part of a sum over the neighbors, to which the first of them adds the bias.
 
     Shapes: ``[n, in] -> [n, out]``, rows in the order of the experts; of the features that are cut this rank's.
     """
@@ -249,7 +249,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.product_library, self.cut_dim = library, cut_dim
-        self.quantisers: tuple[Float8Quantisers, ...] | None = None
+        self.quantizers: tuple[Fp8Quantizers, ...] | None = None
         """One for each of this rank's experts, in their order, where products are in fp8."""
         num_local = num_experts // groups.size
         self.expert_numbers = range(groups.rank * num_local, (groups.rank + 1) * num_local)
@@ -282,13 +282,13 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Return the products; ``counts`` are the rows of each of this rank's experts."""
-        if self.quantisers is not None:
+        if self.quantizers is not None:
             return float8_grouped_linear(
                 x,
                 self.weight,
                 self.bias,
                 counts,
-                self.quantisers,
+                self.quantizers,
                 adds_bias=self.adds_bias,
                 library=self.product_library,
             )

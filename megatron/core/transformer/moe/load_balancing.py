@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.routing import TokenRows, expert_scores, occu
 from megatron.core.transformer.transformer_config import MoEConfig
 
 
-class ExpertTally:
+class ExpertTokenCounts:
     """Count the choices of one layer in one step on this rank: those of each expert, and those that were dropped.
 
     Passes that compute activations again are not counted.
@@ -161,7 +161,7 @@ class ExpertLoads:
 class BiasedRouter(nn.Module):
     """What counting the load asks of a router: a tally and, where experts are chosen by it, a bias."""
 
-    tally: ExpertTally
+    tally: ExpertTokenCounts
     expert_bias: nn.Parameter | None
 
 
@@ -188,7 +188,7 @@ def router_losses(
     local_padding_mask: torch.Tensor | None,
     config: MoEConfig,
     groups: ExpertGroups,
-    tally: ExpertTally,
+    tally: ExpertTokenCounts,
 ) -> tuple[AuxiliaryLoss, ...]:
     """Return the losses of a micro-batch, of which this rank has some tokens.
 
@@ -222,7 +222,7 @@ def _balancing_losses(
     num_tokens: int | torch.Tensor,
     config: MoEConfig,
     groups: ExpertGroups,
-    tally: ExpertTally,
+    tally: ExpertTokenCounts,
 ) -> Iterator[AuxiliaryLoss]:
     scores = expert_scores(logits, config.moe_router_score_function)
     if config.moe_router_score_function == "sigmoid":

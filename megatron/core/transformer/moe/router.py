@@ -16,7 +16,7 @@ from megatron.core.sharding import ParamSpec, full_pieces
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
 from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.moe.expert_groups import ExpertGroups
-from megatron.core.transformer.moe.load_balancing import BiasedRouter, ExpertTally, router_losses
+from megatron.core.transformer.moe.load_balancing import BiasedRouter, ExpertTokenCounts, router_losses
 from megatron.core.transformer.moe.routing import TokenRows, choose_experts, expert_capacity, kept_choices
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -51,7 +51,7 @@ class TopKRouter(BiasedRouter):
         super().__init__()
         assert config.num_experts is not None
         self.config, self.groups, self.num_experts = config, groups, config.num_experts
-        self.tally = ExpertTally()
+        self.tally = ExpertTokenCounts()
         self.keys: DropoutKeys | None = None
         self.layer_number = 0
         dtype = dtype_from_name(config.params_dtype)

@@ -30,7 +30,7 @@ def test_every_rank_receives_from_the_one_before_it(numel: int) -> None:
 
 
 def go_round() -> list[float]:
-    """Return what a rank holds after each hop of its neighbours' tensors."""
+    """Return what a rank holds after each hop of its neighbors' tensors."""
     cp = create_parallel_state(ParallelSizes(cp=4)).cp
     tensor, seen = torch.tensor([float(cp.rank)]), []
     for _ in range(cp.size):

@@ -16,7 +16,7 @@ from megatron.core.device import Device
 from megatron.core.timers import Timers
 from megatron.training.batch_source import BatchSource
 from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.training_step import TrainingStep
 from megatron.verification.model_cells import ExpertLayout, make_expert_cell
 from megatron.verification.run_cell import resolve_cell
@@ -65,7 +65,7 @@ class Rows:
 def train(flags: Sequence[str], world_size: int, length: int) -> list[tuple[Any, ...]]:
     config = resolve_cell((*flags, "--seq-length", str(length), "--dataloader-type", "external"), world_size, "float64")
     runtime = make_runtime(config, Device("cpu"))
-    parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
     step = TrainingStep(config, runtime, parts, pretrain_gpt.forward_step, Timers())
     found, state = [], TrainState()
     with closing(BatchSource(Rows(length), config, runtime, config.model.vocab_size, 0)) as source:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.flat_parameters import ParamPart
-from megatron.core.optimizer.matrix_owners import MatrixOwners
+from megatron.core.distributed.flat_parameters import ParamShard
+from megatron.core.optimizer.matrix_owners import MuonShardExchange
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import single_rank_group
@@ -26,10 +26,10 @@ def doubled(dtype: torch.dtype, round_bytes: int) -> tuple[int, list[torch.Tenso
     parts, values = [], []
     for number, start, end in STRETCHES[dp.rank]:
         flat = parameters[number].data.view(-1)[start:end]
-        parts.append(ParamPart(parameters[number], start, end, flat, torch.zeros_like(flat)))
+        parts.append(ParamShard(parameters[number], start, end, flat, torch.zeros_like(flat)))
         # 1 + 2**-20 and the like are no numbers of bfloat16.
         values.append(1.0 + (100.0 * number + torch.arange(start, end, dtype=torch.float32)) * 2.0**-20)
-    owners = MatrixOwners(parameters, parts, single_rank_group(), dp, is_sharded=True, round_bytes=round_bytes)
+    owners = MuonShardExchange(parameters, parts, single_rank_group(), dp, is_sharded=True, round_bytes=round_bytes)
     results = [torch.zeros_like(each) for each in values]
     for matrices in owners.rounds:
         own = [values[at.part][at.start : at.end] for at in matrices.stretches]
@@ -83,10 +83,10 @@ def cubed_in_rounds(round_bytes: int) -> tuple[list[int], torch.Tensor, torch.Te
         position += value.numel()
         if start < end:
             flat = parameter.data.view(-1)[start:end]
-            parts.append(ParamPart(parameter, start, end, flat, torch.zeros_like(flat)))
+            parts.append(ParamShard(parameter, start, end, flat, torch.zeros_like(flat)))
             values_of.append(value.reshape(-1)[start:end])
             expected_of.append(result.reshape(-1)[start:end])
-    owners = MatrixOwners(parameters, parts, state.tp, state.dp, is_sharded=True, round_bytes=round_bytes)
+    owners = MuonShardExchange(parameters, parts, state.tp, state.dp, is_sharded=True, round_bytes=round_bytes)
     found = [torch.zeros_like(each) for each in values_of]
     for matrices in owners.rounds:
         own = [values_of[at.part][at.start : at.end] for at in matrices.stretches]
@@ -121,8 +121,8 @@ def cubed_of_replicas() -> list[tuple[torch.Tensor, torch.Tensor]]:
         attach_spec(parameter, spec)
         flat = parameter.data.view(-1)
         parameters.append(parameter)
-        parts.append(ParamPart(parameter, 0, flat.numel(), flat, torch.zeros_like(flat)))
-    (matrices,) = MatrixOwners(parameters, parts, state.tp, state.dp, is_sharded=False).rounds
+        parts.append(ParamShard(parameter, 0, flat.numel(), flat, torch.zeros_like(flat)))
+    (matrices,) = MuonShardExchange(parameters, parts, state.tp, state.dp, is_sharded=False).rounds
     results = matrices.compute([part.values.clone() for part in parts], lambda each, _: cubed(each))
     return [(result.view(value.shape), cubed(value)) for result, value in zip(results, values, strict=True)]
 

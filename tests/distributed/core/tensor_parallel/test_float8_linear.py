@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.ops.fp8_config import Float8Config, Float8Places
-from megatron.core.ops.fp8_quantizers import Float8Quantisers, Float8Recipe, Float8State
+from megatron.core.ops.fp8_config import Float8Config, Fp8TensorIndex
+from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -35,9 +35,9 @@ def run_pair(
     layers = torch.nn.ModuleList((first, second))
     load_global_weights(layers, lambda spec: whole_numbers(len(spec.global_shape), *spec.global_shape).numpy())  # type: ignore[arg-type]
     config = Float8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=in_fp8)
-    state = Float8State(config, Float8Places(1), "cpu") if recipe == "delayed" else None
+    state = Float8State(config, Fp8TensorIndex(1), "cpu") if recipe == "delayed" else None
     for place, layer in enumerate((first, second)):
-        layer.quantisers = Float8Quantisers(Float8Recipe.of(config), state, (0, place))
+        layer.quantizers = Fp8Quantizers(Float8Recipe.of(config), state, (0, place))
         layer.weight.requires_grad_(not is_frozen)
     found: dict[str, Any] = {}
     for step in range(2):
@@ -89,7 +89,7 @@ def test_two_ranks_compute_the_bits_of_one(
 def test_a_weight_gradient_outside_fp8_is_a_product_of_unrounded_values(recipe: str) -> None:
     layer = ColumnParallelLinear(WIDTH, INNER, tensor_parallel_group(), has_bias=False)
     recipe_of_layer = Float8Recipe.of(Float8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=False))
-    layer.quantisers = Float8Quantisers(recipe_of_layer, None, (0, 0))
+    layer.quantizers = Fp8Quantizers(recipe_of_layer, None, (0, 0))
     # These values are rounded in fp8, and sums of their products are exact in float32.
     x, grad = 40 + whole_numbers(1, LENGTH, BATCH, WIDTH), 40 + whole_numbers(2, LENGTH, BATCH, INNER)
     layer(x.requires_grad_()).backward(grad)

@@ -19,7 +19,7 @@ from megatron.checkpoint.storage import publish
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.dist_checkpointing import shard_reader
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.errors import CheckpointError, StorageError
 from megatron.core.object_store import ObjectStoreError
 from megatron.core.parallel_sizes import ParallelSizes
@@ -48,7 +48,7 @@ def enter_machine(machines: list[str], tp: int) -> ParallelState:
     return state
 
 
-def content(state: ParallelState, run: RunTensors, iteration: int) -> CommonState:
+def content(state: ParallelState, run: CheckpointState, iteration: int) -> CommonState:
     return CommonState(progress=TrainProgress(iteration=iteration), config=CONFIG, write_tokenizer=write_tokenizer)
 
 

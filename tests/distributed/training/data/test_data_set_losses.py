@@ -24,7 +24,7 @@ from megatron.training.batch_source import BatchSource, batch_layout
 from megatron.training.data_plan import dataset_config
 from megatron.training.initialize import make_runtime
 from megatron.training.loggers.log_lines import StepReport
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.training_step import TrainingStep
 from megatron.verification.cells import BASE_FLAGS, DATA
 from megatron.verification.run_cell import CPU, SyntheticDataset, resolve_cell
@@ -68,7 +68,7 @@ def blend(config: RunConfig, kind: str) -> LaterPhase:
 def train(kind: str, flags: str, world_size: int) -> list[StepReport]:
     config = resolve_cell((*BASE_FLAGS, *KINDS[kind], *flags.split()), world_size, "float64")
     runtime = make_runtime(config, CPU)
-    parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log=lambda line: None)
     dataset, state, reports = blend(config, kind), TrainState(consumed_train_samples=CONSUMED), []
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
@@ -85,7 +85,7 @@ def losses_one_by_one(kind: str) -> Mapping[str, tuple[float, float]]:
     """Return the mean loss and the tokens of each data set in the first step, from samples that are asked alone."""
     config = resolve_cell((*BASE_FLAGS, *KINDS[kind]), 1, "float64")
     runtime = make_runtime(config, CPU)
-    (model,) = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=lambda line: None).chunks
+    (model,) = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log=lambda line: None).chunks
     dataset = blend(config, kind)
     sums: dict[str, list[tuple[float, float]]] = {}
     for index in range(CONSUMED, CONSUMED + config.training.global_batch_size):

@@ -31,7 +31,7 @@ def main() -> None:
             offload.exit([layer], x, x)
         taken = [torch.full((WIDTH, WIDTH), 7.0, device=device.torch_device) for _ in range(NUM_LAYERS)]
         del taken
-        offload.come_home()
+        offload.onload()
         after = [parameter for layer in layers for parameter in layer.parameters()]
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), "weights have changed"
 

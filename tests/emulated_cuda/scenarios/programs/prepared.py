@@ -67,7 +67,7 @@ def make_sizes_small() -> None:
         _set_all(name, values)
     update_bucket = importlib.import_module("megatron.core.optimizer.update_bucket")
     update_bucket.cut_into_buckets.__defaults__ = (2000,)
-    owners = importlib.import_module("megatron.core.optimizer.matrix_owners").MatrixOwners
+    owners = importlib.import_module("megatron.core.optimizer.matrix_owners").MuonShardExchange
     owners.__init__.__kwdefaults__["round_bytes"] = 16_000
     importlib.import_module("megatron.core.dist_checkpointing.planner").SavePlanner.__init__.__defaults__ = (4096,)
     kernel = importlib.import_module("megatron.core.ops.attention_block").AttentionBlocks

@@ -18,7 +18,7 @@ from megatron.core.ops.fp8_tensor import (
     WHOLE,
     Blocks,
     device_product,
-    quantise,
+    quantize,
 )
 from megatron.core.ops.gemm import why_no_wide_products
 from megatron.core.ops.triton_support import casts_to_float8, triton_works
@@ -143,9 +143,9 @@ def check_scaled_product(window: Window, name: str, left: Blocks, right: Blocks,
         raise Unsupported(reason)
     generator = torch.Generator().manual_seed(3)
     operands = [torch.randn(size, size, generator=generator) for _ in range(2)]
-    on_host = [quantise(x, E4M3, blocks) for x, blocks in zip(operands, (left, right))]
+    on_host = [quantize(x, E4M3, blocks) for x, blocks in zip(operands, (left, right))]
     expected = on_host[0].values() @ on_host[1].values().t()
-    on_device = [quantise(x.to(window.place), E4M3, blocks) for x, blocks in zip(operands, (left, right))]
+    on_device = [quantize(x.to(window.place), E4M3, blocks) for x, blocks in zip(operands, (left, right))]
     actual = device_product(on_device[0], on_device[1], torch.bfloat16).float().cpu()
     difference = ((actual - expected).norm() / expected.norm()).item()
     window.close_to(name, difference, _TOLERANCE, "the same FP8 operands multiplied in float32 on the CPU")

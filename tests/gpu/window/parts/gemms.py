@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron.core.ops.fp8_tensor import E4M3, WHOLE, device_product, quantise
+from megatron.core.ops.fp8_tensor import E4M3, WHOLE, device_product, quantize
 from megatron.core.ops.gemm import RowCounts, add_wide_product, adds_wide_products, grouped_gradient, grouped_product
 from tests.gpu.window.clock import KernelClock
 from tests.gpu.window.parts.environment import why_no_float8
@@ -61,7 +61,7 @@ def _dense(window: Window, shape: GemmShape) -> Iterator[tuple[str, Callable[[],
     with window.attempt(name):
         if (reason := why_no_float8(window.capability, WHOLE)) is not None:
             raise Unsupported(reason)
-        left, right = quantise(x, E4M3, WHOLE), quantise(weight, E4M3, WHOLE)
+        left, right = quantize(x, E4M3, WHOLE), quantize(weight, E4M3, WHOLE)
         yield name, lambda: device_product(left, right, torch.bfloat16)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantise_whole
+from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantize_whole
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.gemm import grouped_gradient, grouped_product
 from megatron.core.ops.triton_support import runs_on_triton
@@ -128,8 +128,8 @@ def _casts(window: Window) -> None:
             if not runs_on_triton(on_device):
                 raise Unsupported("Triton is absent here, or does not work")
             scale = torch.full((1, 1), 0.5)
-            expected = quantise_whole(x, dtype, scale, None, transpose=True)
-            actual = quantise_whole(on_device, dtype, scale.to(window.place), None, transpose=True)
+            expected = quantize_whole(x, dtype, scale, None, transpose=True)
+            actual = quantize_whole(on_device, dtype, scale.to(window.place), None, transpose=True)
             wrong = 0
             for ours, theirs in zip(actual, expected):
                 assert ours is not None

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.index import write_index
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec
 from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, SavePlanner
 from megatron.core.dist_checkpointing.shard_file import build_index, take_share
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.parallel_state import ParallelState, gather_from_world
 from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
 
@@ -140,16 +140,16 @@ class ToyOptimizer:
         self.scalars = state
 
 
-def empty_run(state: ParallelState) -> RunTensors:
+def empty_run(state: ParallelState) -> CheckpointState:
     """Return a run as it is before loading."""
     rng = {
         "default": torch.zeros(9, dtype=torch.uint8),
         "tensor-parallel": torch.zeros(4, dtype=torch.uint8),
     }
-    return RunTensors(models=[ToyModel(state)], optimizer=ToyOptimizer(state), rng=rng)
+    return CheckpointState(models=[ToyModel(state)], optimizer=ToyOptimizer(state), rng=rng)
 
 
-def filled_run(state: ParallelState) -> RunTensors:
+def filled_run(state: ParallelState) -> CheckpointState:
     """Return a run whose every value is known; its random streams depend on the rank."""
     run = empty_run(state)
     with torch.no_grad():
@@ -164,7 +164,7 @@ def filled_run(state: ParallelState) -> RunTensors:
     return run
 
 
-def assert_equal_runs(actual: RunTensors, expected: RunTensors) -> None:
+def assert_equal_runs(actual: CheckpointState, expected: CheckpointState) -> None:
     """Compare weights and optimizer state bit by bit."""
     for ours, theirs in zip(actual.models[0].parameters(), expected.models[0].parameters(), strict=True):
         assert torch.equal(ours, theirs), theirs.spec.name

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.distributed.param_layout import ParamSlot, SlotPart, default_bucket_size, parts_of_range, plan_layout
+from megatron.core.distributed.param_layout import (
+    ParamRange,
+    ParamSlot,
+    default_bucket_size,
+    parts_of_range,
+    plan_layout,
+)
 
 
 def test_parameters_lie_last_used_first_at_aligned_starts() -> None:
@@ -96,4 +102,4 @@ def test_shards_hold_every_element_of_every_parameter_once(bucket_size: int | No
 def test_a_range_of_padding_holds_no_part() -> None:
     slots = (ParamSlot(1, 0, 10), ParamSlot(0, 16, 20))
     assert parts_of_range(slots, 10, 16) == []
-    assert parts_of_range(slots, 8, 18) == [SlotPart(1, 8, 10, 0), SlotPart(0, 0, 2, 8)]
+    assert parts_of_range(slots, 8, 18) == [ParamRange(1, 8, 10, 0), ParamRange(0, 0, 2, 8)]

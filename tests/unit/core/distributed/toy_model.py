@@ -23,7 +23,7 @@ def parameter(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) 
 
 
 class ToyModel(nn.Module):
-    """Embed, normalise, apply two linear maps and predict with the embedding's own table."""
+    """Embed, normalize, apply two linear maps and predict with the embedding's own table."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()

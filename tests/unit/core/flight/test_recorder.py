@@ -144,7 +144,7 @@ class Mark:
     """Stand for an event of a device: past it once the device has come so far."""
 
     place: int
-    device: PretendedDevice
+    device: FakeDevice
 
     def query(self) -> bool:
         if self.device.failure:
@@ -153,7 +153,7 @@ class Mark:
 
 
 @dataclass
-class PretendedDevice:
+class FakeDevice:
     """Stand for a device that works through what it is given: kernels and marks, as far as ``reached``."""
 
     given: int = 0
@@ -198,7 +198,7 @@ def test_a_host_that_waits_for_all_has_nothing_to_ask_a_device() -> None:
 
 
 def test_the_oldest_communication_that_a_device_has_not_finished_is_known() -> None:
-    device = PretendedDevice()
+    device = FakeDevice()
     recorder = FlightRecorder(mark=device.mark)
     tp, dp = (record_flight(Group((name,), (0, 1), 0), recorder) for name in ("tp", "dp"))
     for group, operation in ((tp, "all_reduce"), (dp, "all_gather"), (tp, "reduce_scatter")):
@@ -224,7 +224,7 @@ def test_the_oldest_communication_that_a_device_has_not_finished_is_known() -> N
 
 
 def test_a_communication_beside_is_asked_for_itself_until_it_is_waited_for() -> None:
-    device = PretendedDevice(reached=1)
+    device = FakeDevice(reached=1)
     recorder = FlightRecorder(mark=device.mark)
     group = record_flight(Group(("dp",), (0, 1), 0), recorder)
     work = BesideWork(recorder)
@@ -250,7 +250,7 @@ def test_a_communication_beside_is_asked_for_itself_until_it_is_waited_for() -> 
 
 
 def test_what_was_over_when_it_was_waited_for_hides_nothing_behind_it() -> None:
-    device = PretendedDevice(reached=1)
+    device = FakeDevice(reached=1)
     recorder = FlightRecorder(mark=device.mark)
     dp, tp = (record_flight(Group((name,), (0, 1), 0), recorder) for name in ("dp", "tp"))
     work = BesideWork(recorder)
@@ -268,7 +268,7 @@ def test_what_was_over_when_it_was_waited_for_hides_nothing_behind_it() -> None:
 
 def test_what_is_over_before_the_device_comes_to_the_wait_stands_behind_what_the_device_is_in() -> None:
     """The host has waited long before: the mark behind the wait says nothing of when the communication ended."""
-    device = PretendedDevice(reached=1)
+    device = FakeDevice(reached=1)
     recorder = FlightRecorder(mark=device.mark)
     dp, tp = (record_flight(Group((name,), (0, 1), 0), recorder) for name in ("dp", "tp"))
     pending = dp.end(start(dp, "reduce_scatter"), BesideWork(recorder))
@@ -283,7 +283,7 @@ def test_what_is_over_before_the_device_comes_to_the_wait_stands_behind_what_the
 
 
 def test_marks_are_made_once_for_each_place_in_the_ring() -> None:
-    device = PretendedDevice()
+    device = FakeDevice()
     recorder = FlightRecorder(mark=device.mark)
     group = record_flight(Group(("tp",), (0, 1), 0), recorder)
     size = len(recorder.ring)
@@ -302,7 +302,7 @@ def test_marks_are_made_once_for_each_place_in_the_ring() -> None:
 
 
 def test_a_mark_that_is_moved_while_it_is_asked_says_nothing_of_the_old_entry() -> None:
-    device = PretendedDevice()
+    device = FakeDevice()
     recorder = FlightRecorder(mark=device.mark)
     group = record_flight(Group(("tp",), (0, 1), 0), recorder)
     first = start(group, "all_reduce")
@@ -333,7 +333,7 @@ def test_what_is_recorded_as_a_graph_is_given_to_no_device() -> None:
     assert names_on(recorder) == (None, None, {"tp[0,1]": 1})
 
 
-@pytest.mark.parametrize("mark", [None, lambda old: None, PretendedDevice().mark])
+@pytest.mark.parametrize("mark", [None, lambda old: None, FakeDevice().mark])
 def test_the_ring_keeps_no_work_that_was_waited_for(mark: Callable | None) -> None:
     """It would keep its tensors."""
     recorder = FlightRecorder(mark=mark)
@@ -352,7 +352,7 @@ def test_the_ring_keeps_no_work_that_was_waited_for(mark: Callable | None) -> No
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
 def test_work_that_leaves_the_ring_before_anybody_waits_for_it_is_let_go(is_waited_for: bool) -> None:
-    recorder = FlightRecorder(mark=PretendedDevice().mark)
+    recorder = FlightRecorder(mark=FakeDevice().mark)
     group = record_flight(Group(("tp",), (0, 1), 0), recorder)
     work = BesideWork(recorder)
     seen = weakref.ref(work)
@@ -367,7 +367,7 @@ def test_work_that_leaves_the_ring_before_anybody_waits_for_it_is_let_go(is_wait
 
 
 def test_a_group_may_be_used_first_while_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = FlightRecorder(mark=PretendedDevice().mark)
+    recorder = FlightRecorder(mark=FakeDevice().mark)
     group = record_flight(Group(("tp",), (0, 1), 0), recorder)
     group.end(start(group, "all_reduce"))
     in_order = recorder._in_order

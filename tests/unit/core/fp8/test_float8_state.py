@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.core.ops import fp8_quantizers
-from megatron.core.ops.fp8_config import Float8Config, Float8Places
-from megatron.core.ops.fp8_quantizers import Float8Quantisers, Float8Recipe, Float8State
+from megatron.core.ops.fp8_config import Float8Config, Fp8TensorIndex
+from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
 from megatron.core.ops.fp8_tensor import E4M3, E5M2, scale_of
 from megatron.core.process_group import Group, single_rank_group
 
@@ -17,7 +17,7 @@ PLACE = (1, 2)
 
 def state_after(amaxes: list[float], **config: object) -> Float8State:
     """Return the state after steps in which one operand had these amaxes."""
-    state = Float8State(Float8Config(fp8_format="hybrid", **config), Float8Places(3), "cpu")  # type: ignore[arg-type]
+    state = Float8State(Float8Config(fp8_format="hybrid", **config), Fp8TensorIndex(3), "cpu")  # type: ignore[arg-type]
     for iteration, amax in enumerate(amaxes):
         state.amax[PLACE] = torch.tensor([amax, 2 * amax, 3 * amax])
         state.update(WORLD, iteration)
@@ -63,12 +63,12 @@ def test_the_history_has_the_newest_first() -> None:
 
 def test_gradients_that_are_averaged_later_are_remembered_as_averaged() -> None:
     config = Float8Config(fp8_format="hybrid")
-    state = Float8State(config, Float8Places(3), "cpu", num_averaged=4)
+    state = Float8State(config, Fp8TensorIndex(3), "cpu", num_averaged=4)
     state.amax[PLACE] = torch.tensor([40.0, 80.0, 120.0])
     state.update(WORLD, 0)
     assert state.history[PLACE][:, 0].tolist() == [40.0, 80.0, 30.0]
     assert state.scale[PLACE].tolist() == expected(40.0)
-    other = Float8State(config, Float8Places(3), "cpu", num_averaged=2)
+    other = Float8State(config, Fp8TensorIndex(3), "cpu", num_averaged=2)
     for name, values in state.tensors().items():
         other.tensors()[name].copy_(values)
     other.loaded()
@@ -86,11 +86,11 @@ def test_a_step_that_says_nothing_leaves_the_scale(amax: float) -> None:
 
 def test_the_first_step_scales_by_what_it_sees_and_the_next_by_that() -> None:
     config = Float8Config(fp8_format="hybrid")
-    state = Float8State(config, Float8Places(3), "cpu")
-    quantisers = Float8Quantisers(Float8Recipe.of(config), state, PLACE)
+    state = Float8State(config, Fp8TensorIndex(3), "cpu")
+    quantizers = Fp8Quantizers(Float8Recipe.of(config), state, PLACE)
 
     def scale(x: torch.Tensor) -> float:
-        plain, _ = quantisers.matrix("grad", x, transpose=False, records=True)
+        plain, _ = quantizers.matrix("grad", x, transpose=False, records=True)
         return float(plain.scale)
 
     small, large = torch.full((2, 3), 1e-6), torch.full((2, 3), 1e6)
@@ -103,10 +103,10 @@ def test_the_first_step_scales_by_what_it_sees_and_the_next_by_that() -> None:
 
 def test_evaluation_is_not_remembered() -> None:
     config = Float8Config(fp8_format="hybrid")
-    state = Float8State(config, Float8Places(3), "cpu")
-    quantisers = Float8Quantisers(Float8Recipe.of(config), state, PLACE)
-    quantisers.matrix("input", torch.ones(2, 3), transpose=False, records=False)
-    quantisers.weight(torch.ones(2, 3), transpose=False, records=False, scale=None)
+    state = Float8State(config, Fp8TensorIndex(3), "cpu")
+    quantizers = Fp8Quantizers(Float8Recipe.of(config), state, PLACE)
+    quantizers.matrix("input", torch.ones(2, 3), transpose=False, records=False)
+    quantizers.weight(torch.ones(2, 3), transpose=False, records=False, scale=None)
     assert not state.amax.any()
 
 
@@ -144,10 +144,10 @@ def test_the_history_has_the_largest_amax_of_all_ranks() -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_ranks_share_a_scale_where_they_hold_parts_of_what_it_scales(recipe: str) -> None:
     """A transposed row lies on all ranks of a sequence-parallel group, a block of 128 on one."""
-    quantisers = Float8Quantisers(Float8Recipe.of(Float8Config(fp8_format="e4m3", fp8_recipe=recipe)))
+    quantizers = Fp8Quantizers(Float8Recipe.of(Float8Config(fp8_format="e4m3", fp8_recipe=recipe)))
     x = torch.ones(128, 128)
-    _, shared = quantisers.matrix("input", x, transpose=True, records=False, group=WORLD)
-    _, own = quantisers.matrix("input", x, transpose=True, records=False)
+    _, shared = quantizers.matrix("input", x, transpose=True, records=False, group=WORLD)
+    _, own = quantizers.matrix("input", x, transpose=True, records=False)
     assert shared is not None
     assert own is not None
     assert torch.equal(own.scale, scale_of(torch.ones_like(own.scale), E4M3))
@@ -168,9 +168,9 @@ def test_ranks_share_a_scale_where_they_hold_parts_of_what_it_scales(recipe: str
 def test_what_a_recipe_shares_with_the_transpose(recipe: str, turns: bool, keeps_weight_scale: bool) -> None:
     for has_weight_gradients in (True, False):
         config = Float8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=has_weight_gradients)
-        quantisers = Float8Quantisers(Float8Recipe.of(config))
-        assert (quantisers.turns, quantisers.keeps_weight_scale) == (turns, keeps_weight_scale)
-        assert quantisers.gathers_gradients == (turns and has_weight_gradients)
+        quantizers = Fp8Quantizers(Float8Recipe.of(config))
+        assert (quantizers.turns, quantizers.keeps_weight_scale) == (turns, keeps_weight_scale)
+        assert quantizers.gathers_gradients == (turns and has_weight_gradients)
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,8 @@ def test_prompts_of_unequal_length_give_what_each_gives_alone() -> None:
 def test_draws_do_not_depend_on_the_prompts_beside() -> None:
     """The third prompt stays the third; the others get other lengths, so that it runs in another batch."""
     model = make_model("odd")
-    neighbours = [[7, 7], [8], [9], [11], [12]]
-    results = [generate(model, prompts, 11, DRAWN, None, STATE) for prompts in (UNEQUAL_PROMPTS, neighbours)]
+    neighbors = [[7, 7], [8], [9], [11], [12]]
+    results = [generate(model, prompts, 11, DRAWN, None, STATE) for prompts in (UNEQUAL_PROMPTS, neighbors)]
     assert results[0][2] == results[1][2]
 
 
@@ -250,7 +250,7 @@ def request(**values: object) -> GenerationRequest:
 
 
 def whole_log_probabilities(model: GPTModel, tokens: list[int]) -> torch.Tensor:
-    """Without a cache, padding or neighbours; one number for every token but the first."""
+    """Without a cache, padding or neighbors; one number for every token but the first."""
     logits = whole_logits(model, torch.tensor([tokens]))[:, 0, : model.config.vocab_size]
     return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
 

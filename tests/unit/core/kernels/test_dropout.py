@@ -92,7 +92,7 @@ def test_no_rows_give_no_rows() -> None:
 
 @pytest.mark.parametrize("probability", [0.02, 0.1, 0.5])
 def test_rates_and_independence(probability: float) -> None:
-    """Chi-square of counts a row and a column, and of pairs of neighbours, within 5 standard deviations."""
+    """Chi-square of counts a row and a column, and of pairs of neighbors, within 5 standard deviations."""
     rows, columns = 1500, 1024
     dropped = (drop_elements(torch.ones(rows, columns), make_keys(rows), probability) == 0).double()
     variance = probability * (1 - probability)
@@ -100,11 +100,11 @@ def test_rates_and_independence(probability: float) -> None:
     for sums, count in ((dropped.sum(dim=0), rows), (dropped.sum(dim=1), columns)):
         chi_square = float(((sums - count * probability) ** 2).sum() / (count * variance))
         assert abs(chi_square - len(sums)) < 5 * (2 * len(sums)) ** 0.5
-    centred = (dropped - probability) / variance**0.5
+    centered = (dropped - probability) / variance**0.5
     for pairs in (
-        centred[1:] * centred[:-1],
-        centred[:, 1:] * centred[:, :-1],
-        centred[:, 2:] * centred[:, :-2],
-        centred[:, 512:] * centred[:, :512],
+        centered[1:] * centered[:-1],
+        centered[:, 1:] * centered[:, :-1],
+        centered[:, 2:] * centered[:, :-2],
+        centered[:, 512:] * centered[:, :512],
     ):
         assert abs(float(pairs.mean())) < 5 / pairs.numel() ** 0.5

@@ -1,4 +1,4 @@
-"""Matrices in fp8: scales, rounding, and products against float64 of the same quantised operands."""
+"""Matrices in fp8: scales, rounding, and products against float64 of the same quantized operands."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron.core.ops.fp8_tensor import (
     SQUARES_OF_128,
     WHOLE,
     Blocks,
-    Quantised,
+    Quantized,
     _swizzled,
     amax_of,
     device_product,
     has_scaled_products,
-    quantise,
-    quantise_whole,
+    quantize,
+    quantize_whole,
     scale_of,
     scaled_product,
 )
@@ -39,19 +39,19 @@ RECIPES = {
 SHAPES = [(48, 256, 144), (16, 144, 80)]
 
 
-def operands(recipe: str, shape: tuple[int, int, int], left_dtype: torch.dtype) -> tuple[Quantised, Quantised]:
+def operands(recipe: str, shape: tuple[int, int, int], left_dtype: torch.dtype) -> tuple[Quantized, Quantized]:
     torch.manual_seed(3)
     rows, inner, columns = shape
     sizes = torch.logspace(-4, 4, rows).unsqueeze(1)
     left, right = torch.randn(rows, inner) * sizes, torch.randn(columns, inner)
     blocks, weight_blocks = RECIPES[recipe]
-    return quantise(left.bfloat16(), left_dtype, blocks), quantise(right.bfloat16(), E4M3, weight_blocks)
+    return quantize(left.bfloat16(), left_dtype, blocks), quantize(right.bfloat16(), E4M3, weight_blocks)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_are_those_of_the_quantised_operands(
+def test_products_are_those_of_the_quantized_operands(
     recipe: str, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     left, right = operands(recipe, shape, dtype)
@@ -77,7 +77,7 @@ def test_a_device_is_given_whole_blocks_only(
     monkeypatch: pytest.MonkeyPatch, left_size: int, right_size: int, expected: bool
 ) -> None:
     monkeypatch.setattr(products, "_probed", lambda *given: True)
-    left, right = (quantise(torch.ones(128, size), E4M3, SEGMENTS_OF_128) for size in (left_size, right_size))
+    left, right = (quantize(torch.ones(128, size), E4M3, SEGMENTS_OF_128) for size in (left_size, right_size))
     assert products._has_scaled_product(left, right) is expected
 
 
@@ -113,9 +113,9 @@ def test_torch_casts_where_there_is_no_program_for_it(
     monkeypatch.setattr(fp8_tensor, "runs_on_triton", lambda x: on_triton)
     monkeypatch.setattr(fp8_tensor, "casts_to_float8", lambda device: casts)
     x = torch.randn(6, 10)
-    plain, _ = quantise_whole(x, E4M3, torch.ones(1, 1), None, transpose=False)
+    plain, _ = quantize_whole(x, E4M3, torch.ones(1, 1), None, transpose=False)
     assert plain is not None
-    assert torch.equal(plain.values(), quantise(x, E4M3, WHOLE, torch.ones(1, 1)).values())
+    assert torch.equal(plain.values(), quantize(x, E4M3, WHOLE, torch.ones(1, 1)).values())
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -163,7 +163,7 @@ def test_scales_of_squares_lie_where_cublas_looks_for_them(monkeypatch: pytest.M
 @pytest.mark.parametrize("blocks", [1, 2, 4, 5])
 def test_torchs_own_rules_for_squares_are_kept(blocks: int) -> None:
     left, right = (
-        Quantised(each.data.to("meta"), each.scale.to("meta"), each.blocks)
+        Quantized(each.data.to("meta"), each.scale.to("meta"), each.blocks)
         for each in operands("blockwise", (32, 128 * blocks, 384), E4M3)
     )
     assert device_product(left, right, torch.float32).shape == (32, 384)
@@ -185,25 +185,25 @@ def test_a_scale_is_the_smallest_power_of_two_that_suffices(dtype: torch.dtype) 
 
 def test_numbers_round_alike_at_every_scale() -> None:
     x = torch.randn(32, 48)
-    expected = quantise(x, E4M3, WHOLE).values()
+    expected = quantize(x, E4M3, WHOLE).values()
     for factor in (2.0**-20, 2.0**20):
-        assert torch.equal(quantise(x * factor, E4M3, WHOLE).values(), expected * factor)
+        assert torch.equal(quantize(x * factor, E4M3, WHOLE).values(), expected * factor)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_what_is_out_of_range_is_cut_off_and_what_is_not_finite_shows(dtype: torch.dtype) -> None:
     x = torch.tensor([[1e30, -1e30, 1.0, torch.inf, -torch.inf, torch.nan]])
-    values = quantise(x, dtype, WHOLE, torch.ones(1, 1)).values()[0]
+    values = quantize(x, dtype, WHOLE, torch.ones(1, 1)).values()[0]
     limit = torch.finfo(dtype).max
     assert values[:3].tolist() == [limit, -limit, 1.0]
     assert values[3:].isnan().all()
-    assert quantise(x, dtype, WHOLE).values().isnan().any()
+    assert quantize(x, dtype, WHOLE).values().isnan().any()
 
 
 @pytest.mark.parametrize("blocks", [Blocks(2, 3), Blocks(1, 4), Blocks(0, 3), Blocks(3, 0)])
 def test_blocks_cut_off_at_the_edges_have_scales_of_their_own(blocks: Blocks) -> None:
     x = torch.randn(5, 7) * torch.logspace(-3, 3, 35).view(5, 7)
-    amax, scale = amax_of(x, blocks), quantise(x, E4M3, blocks).scale
+    amax, scale = amax_of(x, blocks), quantize(x, E4M3, blocks).scale
     rows, columns = blocks.rows or 5, blocks.columns or 7
     for i in range(amax.shape[0]):
         for j in range(amax.shape[1]):
@@ -211,17 +211,17 @@ def test_blocks_cut_off_at_the_edges_have_scales_of_their_own(blocks: Blocks) ->
             assert amax[i, j] == block.abs().max()
             assert torch.equal(scale[i, j], scale_of(block.abs().max(), E4M3))
     assert amax.shape == (-(-5 // rows), -(-7 // columns))
-    assert (quantise(x, E4M3, blocks).values() - x).abs().div(x.abs()).median() < 2**-4
+    assert (quantize(x, E4M3, blocks).values() - x).abs().div(x.abs()).median() < 2**-4
 
 
 def test_a_whole_matrix_and_its_transpose_have_one_scale_and_raise_the_amax() -> None:
     x, scale, amax = torch.randn(6, 10), torch.full((1, 1), 0.5), torch.tensor(0.25)
-    plain, turned = quantise_whole(x, E5M2, scale, amax, transpose=True)
+    plain, turned = quantize_whole(x, E5M2, scale, amax, transpose=True)
     assert plain is not None
     assert turned is not None
     assert torch.equal(turned.values(), plain.values().t())
     assert amax == x.abs().max()
-    quantise_whole(x / 4, E5M2, scale, amax, transpose=False)
+    quantize_whole(x / 4, E5M2, scale, amax, transpose=False)
     assert amax == x.abs().max()
 
 

@@ -212,7 +212,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> list
 
 
 def make_norm(kind: str, dtype: torch.dtype, impl: str = "local", device: str = "cpu", **options: Any) -> Norm:
-    settings: dict[str, Any] = {"epsilon": 0.3, "partial_gradient": False, "centred_weight": False, **options}
+    settings: dict[str, Any] = {"epsilon": 0.3, "partial_gradient": False, "centered_weight": False, **options}
     norm = Norm(kind, 24, tp=single_rank_group(), dtype=dtype, device=device, transformer_impl=impl, **settings)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -221,13 +221,13 @@ def make_norm(kind: str, dtype: torch.dtype, impl: str = "local", device: str = 
     return norm
 
 
-@pytest.mark.parametrize("centred_weight", [False, True])
+@pytest.mark.parametrize("centered_weight", [False, True])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_its_norms_compute_what_ours_do_on_our_own_weights(
-    on_cpu: list[dict[str, Any]], kind: str, centred_weight: bool
+    on_cpu: list[dict[str, Any]], kind: str, centered_weight: bool
 ) -> None:
-    engine = make_norm(kind, torch.bfloat16, "transformer_engine", centred_weight=centred_weight)
-    exact = make_norm(kind, torch.float64, centred_weight=centred_weight)
+    engine = make_norm(kind, torch.bfloat16, "transformer_engine", centered_weight=centered_weight)
+    exact = make_norm(kind, torch.float64, centered_weight=centered_weight)
     exact.load_state_dict(engine.state_dict())
     assert [name for name, _ in engine.named_parameters()] == [name for name, _ in exact.named_parameters()]
     # Heads, as parts of longer rows.

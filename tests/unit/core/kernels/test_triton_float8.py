@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantise_whole
+from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantize_whole
 from tests.unit.core.kernels.interpreted import cpu_runs_on_triton, interpret, needs_triton
 
 pytestmark = needs_triton
@@ -18,10 +18,10 @@ def check_cast(dtype: torch.dtype) -> None:
         x[0, : min(3, width)] = torch.tensor([torch.inf, -1e30, torch.nan])[: min(3, width)]
         for given in (x.bfloat16(), x, x.bfloat16().t()):
             scale, amax, expected_amax = torch.full((1, 1), 0.5), torch.zeros(()), torch.zeros(())
-            expected = quantise_whole(given, dtype, scale, expected_amax, transpose=True)
+            expected = quantize_whole(given, dtype, scale, expected_amax, transpose=True)
             with cpu_runs_on_triton():
-                actual = quantise_whole(given, dtype, scale, amax, transpose=True)
-                one = quantise_whole(given, dtype, scale, None, plain=False, transpose=True)
+                actual = quantize_whole(given, dtype, scale, amax, transpose=True)
+                one = quantize_whole(given, dtype, scale, None, plain=False, transpose=True)
             for ours, theirs in zip(actual, expected):
                 assert ours is not None
                 assert theirs is not None

@@ -1,4 +1,4 @@
-"""A branch dropped, added to the residual stream and normalised by Triton, interpreted on the CPU."""
+"""A branch dropped, added to the residual stream and normalized by Triton, interpreted on the CPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
         expected_grads = torch.autograd.grad(expected, list(wide.values()), [grad.double() for grad in grads])
         runs = []
         for _ in range(2):
-            actual = residual_norm.add_and_normalise(
+            actual = residual_norm.add_and_normalize(
                 inputs["residual"],
                 inputs.get("branch"),
                 inputs["weight"],
@@ -87,7 +87,7 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
                 assert hasattr(of_branch, "column_parts")
                 close(bias_gradient(of_branch, Receiver(dtype, None)), of_rows.sum(0), units=2)
         for name, one, other, again in zip(
-            ("total", "normalised", *inputs), runs[0], (*expected, *expected_grads), runs[1]
+            ("total", "normalized", *inputs), runs[0], (*expected, *expected_grads), runs[1]
         ):
             assert one.dtype == dtype, name
             # The interpreter cuts the stream down, and then a sum over its rows.
@@ -96,7 +96,7 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
         assert has_branch or torch.equal(runs[0][0], values["residual"])
         # Recompute takes the stream that a call has left.
         parameters = inputs["weight"], inputs.get("bias"), EPSILON
-        _, again = residual_norm.add_and_normalise(
+        _, again = residual_norm.add_and_normalize(
             runs[0][0], None, *parameters, subtracts_mean=is_layer_norm, weight_offset=1.0
         )
         assert torch.equal(again, runs[0][1])

@@ -76,7 +76,7 @@ class DotProductAttention(nn.Module):
         return context.flatten(2).to(query_layer.dtype)
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     """Read the weights from the module in both passes, as transformer-engine does."""
 
     @staticmethod
@@ -117,7 +117,7 @@ class _Norm(nn.Module):
 
     def forward(self, x):
         calls.append({"kind": type(self).__name__})
-        return _Normalise.apply(x, self, *self.parameters())
+        return _Normalize.apply(x, self, *self.parameters())
 
 
 class RMSNorm(_Norm):

@@ -12,7 +12,7 @@ from torch import nn
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.main_grad import main_grad_of
-from megatron.core.optimizer.clip_grads import GradMeter, GradStatistics, clip_coefficient, is_counted, sum_of_squares
+from megatron.core.optimizer.clip_grads import GradNorm, GradStatistics, clip_coefficient, is_counted, sum_of_squares
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
@@ -97,7 +97,7 @@ def test_copies_and_padding_do_not_count() -> None:
     grads["table"][1, 2] = 0.0
     grads["shared"][0, :3] = 0.0
     grads["norm"][0] = 0.0
-    meter = GradMeter([ddp], state)
+    meter = GradNorm([ddp], state)
     statistics = GradStatistics.from_totals(meter.measure(count_zeros=True).tolist())
     assert statistics.norm == pytest.approx(math.sqrt(8 * 4.0 + 7 * 9.0), rel=1e-6)
     assert statistics.num_zeros == 4

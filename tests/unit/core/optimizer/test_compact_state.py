@@ -10,7 +10,7 @@ import torch
 from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.optimizer import quantized_state
 from megatron.core.optimizer.quantized_state import (
-    CompactTensor,
+    QuantizedState,
     RemainderTensor,
     ScaledTensor,
     make_moment,
@@ -32,7 +32,7 @@ def numbers(count: int = 1000) -> torch.Tensor:
     return sizes * (1.0 + torch.rand(count, generator=generator)) * torch.randn(count, generator=generator).sign()
 
 
-def stored(values: torch.Tensor, dtype: str, decay: float = 0.9, *, is_second: bool = False) -> CompactTensor:
+def stored(values: torch.Tensor, dtype: str, decay: float = 0.9, *, is_second: bool = False) -> QuantizedState:
     compact = make_moment(values.clone(), dtype, decay, is_second=is_second)
     assert compact is not None
     return compact
@@ -100,7 +100,7 @@ def test_fp32_is_stored_as_it_is() -> None:
     assert make_moment(torch.ones(3), "fp32", 0.9, is_second=True) is None
 
 
-def followed(compact: CompactTensor, decay: float, gradients: torch.Tensor, first: int = 0) -> torch.Tensor:
+def followed(compact: QuantizedState, decay: float, gradients: torch.Tensor, first: int = 0) -> torch.Tensor:
     """Return a second moment that has followed squares of gradients, one row an update, and was stored after each."""
     for count, gradient in enumerate(gradients, first + 1):
         compact.open()
@@ -161,7 +161,7 @@ def test_weights_and_remainders_are_the_whole_main_parameter() -> None:
 
 
 def test_the_middle_between_two_weights_may_lose_one_unit_and_no_more() -> None:
-    # In the very middle bfloat16 rounds to the even neighbour: the first down, the second up, and so below zero.
+    # In the very middle bfloat16 rounds to the even neighbor: the first down, the second up, and so below zero.
     middles = torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, -1.0 - 2**-8])
     compact = RemainderTensor(middles.clone(), weights := torch.empty(3, dtype=torch.bfloat16))
     unit = 2.0**-23

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.errors import TrainingError
 from megatron.core.host_memory import Copied, HostCopies
 from megatron.core.optimizer import optimizer as optimizer_module
@@ -216,9 +216,9 @@ def test_full_precision_weights_of_a_checkpoint_reach_the_host() -> None:
     assert all(parameter.eq(3.0).all() for parameter in ddp.parameters())
 
 
-def part(length: int) -> ParamPart:
+def part(length: int) -> ParamShard:
     parameter = nn.Parameter(torch.arange(float(length)))
-    return ParamPart(parameter, 0, length, parameter.detach(), torch.zeros(length))
+    return ParamShard(parameter, 0, length, parameter.detach(), torch.zeros(length))
 
 
 def lengths(groups: list) -> list[list[int]]:

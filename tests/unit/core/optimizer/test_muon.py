@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.distributed.flat_parameters import ParamPart
+from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
-from megatron.core.optimizer.matrix_owners import MatrixOwners, _choose_owners, _choose_rounds, _in_order
+from megatron.core.optimizer.matrix_owners import MuonShardExchange, _choose_owners, _choose_rounds, _in_order
 from megatron.core.optimizer.muon import COEFFICIENTS, Muon, is_orthogonalized, orthogonalize, update_scale
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_group import single_rank_group
@@ -61,9 +61,9 @@ def muon_of(
     spec = ParamSpec("layer.weight", tuple(weight.shape), full_pieces(weight.shape), fused_rows=fused_rows)
     attach_spec(weight, spec)
     flat = weight.data.view(-1)
-    part = ParamPart(weight, 0, weight.numel(), flat, torch.zeros_like(flat))
+    part = ParamShard(weight, 0, weight.numel(), flat, torch.zeros_like(flat))
     alone = single_rank_group()
-    owners = MatrixOwners([weight], [part], alone, alone, is_sharded=False)
+    owners = MuonShardExchange([weight], [part], alone, alone, is_sharded=False)
     return Muon(config, [flat], [1.0], owners), flat
 
 
@@ -122,10 +122,10 @@ def test_each_expert_has_matrices_of_its_own() -> None:
     shape = tuple(weight.shape)
     attach_spec(weight, ParamSpec("experts.weight", shape, full_pieces(shape), fused_rows=(4, 4), is_expert=True))
     flat, ends = weight.data.view(-1), (0, 7, 90, weight.numel())
-    parts = [ParamPart(weight, a, b, flat[a:b], torch.zeros(b - a)) for a, b in pairwise(ends)]
+    parts = [ParamShard(weight, a, b, flat[a:b], torch.zeros(b - a)) for a, b in pairwise(ends)]
     alone = single_rank_group()
     main = [part.values for part in parts]
-    muon = Muon(config, main, [1.0] * 3, MatrixOwners([weight], parts, alone, alone, is_sharded=False))
+    muon = Muon(config, main, [1.0] * 3, MuonShardExchange([weight], parts, alone, alone, is_sharded=False))
     muon.set_learning_rate(1.0, 0.0)
     step(muon, main, [gradient.view(-1)[part.start : part.end].clone() for part in parts])
     for expert in range(3):
@@ -141,9 +141,9 @@ def test_rounds_bound_what_is_whole_and_change_no_bit() -> None:
         weight = torch.nn.Parameter(random(*shape).float())
         attach_spec(weight, ParamSpec("experts.weight", shape, full_pieces(shape), is_expert=True))
         flat, ends = weight.data.view(-1), (0, 1000, weight.numel())
-        parts = [ParamPart(weight, a, b, flat[a:b], torch.zeros(b - a)) for a, b in pairwise(ends)]
+        parts = [ParamShard(weight, a, b, flat[a:b], torch.zeros(b - a)) for a, b in pairwise(ends)]
         alone, main = single_rank_group(), [part.values for part in parts]
-        owners = MatrixOwners([weight], parts, alone, alone, is_sharded=False, round_bytes=round_bytes)
+        owners = MuonShardExchange([weight], parts, alone, alone, is_sharded=False, round_bytes=round_bytes)
         muon = Muon(OptimizerConfig(optimizer="muon", muon_nesterov=True), main, [1.0, 0.5], owners)
         muon.set_learning_rate(0.1, 0.3)
         for seed in (1, 2):
@@ -211,8 +211,8 @@ def test_momentum_and_weights_of_a_round_are_updated_together(dtype: torch.dtype
     weight = torch.nn.Parameter(torch.zeros(shape))
     attach_spec(weight, ParamSpec("experts.weight", shape, full_pieces(shape), is_expert=True))
     flat, alone = weight.data.view(-1), single_rank_group()
-    parts = [ParamPart(weight, 0, weight.numel(), flat, torch.zeros_like(flat))]
-    owners = MatrixOwners([weight], parts, alone, alone, is_sharded=False, round_bytes=6 * 3 * 5 * 4)
+    parts = [ParamShard(weight, 0, weight.numel(), flat, torch.zeros_like(flat))]
+    owners = MuonShardExchange([weight], parts, alone, alone, is_sharded=False, round_bytes=6 * 3 * 5 * 4)
     config = OptimizerConfig(optimizer="muon", muon_nesterov=True, muon_fp32_matmul_prec="highest")
     muon = Muon(config, [flat], [1.0], owners)
     gradient = random(weight.numel()).to(dtype)

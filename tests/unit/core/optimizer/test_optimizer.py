@@ -19,7 +19,7 @@ from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
 from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
-from megatron.core.optimizer.matrix_owners import MatrixOwners
+from megatron.core.optimizer.matrix_owners import MuonShardExchange
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import describe_parallel_state
@@ -439,14 +439,14 @@ class WithExperts(nn.Module):
 def test_muon_brings_experts_together_over_the_groups_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
 
-    class Recorded(MatrixOwners):
+    class Recorded(MuonShardExchange):
         def __init__(
             self, parameters: Sequence[nn.Parameter], parts: object, model: object, dp: object, **options: object
         ) -> None:
             found.update({spec_of(parameter).name.split(".")[-2]: (model, dp) for parameter in parameters})
             super().__init__(parameters, parts, model, dp, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(optimizer_module, "MatrixOwners", Recorded)
+    monkeypatch.setattr(optimizer_module, "MuonShardExchange", Recorded)
     state = replace(STATE, expert_model=single_rank_group(("etp", "ep")), expert_dp=single_rank_group(("edp",)))
     ddp = DistributedDataParallel(WithExperts(), DistributedDataParallelConfig(), state)
     MegatronOptimizer(OptimizerConfig(optimizer="muon"), [ddp], state)

@@ -32,7 +32,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.optim.
     return use
 
 
-class Counting(torch.optim.SGD):
+class DedupMask(torch.optim.SGD):
     """Keep a Python number for each parameter, which the update follows."""
 
     @torch.no_grad()
@@ -90,7 +90,7 @@ def load(optimizer: MegatronOptimizer, state: tuple[dict[str, torch.Tensor], dic
     optimizer.load_scalar_state(state[1])
 
 
-@pytest.mark.parametrize("make", [*ELEMENTWISE, torch.optim.Adafactor, Counting, FromTheStart])
+@pytest.mark.parametrize("make", [*ELEMENTWISE, torch.optim.Adafactor, DedupMask, FromTheStart])
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_a_rule_resumes_to_the_bit(make: type[torch.optim.Optimizer], steps_before: int, use: Any) -> None:
     options: dict[str, Any] = {"optimizer": use(make), "clip_grad": 0.7, "weight_decay": 0.1}

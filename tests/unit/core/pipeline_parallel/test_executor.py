@@ -1,4 +1,4 @@
-"""The executor on one rank: divisors, gradient synchronisation, chunks that hold nothing, and evaluation."""
+"""The executor on one rank: divisors, gradient synchronization, chunks that hold nothing, and evaluation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_evaluation_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_gradients_are_synchronised_in_each_chunks_last_passes(split: bool) -> None:
+def test_gradients_are_synchronized_in_each_chunks_last_passes(split: bool) -> None:
     log: list[str] = []
     weight = torch.ones(2, requires_grad=True)
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
-from megatron.core.pipeline_parallel.p2p_communication import HandOver, Link, PipelineLinks, create_pipeline_links
+from megatron.core.pipeline_parallel.p2p_communication import Link, LocalQueue, PipelineLinks, create_pipeline_links
 from megatron.core.process_group import Group, single_rank_group
 from megatron.verification.communication_replay import Call, Operation, communication_problems
 
@@ -112,7 +112,7 @@ def test_a_described_world_has_described_links() -> None:
 def test_one_rank_has_no_links_and_hands_over_to_itself() -> None:
     links = create_pipeline_links(describe_parallel_state(3, 8, ParallelSizes(tp=4)).pp)
     assert set(vars(links).values()) == {None}
-    queue = HandOver()
+    queue = LocalQueue()
     queue.send("first")
     queue.send("second")
     assert [queue.take(), queue.take()] == ["first", "second"]

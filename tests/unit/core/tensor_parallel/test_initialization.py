@@ -52,7 +52,7 @@ def test_values_are_standard_normal(whole: np.ndarray) -> None:
 
 
 def test_tiles_do_not_repeat(whole: np.ndarray) -> None:
-    """Neighbouring tiles, and neighbouring rows in a tile, are uncorrelated."""
+    """Neighboring tiles, and neighboring rows in a tile, are uncorrelated."""
     parts = [whole[:200, :15], whole[TILE_ROWS : TILE_ROWS + 200, :15], whole[:200, TILE_COLUMNS : TILE_COLUMNS + 15]]
     parts.append(whole[1:201, :15])
     for index, first in enumerate(parts):
@@ -139,8 +139,8 @@ def test_model_takes_its_deviations_from_the_configuration() -> None:
             assert not parameter.any(), name
         elif "layernorm" in name:
             assert (parameter == 1).all(), name
-    centred = make_model(single_rank_group(), apply_layernorm_1p=True)
-    assert not centred.decoder.layers["0"].input_layernorm.weight.any()
+    centered = make_model(single_rank_group(), apply_layernorm_1p=True)
+    assert not centered.decoder.layers["0"].input_layernorm.weight.any()
 
 
 def test_every_parameter_is_drawn_apart() -> None:

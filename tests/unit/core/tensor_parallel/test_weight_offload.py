@@ -54,7 +54,7 @@ def run_step(model: GPTModel, step: int) -> list[torch.Tensor]:
         loss.backward()
         losses.append(loss.detach())
     if weights is not None:
-        weights.come_home()
+        weights.onload()
     return losses
 
 

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens in fp8, against float64 products of the same quantised operands."""
+"""Layers that predict further tokens in fp8, against float64 products of the same quantized operands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(recipe: str, **config: Any) -> GPTModel:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_all_products_are_those_of_quantised_operands(recipe: str) -> None:
+def test_all_products_are_those_of_quantized_operands(recipe: str) -> None:
     further = make(recipe).mtp.layers["1"]
     layer, generator = further.transformer_layer, torch.Generator().manual_seed(5)
     attention, mlp = layer.self_attention, layer.mlp
@@ -45,7 +45,7 @@ def test_each_product_has_a_place_of_its_own_behind_the_layers() -> None:
     model = make("delayed")
     places = model.config.float8_places
     assert (places.num_layers, places.num_places, places.join) == (5, 5, 4)
-    found = [module.quantisers._place for module in model.modules() if getattr(module, "quantisers", None)]
+    found = [module.quantizers._place for module in model.modules() if getattr(module, "quantizers", None)]
     expected = [(layer, place) for layer in range(5) for place in range(4)] + [(3, 4), (4, 4)]
     assert sorted(found) == sorted(expected)
 
@@ -53,7 +53,7 @@ def test_each_product_has_a_place_of_its_own_behind_the_layers() -> None:
 def test_they_are_in_fp8_where_the_last_layers_are_not() -> None:
     """As in Megatron, which applies --first-last-layers-bf16 to the model's own layers alone."""
     model = make("delayed", first_last_layers_bf16=True)
-    found = {module.quantisers._place[0] for module in model.modules() if getattr(module, "quantisers", None)}
+    found = {module.quantizers._place[0] for module in model.modules() if getattr(module, "quantizers", None)}
     assert found == {1, 3, 4}
     line = describe_float8(model.config, "cpu")
     assert line is not None
@@ -63,8 +63,8 @@ def test_they_are_in_fp8_where_the_last_layers_are_not() -> None:
 @pytest.mark.parametrize(
     ("device", "has_products", "by"),
     [
-        ("cpu", True, "float32 products of the quantised operands"),
-        ("cuda", False, "float32 products of the quantised operands"),
+        ("cpu", True, "float32 products of the quantized operands"),
+        ("cuda", False, "float32 products of the quantized operands"),
         ("cuda", True, "torch's scaled products"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The linear maps of latent attention in fp8, against float64 products of the same quantised operands."""
+"""The linear maps of latent attention in fp8, against float64 products of the same quantized operands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make(recipe: str, **config: Any) -> GPTModel:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_all_products_are_those_of_quantised_operands(recipe: str) -> None:
+def test_all_products_are_those_of_quantized_operands(recipe: str) -> None:
     attention = make(recipe, num_layers=1).decoder.layers["0"].self_attention
     generator = torch.Generator().manual_seed(5)
     for name in NARROW:
@@ -46,7 +46,7 @@ def test_delayed_scaling_has_a_place_for_each_map(q_lora_rank: int | None, num_l
     model = make("delayed", q_lora_rank=q_lora_rank)
     places = model.config.float8_places
     assert (places.num_layers, places.num_places) == (2, num_linear)
-    found = [module.quantisers._place for module in model.modules() if getattr(module, "quantisers", None)]
+    found = [module.quantizers._place for module in model.modules() if getattr(module, "quantizers", None)]
     assert sorted(found) == [(layer, place) for layer in range(2) for place in range(num_linear)]
 
 
@@ -54,5 +54,5 @@ def test_inputs_that_a_norm_of_the_stream_gives_are_known_as_such() -> None:
     """What `--recompute-modules layernorm` computes again is not kept in fp8; narrow vectors are."""
     model = make("delayed", recompute_granularity="selective", recompute_modules=("layernorm",))
     attention = model.decoder.layers["0"].self_attention
-    again = {name for name in NARROW if getattr(attention, name).quantisers.input_is_recomputed}
+    again = {name for name in NARROW if getattr(attention, name).quantizers.input_is_recomputed}
     assert again == {"linear_q_down_proj", "linear_kv_down_proj"}

@@ -8,7 +8,7 @@ import torch
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.core.transformer.multi_token_prediction import further_layer_numbers, further_losses, further_targets
+from megatron.core.transformer.multi_token_prediction import further_layer_numbers, further_losses, mtp_targets
 from megatron.core.transformer.transformer_config import PredictionConfig, TransformerConfig
 
 
@@ -16,7 +16,7 @@ def test_tokens_ahead_end_with_sequence_document_and_mask() -> None:
     labels = torch.tensor([[1, 2, 3, 4, 5, 6]])
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
     loss_mask = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0, 1.0]])
-    targets = further_targets(labels, loss_mask, documents, 2, single_rank_group())
+    targets = mtp_targets(labels, loss_mask, documents, 2, single_rank_group())
     assert targets.tokens.tolist() == [[[1, 2, 3, 4, 5, 0]], [[2, 3, 4, 5, 0, 0]]]
     assert targets.labels.tolist() == [[[2, 3, 4, 5, 6, 0]], [[3, 4, 5, 6, 0, 0]]]
     assert targets.mask.tolist() == [
@@ -27,13 +27,13 @@ def test_tokens_ahead_end_with_sequence_document_and_mask() -> None:
 
 
 def test_without_a_mask_all_but_the_end_count() -> None:
-    targets = further_targets(torch.arange(4).view(1, 4), None, None, 1, single_rank_group())
+    targets = mtp_targets(torch.arange(4).view(1, 4), None, None, 1, single_rank_group())
     assert targets.mask.tolist() == [[[True, True, True, False]]]
 
 
 def test_the_shares_of_three_ranks_add_up_in_the_dtype_of_the_loss() -> None:
     config = PredictionConfig(mtp_num_layers=1)
-    targets = further_targets(torch.arange(8).view(1, 8), None, None, 1, single_rank_group())
+    targets = mtp_targets(torch.arange(8).view(1, 8), None, None, 1, single_rank_group())
     cp = describe_parallel_state(0, 3, ParallelSizes(cp=3)).cp
     per_token = torch.ones(1, 8, dtype=torch.float64)
     (loss,) = further_losses([per_token], targets, config, cp)
@@ -44,7 +44,7 @@ def test_the_shares_of_three_ranks_add_up_in_the_dtype_of_the_loss() -> None:
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_the_weight_of_further_losses_is_that_of_their_mean(number: int) -> None:
     config = PredictionConfig(mtp_num_layers=number, mtp_loss_scaling_factor=0.4)
-    targets = further_targets(torch.arange(8).view(1, 8), None, None, number, single_rank_group())
+    targets = mtp_targets(torch.arange(8).view(1, 8), None, None, number, single_rank_group())
     losses = list(further_losses([torch.full((1, 8), 2.0)] * number, targets, config, single_rank_group()))
     assert [loss.name for loss in losses] == [f"mtp_{depth}_loss" for depth in range(1, number + 1)]
     for distance, loss in enumerate(losses, start=1):
@@ -53,7 +53,7 @@ def test_the_weight_of_further_losses_is_that_of_their_mean(number: int) -> None
 
 
 def test_more_tokens_ahead_than_a_sequence_has_do_not_count() -> None:
-    targets = further_targets(torch.arange(1, 3).view(1, 2), None, None, 3, single_rank_group())
+    targets = mtp_targets(torch.arange(1, 3).view(1, 2), None, None, 3, single_rank_group())
     assert targets.tokens.tolist() == [[[1, 0]], [[0, 0]], [[0, 0]]]
     assert targets.labels.tolist() == [[[2, 0]], [[0, 0]], [[0, 0]]]
     assert targets.counts.tolist() == [1, 0, 0]

@@ -10,14 +10,14 @@ from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.norm import Norm
 
 
-def make(kind: str, dtype: torch.dtype, epsilon: float = 1e-5, centred_weight: bool = False) -> Norm:
+def make(kind: str, dtype: torch.dtype, epsilon: float = 1e-5, centered_weight: bool = False) -> Norm:
     norm = Norm(
         kind,
         19,
         epsilon,
         single_rank_group(),
         partial_gradient=False,
-        centred_weight=centred_weight,
+        centered_weight=centered_weight,
         dtype=dtype,
         device="cpu",
     )
@@ -30,12 +30,12 @@ def make(kind: str, dtype: torch.dtype, epsilon: float = 1e-5, centred_weight: b
 
 def reference(norm: Norm, x: torch.Tensor) -> np.ndarray:
     wide = x.detach().double().numpy()
-    weight = norm.weight.detach().double().numpy() + (1.0 if norm.centred_weight else 0.0)
+    weight = norm.weight.detach().double().numpy() + (1.0 if norm.centered_weight else 0.0)
     if norm.kind == "RMSNorm":
         return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + norm.epsilon) * weight
     assert norm.bias is not None
-    centred = wide - wide.mean(-1, keepdims=True)
-    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + norm.epsilon)
+    centered = wide - wide.mean(-1, keepdims=True)
+    scaled = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + norm.epsilon)
     return scaled * weight + norm.bias.detach().double().numpy()
 
 
@@ -44,10 +44,10 @@ def inputs(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("centred_weight", [False, True])
+@pytest.mark.parametrize("centered_weight", [False, True])
 @pytest.mark.parametrize("epsilon", [1e-5, 0.3])
-def test_float64_stays_float64(kind: str, centred_weight: bool, epsilon: float) -> None:
-    norm = make(kind, torch.float64, epsilon, centred_weight)
+def test_float64_stays_float64(kind: str, centered_weight: bool, epsilon: float) -> None:
+    norm = make(kind, torch.float64, epsilon, centered_weight)
     x = inputs(torch.float64)
     output = norm(x)
     assert output.dtype == torch.float64
@@ -56,7 +56,7 @@ def test_float64_stays_float64(kind: str, centred_weight: bool, epsilon: float) 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize(("dtype", "epsilon"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
-def test_low_precision_is_normalised_in_float32(kind: str, dtype: torch.dtype, epsilon: float) -> None:
+def test_low_precision_is_normalized_in_float32(kind: str, dtype: torch.dtype, epsilon: float) -> None:
     """At most two roundings of the result; the mean of squares of 200 * 200 would overflow float16."""
     norm = make(kind, dtype)
     x = inputs(dtype) * 200

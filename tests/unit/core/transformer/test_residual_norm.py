@@ -13,27 +13,27 @@ from megatron.core.transformer.norm import ResidualNorm
 from tests.unit.core.kernels.interpreted import needs_triton
 
 
-def make(kind: str, centred_weight: bool) -> ResidualNorm:
-    options: dict[str, Any] = {"partial_gradient": False, "centred_weight": centred_weight}
+def make(kind: str, centered_weight: bool) -> ResidualNorm:
+    options: dict[str, Any] = {"partial_gradient": False, "centered_weight": centered_weight}
     return ResidualNorm(kind, 8, 1e-5, single_rank_group(), dtype=torch.float32, device="cpu", **options)
 
 
 @needs_triton
-def test_the_program_is_given_what_it_can_normalise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_is_given_what_it_can_normalize(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.ops.triton import residual as programs
 
     calls: list[dict[str, Any]] = []
 
-    def add_and_normalise(x: torch.Tensor, *given: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_and_normalize(x: torch.Tensor, *given: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         calls.append(options)
         return x, x
 
     monkeypatch.setattr(residual_norm, "runs_on_triton", lambda *tensors: True)
-    monkeypatch.setattr(programs, "add_and_normalise", add_and_normalise)
+    monkeypatch.setattr(programs, "add_and_normalize", add_and_normalize)
     x = torch.randn(2, 3, 8)
     for kind in ("LayerNorm", "RMSNorm"):
-        for centred in (False, True):
-            make(kind, centred)(x, x)
+        for centered in (False, True):
+            make(kind, centered)(x, x)
     given = [(call["subtracts_mean"], call["weight_offset"], call["probability"]) for call in calls]
     assert given == [(True, 0.0, 0.0), (True, 1.0, 0.0), (False, 0.0, 0.0), (False, 1.0, 0.0)]
     norm = make("RMSNorm", False)

@@ -95,7 +95,7 @@ def test_further_layers_that_are_stated_and_not_there_are_none(own: Path) -> Non
     assert HuggingFaceSource(own).config.mtp_num_layers is None
 
 
-def quantise(folder: Path) -> dict[str, torch.Tensor]:
+def quantize(folder: Path) -> dict[str, torch.Tensor]:
     """Give a folder's linear weights 8 bits, and return what they stand for."""
     values, stored, expected = load_file(folder / "model.safetensors"), {}, {}
     for name, value in values.items():
@@ -119,7 +119,7 @@ def quantise(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_weights_of_8_bits_in_blocks_are_read_as_what_they_stand_for(own: Path, tmp_path: Path) -> None:
-    expected = quantise(own)
+    expected = quantize(own)
     source = HuggingFaceSource(own)
     assert {info.dtype for info in source.tensors.values()} == {torch.bfloat16}
     name = "model.decoder.layers.1.mlp.experts.linear_fc1.weight"
@@ -135,7 +135,7 @@ def test_weights_of_8_bits_in_blocks_are_read_as_what_they_stand_for(own: Path, 
 
 
 def test_factors_that_are_missing_or_too_few_are_named(own: Path) -> None:
-    quantise(own)
+    quantize(own)
     name = "model.layers.0.self_attn.kv_b_proj.weight"
     rewrite(own, lambda values: values.update({f"{name}_scale_inv": torch.ones(2, 2)}))
     with pytest.raises(CheckpointError, match=r"kv_b_proj\.weight_scale_inv has the shape \[2, 2\]; .* \[7, 2\]"):

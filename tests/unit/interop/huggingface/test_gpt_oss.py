@@ -120,7 +120,7 @@ def test_gate_and_up_are_apart_here_and_in_turn_there(tmp_path: Path) -> None:
     assert torch.equal(source.read(f"{ours}weight", part), weight[part.slices])
 
 
-def quantise(folder: Path) -> dict[str, torch.Tensor]:
+def quantize(folder: Path) -> dict[str, torch.Tensor]:
     """Give a folder's experts random weights of 4 bits, and return the stored tensors."""
     generator = torch.Generator().manual_seed(8)
     stored: dict[str, torch.Tensor] = {}
@@ -143,7 +143,7 @@ def test_experts_of_4_bits_are_what_transformers_makes_of_them(tmp_path: Path) -
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     save_model("gpt_oss", tmp_path / "model", **SIZES)
-    stored = quantise(tmp_path / "model")
+    stored = quantize(tmp_path / "model")
     edit_config(tmp_path / "model", lambda c: c.pop("dtype"))
     source = HuggingFaceSource(tmp_path / "model")
     assert source.config.bf16
@@ -160,11 +160,11 @@ def test_experts_of_4_bits_are_what_transformers_makes_of_them(tmp_path: Path) -
     part = Box((1, 17, 35), (2, 9, 21))
     assert torch.equal(source.read(name, part), source.read(name)[part.slices])
     load, tokens = transformers.GptOssForCausalLM.from_pretrained, tokens_of("gpt_oss", 1, 20)
-    dequantised = load(
+    dequantized = load(
         tmp_path / "model", quantization_config=transformers.Mxfp4Config(dequantize=True), dtype=torch.bfloat16
     )
     expected = their_logits(load(tmp_path / "plain", dtype=torch.bfloat16), tokens)
-    assert torch.equal(their_logits(dequantised, tokens), expected)
+    assert torch.equal(their_logits(dequantized, tokens), expected)
 
 
 def test_every_exponent_and_every_4_bits_are_read(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_every_exponent_and_every_4_bits_are_read(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     save_model("gpt_oss", tmp_path / "model", **SIZES)
-    stored = quantise(tmp_path / "model")
+    stored = quantize(tmp_path / "model")
     name = "model.layers.0.mlp.experts.gate_up_proj"
     scales = stored[f"{name}_scales"]
     scales.copy_(torch.arange(scales.numel()).remainder(255).view(scales.shape))
@@ -185,16 +185,16 @@ def test_every_exponent_and_every_4_bits_are_read(tmp_path: Path) -> None:
 
 def test_blocks_and_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     save_model("gpt_oss", tmp_path / "model", **SIZES)
-    stored = quantise(tmp_path / "model")
+    stored = quantize(tmp_path / "model")
     name = "model.layers.1.mlp.experts.down_proj"
-    spoilt: list[tuple[dict[str, torch.Tensor | None], str]] = [
+    spoiled: list[tuple[dict[str, torch.Tensor | None], str]] = [
         ({f"{name}_scales": None}, r"of 4 bits, and .*down_proj_scales is missing"),
         ({f"{name}_scales": torch.zeros(3, 64, 2, dtype=torch.uint8)}, r"down_proj_scales has the shape \[3, 64, 2\]"),
         ({f"{name}_scales": torch.zeros(3, 64, 1)}, r"down_proj_scales is torch\.float32; torch\.uint8 is expected"),
         ({f"{name}_blocks": torch.zeros(3, 64, 1, 8, dtype=torch.uint8)}, "four dims are expected, the last of 16"),
         ({f"{name}_blocks": None, f"{name}_scales": None}, r"missing: .*experts\.down_proj"),
     ]
-    for changes, problem in spoilt:
+    for changes, problem in spoiled:
         values = {key: value for key, value in (stored | changes).items() if value is not None}
         save_file(values, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=problem):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.formats.megatron.stored_optimizer import is_weight_of, may_be_in_float8
-from megatron.core.ops.fp8_tensor import E4M3, WHOLE, quantise
+from megatron.core.ops.fp8_tensor import E4M3, WHOLE, quantize
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def main() -> torch.Tensor:
 
 
 def test_every_number_that_was_rounded_in_fp8_is_its_own(main: torch.Tensor) -> None:
-    weight = quantise(main.bfloat16().view(1, -1), E4M3, WHOLE).values()[0].bfloat16()
+    weight = quantize(main.bfloat16().view(1, -1), E4M3, WHOLE).values()[0].bfloat16()
     assert (weight == 0).any()
     assert all(is_weight_of(one, other, main) for one, other in zip(main, weight, strict=True))
     exact = [is_weight_of(one, other) for one, other in zip(main, weight, strict=True)]
@@ -24,7 +24,7 @@ def test_every_number_that_was_rounded_in_fp8_is_its_own(main: torch.Tensor) -> 
 
 
 def test_others_are_not(main: torch.Tensor) -> None:
-    weight = quantise(main.bfloat16().view(1, -1), E4M3, WHOLE).values()[0].bfloat16()
+    weight = quantize(main.bfloat16().view(1, -1), E4M3, WHOLE).values()[0].bfloat16()
     large = main.abs() > 1e-3 * main.abs().max()
     taken = [is_weight_of(one, other, main) for one, other in zip(main[large], weight[large].roll(1), strict=True)]
     assert sum(taken) < 0.1 * len(taken)

@@ -310,7 +310,7 @@ def test_weights_sharded_over_a_part_of_the_ranks_are_gathered_sooner_and_update
 
 
 def test_copies_of_what_is_sharded_sum_their_shards_over_what_joins_them() -> None:
-    """Two copies of eight neighbours each lie on two machines, of which each GPU has a port of its own."""
+    """Two copies of eight neighbors each lie on two machines, of which each GPU has a port of its own."""
     links = Links(H100, ParallelSizes(dp=16))
     assert links.copies_seconds(10**9, 1) == 0.0
     assert links.copies_seconds(10**9, 2) == pytest.approx(10**9 / (50e9 * 0.8), rel=1e-3)

@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint.load import load_checkpoint, load_model_weights, read_common
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.training_config import CheckpointConfig
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.errors import CheckpointError
 from tests.unit.core.dist_checkpointing.toy import ToyModel, ToyOptimizer, assert_equal_runs, empty_run
 from tests.unit.training.checkpointing.toy_checkpoint import CONFIG, SCHEDULER, STATE, TRACKER, common, load, save
@@ -47,7 +47,7 @@ def test_a_release_gives_its_weights_and_begins_anew(tmp_path: Path, lines: list
     (tmp_path / TRACKER).write_text("release")
     run, loaded = load(tmp_path, lines)
     assert loaded is not None
-    assert loaded.begins_anew
+    assert loaded.is_fresh_start
     assert loaded.progress == TrainProgress()
     assert (loaded.optimizer_loaded, loaded.scheduler, loaded.rng) == (False, None, None)
     assert torch.equal(run.models[0].p1, saved.models[0].p1)
@@ -112,7 +112,9 @@ def test_a_changed_configuration_is_shown(tmp_path: Path, lines: list[str]) -> N
 def test_streams_of_another_device_or_layout_start_again(tmp_path: Path, lines: list[str]) -> None:
     save(tmp_path, 10, lines)
     run = empty_run(STATE)
-    other = RunTensors(models=run.models, optimizer=run.optimizer, rng={"default": torch.zeros(3, dtype=torch.uint8)})
+    other = CheckpointState(
+        models=run.models, optimizer=run.optimizer, rng={"default": torch.zeros(3, dtype=torch.uint8)}
+    )
     loaded = load_checkpoint(tmp_path, other, STATE, CheckpointConfig(), CONFIG, lines.append)
     assert loaded is not None
     assert loaded.rng == {}

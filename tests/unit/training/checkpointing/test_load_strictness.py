@@ -9,7 +9,7 @@ import torch
 
 from megatron.checkpoint.load import load_checkpoint
 from megatron.config.training_config import CheckpointConfig
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
@@ -72,7 +72,7 @@ class LargerToyModel(ToyModel):
 )
 def test_strictness(tmp_path: Path, lines: list[str], choice: str, refused: list[str], listed: list[str]) -> None:
     save(tmp_path, 10, lines)
-    run = RunTensors(models=[LargerToyModel(STATE)], optimizer=ToyOptimizer(STATE), rng=empty_run(STATE).rng)
+    run = CheckpointState(models=[LargerToyModel(STATE)], optimizer=ToyOptimizer(STATE), rng=empty_run(STATE).rng)
     options = CheckpointConfig(dist_ckpt_strictness=choice)
     if refused:
         with pytest.raises(CheckpointError) as caught:
@@ -88,8 +88,8 @@ def test_strictness(tmp_path: Path, lines: list[str], choice: str, refused: list
 
 
 def test_values_of_a_damaged_checkpoint_do_not_pass_for_initial_ones(tmp_path: Path, lines: list[str]) -> None:
-    def larger() -> RunTensors:
-        return RunTensors(models=[LargerToyModel(STATE)])
+    def larger() -> CheckpointState:
+        return CheckpointState(models=[LargerToyModel(STATE)])
 
     save(tmp_path, 10, lines)
     save(tmp_path, 20, lines, larger())
@@ -113,12 +113,12 @@ def test_another_shape_is_refused_however_lenient_the_load(tmp_path: Path, lines
     attach_spec(longer.p1, ParamSpec("norm.weight", (9,), full_pieces((9,))))
     options = CheckpointConfig(dist_ckpt_strictness="ignore_all", no_load_optim=True)
     with pytest.raises(CheckpointError, match=r"shape \[.*\] in the checkpoint, \[9\] in this run"):
-        load_checkpoint(tmp_path, RunTensors(models=[longer]), STATE, options, CONFIG, lines.append)
+        load_checkpoint(tmp_path, CheckpointState(models=[longer]), STATE, options, CONFIG, lines.append)
 
 
 def test_weights_of_another_precision_are_converted_and_that_is_said(tmp_path: Path, lines: list[str]) -> None:
     saved = save(tmp_path, 10, lines)
-    wide = RunTensors(models=[ToyModel(STATE, torch.float32)])
+    wide = CheckpointState(models=[ToyModel(STATE, torch.float32)])
     load_checkpoint(tmp_path, wide, STATE, CheckpointConfig(no_load_optim=True), CONFIG, lines.append)
     for ours, theirs in zip(wide.models[0].parameters(), saved.models[0].parameters()):
         assert torch.equal(ours, theirs.float())

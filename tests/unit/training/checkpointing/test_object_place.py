@@ -18,7 +18,7 @@ from megatron.checkpoint.recovery import prepare_save_directory
 from megatron.checkpoint.storage import ObjectPlace, recover_objects
 from megatron.core import object_store
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.errors import CheckpointError, InputError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.training.fault_tolerance.processes import identify
@@ -53,7 +53,7 @@ def numbered(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(saving, "place_of", lambda directory, token, _: place_of(directory, token, number))
 
 
-def other_run() -> RunTensors:
+def other_run() -> CheckpointState:
     run = filled_run(STATE)
     for model in run.models:
         for parameter in model.parameters():
@@ -154,7 +154,7 @@ def test_whenever_the_writer_dies_the_old_or_the_new_checkpoint_is_whole(monkeyp
     assert set(outcomes) == {False, True}
 
 
-def save_killed(iteration: int, run: RunTensors, options: dict[str, int]) -> None:
+def save_killed(iteration: int, run: CheckpointState, options: dict[str, int]) -> None:
     """Save in this thread, so that the end of the process ends the save too."""
     with pytest.MonkeyPatch.context() as context:
         context.setattr("megatron.core.dist_checkpointing.async_save.threading.Thread", _AtOnce)
@@ -177,7 +177,7 @@ class _AtOnce:
         return False
 
 
-def _weights(left: RunTensors, right: RunTensors) -> Iterator[tuple]:
+def _weights(left: CheckpointState, right: CheckpointState) -> Iterator[tuple]:
     for ours, theirs in zip(left.models, right.models):
         yield from zip(ours.parameters(), theirs.parameters())
 

@@ -21,7 +21,7 @@ from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.training_config import CheckpointConfig
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing import shard_file
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.errors import TrainingError
 from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.parallel_state import describe_parallel_state
@@ -67,8 +67,8 @@ def make_saver(directory: Path, lines: list[str], **options) -> CheckpointSaver:
 
 
 def save(
-    saver: CheckpointSaver, iteration: int, run: RunTensors | None = None, on_trial: frozenset[int] = frozenset()
-) -> RunTensors:
+    saver: CheckpointSaver, iteration: int, run: CheckpointState | None = None, on_trial: frozenset[int] = frozenset()
+) -> CheckpointState:
     run = filled_run(STATE) if run is None else run
     saver.save(run, CommonState(progress=TrainProgress(iteration=iteration), config=CONFIG), on_trial)
     return run
@@ -265,7 +265,7 @@ def test_checkpoints_of_another_run_are_never_removed(tmp_path: Path) -> None:
     anew.close()
     assert saved_iterations(tmp_path) == [10, 30, 35]
     goes_on = make_saver(tmp_path, [], keep_last=1)
-    goes_on.go_on_from(tmp_path / "iter_0000035")
+    goes_on.resume_from(tmp_path / "iter_0000035")
     save(goes_on, 40)
     assert saved_iterations(tmp_path) == [40]
 

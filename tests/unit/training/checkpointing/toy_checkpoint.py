@@ -9,7 +9,7 @@ from megatron.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.training_config import CheckpointConfig
-from megatron.core.dist_checkpointing.state_dict import RunTensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.parallel_state import describe_parallel_state
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import (
@@ -35,8 +35,8 @@ def common(iteration: int, **changes: Any) -> CommonState:
 
 
 def save(
-    directory: Path, iteration: int, lines: list[str], run: RunTensors | None = None, **options: Any
-) -> RunTensors:
+    directory: Path, iteration: int, lines: list[str], run: CheckpointState | None = None, **options: Any
+) -> CheckpointState:
     run = filled_run(STATE) if run is None else run
     save_checkpoint(directory, run, common(iteration), STATE, CheckpointConfig(**options), lines.append)
     return run
@@ -44,7 +44,7 @@ def save(
 
 def load(
     directory: Path, lines: list[str], config: dict[str, Any] = CONFIG, **options: Any
-) -> tuple[RunTensors, LoadedCheckpoint | None]:
+) -> tuple[CheckpointState, LoadedCheckpoint | None]:
     run = empty_run(STATE)
     loaded = load_checkpoint(directory, run, STATE, CheckpointConfig(**options), config, lines.append)
     return run, loaded

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.checkpoint.checkpoint_folder import TRACKER_FILE, iteration_folder, saved_iterations
-from megatron.checkpoint.last_good import TrialPeriod, is_known, mark_known, newest_known, point_tracker
+from megatron.checkpoint.last_good import ValidationWindow, is_known, mark_known, newest_known, point_tracker
 from megatron.checkpoint.storage import Retention, expired_iterations, remove_expired
 
 
-def observe(trial: TrialPeriod, outcomes: dict[int, bool]) -> dict[int, list[int]]:
+def observe(trial: ValidationWindow, outcomes: dict[int, bool]) -> dict[int, list[int]]:
     found = {}
     for iteration, is_finite in outcomes.items():
         found[iteration] = trial.observe(iteration, is_finite)
@@ -19,7 +19,7 @@ def observe(trial: TrialPeriod, outcomes: dict[int, bool]) -> dict[int, list[int
 
 
 def test_a_checkpoint_is_due_after_finite_iterations_in_a_row() -> None:
-    trial = TrialPeriod(3)
+    trial = ValidationWindow(3)
     trial.begin(4)
     trial.begin(6)
     outcomes = {5: True, 6: True, 7: False, 8: True, 9: True, 10: True, 11: True}
@@ -27,7 +27,7 @@ def test_a_checkpoint_is_due_after_finite_iterations_in_a_row() -> None:
 
 
 def test_going_back_forgets_what_came_after() -> None:
-    trial = TrialPeriod(1)
+    trial = ValidationWindow(1)
     trial.begin(4)
     trial.begin(8)
     trial.go_back(4)

@@ -15,14 +15,14 @@ from megatron.training.fault_tolerance.step_replay import (
 CHUNKS, STAGES, COPIES = 2, 2, 3
 
 
-def traces(spoilt: dict[tuple[int, int], float], gradients: dict[int, float]) -> list[RankTrace]:
-    """Return the figures of two stages with three tensor-parallel ranks; ``spoilt`` names some by rank and chunk."""
+def traces(spoiled: dict[tuple[int, int], float], gradients: dict[int, float]) -> list[RankTrace]:
+    """Return the figures of two stages with three tensor-parallel ranks; ``spoiled`` names some by rank and chunk."""
     return [
         RankTrace(
             rank=rank,
             host="node",
             place={"pp": rank // COPIES, "dp": 0, "cp": 0, "tp": rank % COPIES},
-            forward={(chunk, 0): spoilt.get((rank, chunk), 7.0) for chunk in range(CHUNKS)},
+            forward={(chunk, 0): spoiled.get((rank, chunk), 7.0) for chunk in range(CHUNKS)},
             gradient=gradients.get(rank, 3.0),
         )
         for rank in range(STAGES * COPIES)
@@ -32,8 +32,8 @@ def traces(spoilt: dict[tuple[int, int], float], gradients: dict[int, float]) ->
 GOOD = traces({}, {})
 
 
-def blamed(spoilt: dict[tuple[int, int], float], gradients: dict[int, float]) -> list[int]:
-    return [trace.rank for trace in ranks_that_differ(GOOD, traces(spoilt, gradients))]
+def blamed(spoiled: dict[tuple[int, int], float], gradients: dict[int, float]) -> list[int]:
+    return [trace.rank for trace in ranks_that_differ(GOOD, traces(spoiled, gradients))]
 
 
 def test_the_first_in_the_forward_pass_is_blamed() -> None:

@@ -17,9 +17,9 @@ from megatron.training.fault_tolerance import run_lock
 from megatron.training.fault_tolerance.processes import ProcessIdentity, identify, start_time
 from megatron.training.fault_tolerance.run_lock import (
     FolderInUseError,
-    FolderOwner,
     OwnerRecord,
     OwnerTimes,
+    RunLock,
     own_folder,
 )
 from tests.harness.distributed import run_distributed
@@ -56,7 +56,7 @@ def leave_record(
     return path
 
 
-def own(directory: Path, lines: list[str] | None = None, token: str = "feed") -> FolderOwner:
+def own(directory: Path, lines: list[str] | None = None, token: str = "feed") -> RunLock:
     return own_folder(directory, token, "a training run", (lines or []).append, times=QUICK)
 
 

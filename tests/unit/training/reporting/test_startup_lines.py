@@ -12,7 +12,7 @@ from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.initialize import Runtime
 from megatron.training.loggers.startup_lines import describe_batch_and_tokenizer, describe_buckets
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 
 FLAGS = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24
@@ -45,7 +45,7 @@ def test_many_buckets_are_counted_and_listed_where_everything_is_asked_for() -> 
     config = dataclasses.replace(config, ddp=dataclasses.replace(config.ddp, overlap_grad_reduce=True))
     device, state = Device("cpu"), create_parallel_state()
     runtime = Runtime(device, state, RngStreams(device, 1, state.place))
-    parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, lambda line: None)
     (buffer,) = parts.ddp_chunks[0].grad_buffers
     count = len(buffer.buckets)
     assert count > 8

@@ -57,7 +57,7 @@ for number in ({int(spoiled_script.GRADIENT_SIGNAL)}, {int(spoiled_script.WEIGHT
 
 
 @pytest.mark.full
-def test_a_gradient_is_spoilt_once_and_a_weight_for_good(tmp_path: Path) -> None:
+def test_a_gradient_is_spoiled_once_and_a_weight_for_good(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = AttackedCommand((sys.executable, str(script), "--flag")).spoilable()

@@ -85,7 +85,7 @@ def test_no_file_grows_while_the_disk_is_full(tmp_path: Path) -> None:
     assert not launch.left_after(5.0)
 
 
-def test_a_sample_is_spoilt_and_put_back(tmp_path: Path) -> None:
+def test_a_sample_is_spoiled_and_put_back(tmp_path: Path) -> None:
     launch = start(tmp_path, WRITER)
     try:
         tokens = tmp_path / "tokens.bin"

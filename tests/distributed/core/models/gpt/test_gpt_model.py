@@ -129,7 +129,7 @@ def test_every_case_gives_a_model_of_its_own() -> None:
 
 
 def fresh_model(settings: dict[str, Any], tp: Group) -> tuple[float, list[Fragment], bool]:
-    """Return a freshly initialised model's loss and weights, and whether all of its padding is zero."""
+    """Return a freshly initialized model's loss and weights, and whether all of its padding is zero."""
     model = make_model(tp, params_dtype="float64", **settings)
     tokens, labels, positions, _ = make_batch(LENGTH, BATCH, model.config.vocab_size)
     with torch.no_grad():

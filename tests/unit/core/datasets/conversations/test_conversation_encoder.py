@@ -1,4 +1,4 @@
-"""Conversations: what a line may be, where the answers are in the text, and which tokens are learnt."""
+"""Conversations: what a line may be, where the answers are in the text, and which tokens are learned."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ TURNS = [
 ]
 
 
-def learnt(encoder: ConversationEncoder, content: Any) -> list[tuple[str, str]]:
-    """Return the text of each conversation of a line, and what of it is learnt, other tokens as a dot."""
-    spelt = encoder.tokenizer.detokenize
+def learned(encoder: ConversationEncoder, content: Any) -> list[tuple[str, str]]:
+    """Return the text of each conversation of a line, and what of it is learned, other tokens as a dot."""
+    spelled = encoder.tokenizer.detokenize
     found = []
     for conversation in encoder.encode_line(json.dumps(content).encode()):
         ids, mask = conversation.tokens.tolist(), conversation.loss_mask.tolist()
-        parts = [spelt([token]) if counts else "." for token, counts in zip(ids, mask)]
-        found.append((spelt(ids), "".join(parts)))
+        parts = [spelled([token]) if counts else "." for token, counts in zip(ids, mask)]
+        found.append((spelled(ids), "".join(parts)))
     return found
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["prefixes", "marks"])
-def test_answers_alone_are_learnt(tmp_path: Path, template: str) -> None:
+def test_answers_alone_are_learned(tmp_path: Path, template: str) -> None:
     tokenizer = write_chat_folder(tmp_path / "model", template)
     encoder = ConversationEncoder(tokenizer, choose_template(tokenizer, None))
-    assert learnt(encoder, {"messages": TURNS}) == [
+    assert learned(encoder, {"messages": TURNS}) == [
         ("<|system|>s<|user|>ab<|assistant|>cd<|end|><|user|>e<|assistant|>f<|end|>", "......cd<|end|>...f<|end|>")
     ]
     prompt = encoder.template.render_prompt(TURNS[:2])
@@ -159,9 +159,9 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
 def test_a_tokenizer_without_a_spelling_ends_answers_all_the_same(sentence_piece_file: Path) -> None:
     null = NullTokenizer(99)
     encoder = ConversationEncoder(null, choose_template(null, "plain"))
-    assert learnt(encoder, {"prompt": "1 2 ", "completion": "7 8"}) == [("1 2 7 8 99", "..7899")]
+    assert learned(encoder, {"prompt": "1 2 ", "completion": "7 8"}) == [("1 2 7 8 99", "..7899")]
     identity = ConversationEncoder(null, choose_template(null, "identity"))
-    assert learnt(identity, {"prompt": "1 2 ", "completion": "7 8"}) == [("1 2 7 8", "..78")]
+    assert learned(identity, {"prompt": "1 2 ", "completion": "7 8"}) == [("1 2 7 8", "..78")]
     # Llama2Tokenizer begins each text with a token: the template says whether a conversation has one.
     piece = SentencePieceTokenizer(sentence_piece_file, "Llama2Tokenizer")
     encoder = ConversationEncoder(piece, choose_template(piece, "plain"))
@@ -227,12 +227,12 @@ def test_answers_are_found_where_the_text_goes_on_otherwise_than_the_prompt(tmp_
     tokenizer = write_chat_folder(tmp_path / "model", template)
     encoder = ConversationEncoder(tokenizer, choose_template(tokenizer, None))
     # The message after an answer is none of it.
-    assert learnt(encoder, {"messages": TURNS[1:4]}) == [
+    assert learned(encoder, {"messages": TURNS[1:4]}) == [
         ("<|user|>ab<|assistant|>cd<|end|><|user|>e", "....cd<|end|>..")
     ]
 
 
-def test_a_token_across_the_beginning_of_an_answer_is_learnt(tmp_path: Path) -> None:
+def test_a_token_across_the_beginning_of_an_answer_is_learned(tmp_path: Path) -> None:
     write_chat_folder(tmp_path / "model")
     path = tmp_path / "model/tokenizer.json"
     content = json.loads(path.read_text())
@@ -241,7 +241,7 @@ def test_a_token_across_the_beginning_of_an_answer_is_learnt(tmp_path: Path) -> 
     path.write_text(json.dumps(content))
     tokenizer = HuggingFaceTokenizer(tmp_path / "model")
     encoder = ConversationEncoder(tokenizer, choose_template(tokenizer, "identity"))
-    assert learnt(encoder, {"prompt": "xab", "completion": "cd"}) == [("xabcd", "..bcd")]
+    assert learned(encoder, {"prompt": "xab", "completion": "cd"}) == [("xabcd", "..bcd")]
 
 
 def test_a_template_sees_the_special_tokens_of_the_files_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The experts' products in fp8 against float64 products of the same quantised operands, and experts in a layer."""
+"""The experts' products in fp8 against float64 products of the same quantized operands, and experts in a layer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from megatron.core.main_grad import MainGrad, attach_main_grad, main_grad_of
 from megatron.core.models.fp8_layers import compute_in_float8
-from megatron.core.ops.fp8_config import Float8Config, Float8Places
-from megatron.core.ops.fp8_quantizers import OPERANDS, Float8Quantisers, Float8Recipe, Float8State
-from megatron.core.ops.fp8_tensor import SEGMENTS_OF_128, Quantised
+from megatron.core.ops.fp8_config import Float8Config, Fp8TensorIndex
+from megatron.core.ops.fp8_quantizers import OPERANDS, Float8Recipe, Float8State, Fp8Quantizers
+from megatron.core.ops.fp8_tensor import SEGMENTS_OF_128, Quantized
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.moe import experts as float8_grouped_linear_module
 from megatron.core.transformer.moe.experts import float8_grouped_linear, grouped_linear
@@ -18,14 +18,14 @@ from tests.harness.toy_model import load_global_weights, make_batch, make_model
 
 COUNTS, INNER, OUTER = (5, 0, 33, 16), 160, 48
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
-PLACES = Float8Places(1, num_linear=3, num_experts=len(COUNTS))
+PLACES = Fp8TensorIndex(1, num_linear=3, num_experts=len(COUNTS))
 WORLD = single_rank_group(("world",))
 
 
-def quantisers_of(recipe: str, state: Float8State | None = None, **settings: bool) -> tuple[Float8Quantisers, ...]:
+def quantizers_of(recipe: str, state: Float8State | None = None, **settings: bool) -> tuple[Fp8Quantizers, ...]:
     """Return those of each expert's second product."""
     recipe_of = Float8Recipe.of(Float8Config(fp8_format="hybrid", fp8_recipe=recipe, **settings))
-    return tuple(Float8Quantisers(recipe_of, state, (0, PLACES.of_expert(number, 1))) for number in range(len(COUNTS)))
+    return tuple(Fp8Quantizers(recipe_of, state, (0, PLACES.of_expert(number, 1))) for number in range(len(COUNTS)))
 
 
 def remembering(*steps: float) -> Float8State:
@@ -61,14 +61,14 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, rounded: bool = Tr
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_are_those_of_each_experts_quantised_operands(recipe: str) -> None:
+def test_products_are_those_of_each_experts_quantized_operands(recipe: str) -> None:
     # Scales of steps in which all was an eighth cut off what is larger; those of their own step do not.
     state = remembering(0.125) if recipe == "delayed" else None
-    quantisers = quantisers_of(recipe, state)
+    quantizers = quantizers_of(recipe, state)
     x, weight, bias, grad = operands()
     main_grad = MainGrad(torch.full((len(COUNTS), OUTER, INNER), torch.nan))
     attach_main_grad(weight, main_grad)
-    output = float8_grouped_linear(x, weight, bias, COUNTS, quantisers, adds_bias=True, library="auto")
+    output = float8_grouped_linear(x, weight, bias, COUNTS, quantizers, adds_bias=True, library="auto")
     output.backward(grad)
     assert x.grad is not None
     assert bias.grad is not None
@@ -78,12 +78,12 @@ def test_products_are_those_of_each_experts_quantised_operands(recipe: str) -> N
         if not count:
             assert not main_grad.tensor[number].any()
             continue
-        own = quantisers[number]
+        own = quantizers[number]
         # What is missing to a whole number of blocks is zero, and has no part in any scale but its own.
         missing = (0, 0, 0, -count % 16)
         rows, of_output = F.pad(rows, missing), F.pad(of_output, missing)
 
-        def values(operand: str, matrix: torch.Tensor, own: Float8Quantisers) -> tuple[torch.Tensor, torch.Tensor]:
+        def values(operand: str, matrix: torch.Tensor, own: Fp8Quantizers) -> tuple[torch.Tensor, torch.Tensor]:
             plain, turned = own.matrix(operand, matrix, transpose=True, records=False)
             assert turned is not None
             return plain.values(torch.float64), turned.values(torch.float64)
@@ -109,7 +109,7 @@ def test_whole_blocks_of_rows_change_no_number_but_the_order_of_sums(
     gradients, num_rows = [], []
     product = float8_grouped_linear_module.scaled_product
 
-    def counted(left: Quantised, right: Quantised, *rest: torch.dtype, library: str) -> torch.Tensor:
+    def counted(left: Quantized, right: Quantized, *rest: torch.dtype, library: str) -> torch.Tensor:
         num_rows.append(len(left.data))
         return product(left, right, *rest, library=library)
 
@@ -119,8 +119,8 @@ def test_whole_blocks_of_rows_change_no_number_but_the_order_of_sums(
         x, weight, _, grad = operands()
         main_grad = MainGrad(torch.empty(len(COUNTS), OUTER, INNER))
         attach_main_grad(weight, main_grad)
-        quantisers = quantisers_of(recipe)
-        output = float8_grouped_linear(x, weight, None, COUNTS, quantisers, adds_bias=True, library="auto")
+        quantizers = quantizers_of(recipe)
+        output = float8_grouped_linear(x, weight, None, COUNTS, quantizers, adds_bias=True, library="auto")
         output.backward(grad)
         assert x.grad is not None
         gradients.append((output.detach(), x.grad, main_grad.tensor))
@@ -143,7 +143,7 @@ def test_each_experts_amaxes_are_noted_beside_none_of_one_without_tokens() -> No
     state = remembering(1.0)
     x, weight, _, grad = operands()
     float8_grouped_linear(
-        x, weight, None, COUNTS, quantisers_of("delayed", state), adds_bias=True, library="auto"
+        x, weight, None, COUNTS, quantizers_of("delayed", state), adds_bias=True, library="auto"
     ).backward(grad)
     noted = state.amax[0, PLACES.num_linear :].view(len(COUNTS), 2, len(OPERANDS))
     assert not noted[:, 0].any()
@@ -157,7 +157,7 @@ def test_what_is_evaluated_is_not_noted() -> None:
     state = remembering(1.0)
     x, weight, _, _ = operands()
     with torch.no_grad():
-        float8_grouped_linear(x, weight, None, COUNTS, quantisers_of("delayed", state), adds_bias=True, library="auto")
+        float8_grouped_linear(x, weight, None, COUNTS, quantizers_of("delayed", state), adds_bias=True, library="auto")
     assert not state.amax.any()
 
 
@@ -172,8 +172,8 @@ def test_an_expert_that_was_never_given_tokens_is_scaled_as_the_layers_others() 
     counts = (0, sum(COUNTS), 0, 0)
     x, weight, grad = (each.detach() * 2.0**-20 for each in operands() if each.dim() == 3 or len(each) == sum(COUNTS))
     x.requires_grad_()
-    quantisers = quantisers_of("delayed", state)
-    float8_grouped_linear(x, weight, None, counts, quantisers, adds_bias=True, library="auto").backward(grad)
+    quantizers = quantizers_of("delayed", state)
+    float8_grouped_linear(x, weight, None, counts, quantizers, adds_bias=True, library="auto").backward(grad)
     assert x.grad is not None
     exact = grad.double() @ weight[1].double()
     assert (x.grad.double() - exact).norm() < 0.1 * exact.norm()
@@ -190,26 +190,26 @@ def test_an_expert_that_is_left_out_for_long_keeps_its_scale() -> None:
 
 def test_weight_gradients_may_stay_out_of_fp8() -> None:
     gradients = []
-    for quantisers in (None, quantisers_of("tensorwise", fp8_wgrad=False)):
+    for quantizers in (None, quantizers_of("tensorwise", fp8_wgrad=False)):
         x, weight, _, grad = operands()
-        if quantisers is None:
+        if quantizers is None:
             grouped_linear(x, weight, None, COUNTS).backward(grad)
         else:
-            float8_grouped_linear(x, weight, None, COUNTS, quantisers, adds_bias=True, library="auto").backward(grad)
+            float8_grouped_linear(x, weight, None, COUNTS, quantizers, adds_bias=True, library="auto").backward(grad)
         gradients.append(weight.grad)
     assert torch.equal(*gradients)
 
 
 def test_weight_gradients_out_of_fp8_are_added_to_main_gradients() -> None:
     found = []
-    for quantisers in (None, quantisers_of("tensorwise", fp8_wgrad=False)):
+    for quantizers in (None, quantizers_of("tensorwise", fp8_wgrad=False)):
         x, weight, _, grad = operands()
         attach_main_grad(weight, MainGrad(torch.zeros_like(weight, dtype=torch.float32)))
         for _ in range(2):
-            if quantisers is None:
+            if quantizers is None:
                 output = grouped_linear(x, weight, None, COUNTS)
             else:
-                output = float8_grouped_linear(x, weight, None, COUNTS, quantisers, adds_bias=True, library="auto")
+                output = float8_grouped_linear(x, weight, None, COUNTS, quantizers, adds_bias=True, library="auto")
             output.backward(grad)
         main_grad = main_grad_of(weight)
         assert main_grad is not None

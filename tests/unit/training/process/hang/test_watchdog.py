@@ -28,7 +28,7 @@ from megatron.training.fault_tolerance.processes import kill, state_of, this_pro
 from megatron.training.fault_tolerance.rank_state import RankState
 from megatron.training.fault_tolerance.watchdog import Surroundings, Watchdog, watching
 from megatron.training.initialize import LaunchEnvironment, initialize_runtime
-from tests.unit.core.flight.test_recorder import PretendedDevice
+from tests.unit.core.flight.test_recorder import FakeDevice
 from tests.unit.training.config.command_lines import MINIMAL
 
 SECONDS = 0.6
@@ -133,7 +133,7 @@ def test_a_device_that_does_not_come_to_a_communication_is_named_where_hosts_wai
 ) -> None:
     """As on NCCL: both hosts have begun all and read a number; one device is in a kernel that does not end."""
     for recorder, reached in zip(ranks.recorders, (5, 4)):
-        device = PretendedDevice(reached=reached)
+        device = FakeDevice(reached=reached)
         recorder.mark = device.mark
         channel = recorder.channel("tp", (0, 1))
         for _ in range(4):

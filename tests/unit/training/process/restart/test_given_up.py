@@ -11,7 +11,7 @@ from megatron.core.errors import ConfigurationError, InputError, MegatronError, 
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.training import pretrain, training
 from megatron.training.fault_tolerance import rendezvous, watchdog
-from megatron.training.fault_tolerance.inprocess_restart import Membership
+from megatron.training.fault_tolerance.inprocess_restart import RendezvousMember
 from megatron.training.fault_tolerance.rendezvous import GroupLinks, is_broken_communication
 from megatron.training.initialize import LaunchEnvironment, initialize_runtime
 from megatron.training.periodic_evals import SampleTexts, TaskScores
@@ -107,7 +107,7 @@ def test_an_error_that_was_read_from_what_was_given_up_ends_no_run(
     monkeypatch.setattr(pretrain, "check_packages", fail)
     flight, links = FlightRecorder(), GroupLinks()
     links.are_made(flight)
-    member = Membership(None, None, links, None)  # type: ignore[arg-type]
+    member = RendezvousMember(None, None, links, None)  # type: ignore[arg-type]
 
     def attempt() -> int:
         nothing = (None,) * 4
