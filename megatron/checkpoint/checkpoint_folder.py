@@ -79,7 +79,6 @@ Directory = TypeVar("Directory", bound=Path)
 
 
 def iteration_folder(directory: Directory, iteration: int) -> Directory:
-    """Return the folder of an iteration's checkpoint."""
     return directory / f"iter_{iteration:07d}"
 
 

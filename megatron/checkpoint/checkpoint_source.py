@@ -60,17 +60,14 @@ class TensorInfo:
 
     @property
     def num_elements(self) -> int:
-        """Return how many elements the whole tensor has."""
         return self.whole.num_elements
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the whole tensor."""
         return self.num_elements * self.dtype.itemsize
 
     @property
     def whole(self) -> Box:
-        """Return the box of the whole tensor."""
         return Box((0,) * len(self.global_shape), self.global_shape)
 
 
@@ -173,7 +170,6 @@ class SourceView:
 
     @property
     def folder(self) -> Path:
-        """Return what the source opened."""
         return self._source.folder
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
@@ -221,7 +217,6 @@ class AveragedSource:
 
     @property
     def folder(self) -> Path:
-        """Return what the source opened."""
         return self._source.folder
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:

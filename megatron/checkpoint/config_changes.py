@@ -24,7 +24,6 @@ class ConfigChange:
     new: Any
 
     def __str__(self) -> str:
-        """Return the change as the log shows it."""
         return f"{self.field}: {self.old} -> {self.new}"
 
 

@@ -352,7 +352,6 @@ def read_target(request: ConversionRequest, source: CheckpointSource, saver: Che
 
 
 def is_random_stream(name: str) -> bool:
-    """Return whether a tensor is the state of a stream of random numbers."""
     return name.startswith(RNG_PREFIX)
 
 

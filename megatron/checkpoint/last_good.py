@@ -13,7 +13,6 @@ KNOWN_FILE = "known_to_train.json"
 
 
 def is_known(directory: Path, iteration: int) -> bool:
-    """Return whether a checkpoint is marked as known to train."""
     return (iteration_folder(directory, iteration) / KNOWN_FILE).is_file()
 
 
@@ -58,7 +57,6 @@ class ValidationWindow:
 
     @property
     def waiting(self) -> frozenset[int]:
-        """Return the checkpoints on trial."""
         return frozenset(self._waiting)
 
     def begin(self, iteration: int) -> None:

@@ -266,7 +266,6 @@ class LocalCopies:
 
 
 def _size(tensors: Sequence[torch.Tensor]) -> int:
-    """Return how many bytes the copies of tensors take."""
     return sum(_span(tensor) for tensor in tensors)
 
 

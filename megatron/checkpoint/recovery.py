@@ -51,16 +51,13 @@ class SaveFolders:
 
     @property
     def num_folders(self) -> int:
-        """Return how many folders the ranks save into."""
         return len(set(self.leaders))
 
     @property
     def is_shared(self) -> bool:
-        """Return whether all ranks save into one folder."""
         return self.num_folders == 1
 
     def is_leader(self, rank: int) -> bool:
-        """Return whether a rank does for its folder what is done once."""
         return self.leaders[rank] == rank
 
     def check_owner(self) -> None:

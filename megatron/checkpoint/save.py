@@ -142,7 +142,6 @@ class SaveContext:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this rank does what is done once in its folder."""
         return self.folders.is_leader(self.state.rank)
 
     @property
@@ -151,7 +150,6 @@ class SaveContext:
         return place_of(self.directory, self.folders.token, self.number)
 
     def saving_folder(self, iteration: int) -> Path:
-        """Return the folder that this run writes an iteration's checkpoint into."""
         return self.place.folder(iteration)
 
 

@@ -160,7 +160,6 @@ class ObjectPlace:
     tag: str
 
     def folder(self, iteration: int) -> ObjectPath:
-        """Return the folder of the iteration."""
         return iteration_folder(self.directory, iteration)
 
     def create(self, iteration: int) -> None:
@@ -321,7 +320,6 @@ class LocalPlace:
         return ""
 
     def folder(self, iteration: int) -> Path:
-        """Return the hidden folder."""
         return saving_folder(self.directory, iteration, self.token)
 
     def create(self, iteration: int) -> None:

@@ -117,7 +117,6 @@ class NativeCheckpoint:
 
     @property
     def version(self) -> float:
-        """Return the version whose order of rows the native format has."""
         return CHECKPOINT_VERSION
 
     def load(

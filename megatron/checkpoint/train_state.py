@@ -38,10 +38,8 @@ class TrainState:
     train_data: Mapping[str, Any] | None = None
 
     def freeze(self) -> TrainProgress:
-        """Return the values as a checkpoint stores them."""
         return TrainProgress(**dataclasses.asdict(self))
 
     @classmethod
     def from_progress(cls, progress: TrainProgress) -> TrainState:
-        """Return the state that a checkpoint stored."""
         return cls(**dataclasses.asdict(progress))

@@ -42,7 +42,6 @@ class Place:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks on all machines."""
         return self.nproc * self.nnodes
 
 

@@ -51,7 +51,6 @@ class FaultConfig(Config, role="run"):
 
     @property
     def watches(self) -> bool:
-        """Return whether losses and gradient norms are compared with those before."""
         return self.spike_policy is not None or self.check_for_spiky_loss or self.check_for_large_grads
 
 

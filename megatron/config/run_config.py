@@ -78,7 +78,6 @@ class RunConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """Return the number of model copies."""
         return self.parallel_sizes.dp
 
     @property
@@ -159,7 +158,6 @@ class RunConfig:
         return None if spec is None else (spec, getattr(vars(self)[part], name))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole configuration as JSON-ready values."""
         return config_to_dict(self)
 
     @classmethod

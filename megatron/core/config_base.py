@@ -138,7 +138,6 @@ class FieldSpec:
 
     @property
     def is_bool(self) -> bool:
-        """Tell whether the field is a switch without a value."""
         return self.item_type is bool and not self.is_sequence
 
     @property

@@ -81,7 +81,6 @@ class CountedBar:
         self._bar.clear()
 
     def __enter__(self) -> CountedBar:
-        """Return the bar itself."""
         return self
 
     def __exit__(self, *_: object) -> None:

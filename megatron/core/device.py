@@ -58,7 +58,6 @@ class Device:
 
     @property
     def is_cuda(self) -> bool:
-        """Return whether this is a CUDA device."""
         return self.kind == "cuda"
 
     @property

@@ -271,7 +271,6 @@ class FlightRecorder:
 
     @property
     def moves(self) -> int:
-        """Return a number that grows with everything that this rank gets done."""
         return self.num_begun + self.num_ended + self.ticks
 
     def give_up(self) -> None:

@@ -211,7 +211,6 @@ class WeightGradQueue:
 
     @property
     def is_collecting(self) -> bool:
-        """Return whether contributions are being deferred."""
         return self._open is not None
 
     @contextlib.contextmanager

@@ -57,7 +57,6 @@ class ObjectStoreError(StorageError, OSError):
     """Report what a store did not do; ``strerror`` says why in one line, without what may be a credential."""
 
     def __str__(self) -> str:
-        """Return the object and the reason."""
         return f"{self.filename}: {self.strerror}"
 
 
@@ -321,7 +320,6 @@ class ObjectPath(PosixPath):
         return f"{scheme}//{'/' if scheme == 'file:' else ''}{'/'.join(names)}"
 
     def __repr__(self) -> str:
-        """Return the URL as Python would show it."""
         return f"ObjectPath({str(self)!r})"
 
     def __fspath__(self) -> NoReturn:
@@ -330,7 +328,6 @@ class ObjectPath(PosixPath):
 
     @property
     def store(self) -> ObjectStore:
-        """Return the store that the object is in."""
         return open_store(str(self))
 
     def retry(self, action: Callable[[], Result]) -> Result:
@@ -352,7 +349,6 @@ class ObjectPath(PosixPath):
         return store.read(str(self), 0, store.size(str(self)))
 
     def read_text(self, encoding: str | None = None, errors: str | None = None, *_: Any, **__: Any) -> str:
-        """Return the object as text."""
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
     def iterdir(self) -> Iterator[ObjectPath]:  # type: ignore[override]
@@ -390,7 +386,6 @@ class ObjectPath(PosixPath):
         return True
 
     def is_dir(self, **_: Any) -> bool:
-        """Return whether there is anything below this name."""
         return self.store.is_folder(str(self))
 
     def mkdir(self, *_: Any, **__: Any) -> None:
@@ -409,11 +404,9 @@ class ObjectPath(PosixPath):
         self.store.delete_folder(str(self))
 
     def resolve(self, strict: bool = False) -> ObjectPath:
-        """Return the path itself."""
         return self
 
     def absolute(self) -> ObjectPath:
-        """Return the path itself."""
         return self
 
 
@@ -520,7 +513,6 @@ class UploadedFile:
         self._file = path.store.upload(str(path), expected_bytes)
 
     def __enter__(self) -> UploadedFile:
-        """Return the file itself."""
         return self
 
     def __exit__(

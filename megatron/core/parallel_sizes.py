@@ -97,7 +97,6 @@ class ParallelSizes:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks of the grid."""
         return self.size_of(GRID_AXES)
 
     @property
@@ -110,7 +109,6 @@ class ParallelSizes:
         return math.prod(getattr(self, axis) for axis in axes)
 
     def place(self, rank: int = 0) -> Place:
-        """Return the coordinates of a rank."""
         return place_of(self.grid, rank)
 
     def expert_place(self, rank: int = 0) -> dict[str, int]:

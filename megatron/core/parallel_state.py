@@ -59,7 +59,6 @@ class ParallelState:
 
     @property
     def world_size(self) -> int:
-        """Return the number of all ranks."""
         return self.sizes.world_size
 
     def replicas_of(self, spec: ParamSpec) -> Group:

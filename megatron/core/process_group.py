@@ -88,17 +88,14 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
         return len(self.ranks)
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process is the group's first rank."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Return whether this process is the group's last rank."""
         return self.rank == self.size - 1
 
     @property

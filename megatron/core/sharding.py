@@ -23,7 +23,6 @@ class Box:
 
     @property
     def num_elements(self) -> int:
-        """Return how many elements the box holds."""
         return math.prod(self.shape)
 
     @property
@@ -67,7 +66,6 @@ class Piece:
 
     @property
     def local_box(self) -> Box:
-        """Return the box of the local tensor."""
         return Box(self.local_offset, self.global_box.shape)
 
     def localized(self, box: Box) -> Box:
@@ -112,7 +110,6 @@ class ParamSpec:
 
     @property
     def is_owner(self) -> bool:
-        """Return whether this copy is the one that is counted and saved."""
         return self.replica_index == 0
 
     @property

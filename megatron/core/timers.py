@@ -71,7 +71,6 @@ class Timer:
 
     @property
     def is_reported(self) -> bool:
-        """Return whether there is time to report."""
         return self.has_run or self._start_time is not None
 
     def _wait(self, barrier: bool) -> None:

@@ -115,7 +115,6 @@ class OutputFile:
 
     @property
     def temporary_name(self) -> str:
-        """Give the name that the file has until it is published."""
         return self._temporary.name
 
     def __enter__(self) -> OutputFile:

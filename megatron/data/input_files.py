@@ -76,7 +76,6 @@ class FileFormat:
 
 
 def has_known_suffix(path: str) -> bool:
-    """Return whether the name of a file says what it holds."""
     return _named(path)[0] is not None
 
 
@@ -154,7 +153,6 @@ class LineStream(io.RawIOBase):
         self._rest = memoryview(b"")
 
     def readable(self) -> bool:
-        """Return that it can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:

@@ -64,7 +64,6 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Give the seconds since the start."""
         return max(self._clock() - self._start, 1e-9)
 
     def rates(self) -> str:

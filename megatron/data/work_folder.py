@@ -288,12 +288,10 @@ def stream_paths(folder: Path, stream: int) -> tuple[Path, Path, Path]:
 
 
 def unfinished_path(prefix: str) -> Path:
-    """Return the folder of unfinished work of an output prefix."""
     return Path(f"{prefix}.preprocessing")
 
 
 def record_path(prefix: str) -> Path:
-    """Return the record of finished work of an output prefix."""
     return Path(f"{prefix}.preprocessing.json")
 
 

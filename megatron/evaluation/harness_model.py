@@ -40,12 +40,10 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Give the token that ends a document."""
         return self._encoding.end_id
 
     @property
     def prefix_token_id(self) -> int:
-        """Give what an empty context stands for."""
         return self._encoding.first_id
 
     @property
@@ -54,7 +52,6 @@ class HarnessModel(TemplateLM):
         return self._encoding.tokenizer.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return a text's tokens."""
         return self._encoding.encode(string, with_leading=add_special_tokens is not False)
 
     def chat_template(self, chat_template: bool | str = False) -> str:

@@ -49,7 +49,6 @@ class _Cost:
     forward_of_tokens: float
 
     def seconds(self, context_ranks: int) -> float:
-        """Return the least time on one of so many context-parallel ranks."""
         return self.of_tokens / context_ranks + self.of_piece
 
 

@@ -137,17 +137,14 @@ class StepRank:
 
     @property
     def sizes(self) -> ParallelSizes:
-        """Return the grid of ranks."""
         return self.config.parallel_sizes
 
     @property
     def place(self) -> Place:
-        """Return the rank's coordinates."""
         return self.sizes.place(self.rank)
 
     @property
     def chunks(self) -> tuple[StageContents, ...]:
-        """Return the chunks of the rank's pipeline stage."""
         return self.config.stage_layout.chunks(self.place["pp"])
 
     @property
@@ -158,7 +155,6 @@ class StepRank:
 
     @property
     def element(self) -> int:
-        """Return the bytes of an element of the hidden states."""
         return ELEMENT_BYTES[self.config.model.params_dtype]
 
     @property
@@ -168,7 +164,6 @@ class StepRank:
 
     @property
     def hidden_bytes(self) -> int:
-        """Return the bytes of the hidden states of these tokens."""
         return self.tokens * self.config.model.hidden_size * self.element
 
     def replicas(self, *, of_experts: bool) -> tuple[tuple[str, ...], int, int]:

@@ -331,12 +331,10 @@ class Explanation:
 
     @property
     def sizes(self) -> ParallelSizes:
-        """Return the grid of ranks."""
         return self.plan.parallel_sizes
 
     @property
     def usable(self) -> int:
-        """Return the bytes of memory that the GPU gives away."""
         return usable_bytes(self.gpu)
 
     @property
@@ -418,7 +416,6 @@ def explain(config: RunConfig, notes: Sequence[str], gpu: Gpu, implementation: I
 
 
 def first_rank(sizes: ParallelSizes, stage: int) -> int:
-    """Return the first rank of a pipeline stage."""
     return stage * (sizes.world_size // sizes.pp)
 
 

@@ -246,7 +246,6 @@ _NUMBERS = (
 
 
 def gpu_to_json(gpu: Gpu) -> dict[str, Any]:
-    """Return the figures as JSON-ready values."""
     return dataclasses.asdict(gpu)
 
 

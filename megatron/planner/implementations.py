@@ -305,7 +305,6 @@ def expert_layer(plan: Plan) -> ExpertLayer:
 
 
 def loss_bytes(plan: Plan) -> float:
-    """Return the bytes that the loss reads and writes of the logits."""
     return float(plan.num_logits * _LOSS_BYTES)
 
 

@@ -60,7 +60,6 @@ class FullestMoment:
 
     @property
     def total(self) -> int:
-        """Return all bytes together."""
         return self.kept + self.working + self.logits
 
 
@@ -449,7 +448,6 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """Return all parts together."""
         return sum(int(getattr(self, name)) for name in MEMORY_PARTS)
 
 

@@ -108,7 +108,6 @@ class ExpertLayer:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks that hold one copy of all experts."""
         return self.sizes.ep * self.sizes.expert_tp
 
     @property
@@ -150,7 +149,6 @@ class ExpertLayer:
 
     @property
     def width(self) -> int:
-        """Return the width of what this rank has of an expert."""
         return self.model.moe_ffn_hidden_size // self.sizes.expert_tp
 
     @property
@@ -165,12 +163,10 @@ class ExpertLayer:
 
     @property
     def wide(self) -> int:
-        """Return the bytes of a score."""
         return max(self.router_element, 4)
 
     @property
     def router_element(self) -> int:
-        """Return the bytes of an element of the router's product."""
         return max(self.element, _ROUTER_BYTES[self.model.moe_router_dtype])
 
     @property
@@ -300,7 +296,6 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        """Return the number of micro-batches of a step on one rank."""
         return self.global_batch_size // (self.micro_batch_size * self.parallel_sizes.dp)
 
     @property

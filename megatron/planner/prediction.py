@@ -135,12 +135,10 @@ class Prediction:
 
     @property
     def tensor_bytes(self) -> int | None:
-        """Return the tensors of the fullest stage."""
         return max((stage.total for stage in self.stages), default=None)
 
 
 def usable_bytes(gpu: Gpu) -> int:
-    """Return the memory of a GPU type that its driver gives away."""
     return gpu.memory_bytes - _DRIVER_BYTES
 
 

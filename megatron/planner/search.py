@@ -124,7 +124,6 @@ class Search:
 
     @property
     def num_choices(self) -> int:
-        """Return how many choices were looked at."""
         return len(self.candidates) + len(self.dropped)
 
 

@@ -242,7 +242,6 @@ class LayerTime:
 
     @property
     def once(self) -> LayerTime:
-        """Return the time without full recompute."""
         return dataclasses.replace(self, again=0.0, host_again=0.0)
 
 

@@ -121,7 +121,6 @@ def trace_in_this_process() -> None:
 
 @functools.cache
 def default_store() -> TraceStore:
-    """Return the store that this process shares."""
     return TraceStore()
 
 

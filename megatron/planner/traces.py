@@ -128,7 +128,6 @@ class TraceRequest:
 
 
 def request_to_json(request: TraceRequest) -> dict[str, Any]:
-    """Return a request as values that another process can read."""
     return dataclasses.asdict(request)
 
 

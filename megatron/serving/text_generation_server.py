@@ -315,7 +315,6 @@ class PutApi:
         self._numbers = count()
 
     def next_seed(self) -> int:
-        """Return the seed of a request that brings none."""
         return stream_seed(self._seed, "request", (next(self._numbers),))
 
     def answer(self, body: bytes) -> tuple[HTTPStatus, Any, str]:

@@ -175,12 +175,10 @@ class CheckpointSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether a save is under way."""
         return self._task is not None
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the newest save was given up."""
         return self._failure is not None
 
     def resume_from(self, folder: Path) -> None:

@@ -106,7 +106,6 @@ class Runtime:
 
     @property
     def is_reporter(self) -> bool:
-        """Return whether this process prints and writes for all."""
         return self.state.rank == 0
 
     @property
@@ -167,7 +166,6 @@ def is_first_failure() -> bool:
 
 
 def has_run_failed() -> bool:
-    """Return whether a process of this run has said that it failed."""
     return _count_failures(0) > 0
 
 

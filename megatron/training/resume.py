@@ -51,7 +51,6 @@ class ResumeState:
     began_from_save: bool
 
     def is_copied(self, iteration: int) -> bool:
-        """Return whether the state after an iteration is copied."""
         return self.copies is not None and iteration % self.interval == 0
 
     def resume(self, checkpoints: RunCheckpoints) -> TrainState:

@@ -80,7 +80,6 @@ class StepReduction:
 
     @property
     def lm_loss(self) -> float:
-        """Return the mean loss over the tokens of the global batch."""
         return self.loss_sum / max(self.num_tokens, 1.0)
 
 

@@ -75,17 +75,14 @@ class _Layer:
 
     @property
     def element(self) -> int:
-        """Return the bytes of an element of the model's type."""
         return ELEMENT_BYTES[self.model.params_dtype]
 
     @property
     def has_experts(self) -> bool:
-        """Return whether the feed-forward is one of experts."""
         return self.model.moe_layers[self.model.kind_of(self.number)]
 
     @property
     def saves_core(self) -> bool:
-        """Return whether the core of the attention saves its inputs and its output."""
         return "core_attn" not in self.recomputed
 
     @property
@@ -334,7 +331,6 @@ class ModelSize:
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Return how many of each stage's shard are trained."""
         return tuple(sum(kinds.values()) for kinds in self.kinds)
 
     @property

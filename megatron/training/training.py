@@ -195,7 +195,6 @@ def _leave_evaluation_out(run: TrainingRun, evaluation_sets: Sequence[Evaluation
 
 
 def is_evaluation_due(config: RunConfig, iteration: int) -> bool:
-    """Tell whether an iteration ends with an evaluation."""
     return _is_due(config.validation.eval_interval, iteration)
 
 

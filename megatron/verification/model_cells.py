@@ -276,7 +276,6 @@ _PREDICTION_LAYOUTS = (
 
 
 def prediction_matrix() -> list[Cell]:
-    """Return the layouts of models with further tokens that every release must pass."""
     return list(_prediction_cells())
 
 
@@ -363,7 +362,6 @@ _ATTENTION_EXPERT_LAYOUTS = (
 
 
 def attention_matrix() -> list[Cell]:
-    """Return the layouts of such models that every release must pass."""
     return list(_attention_cells())
 
 

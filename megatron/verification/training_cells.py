@@ -54,7 +54,6 @@ def hybrid(cell: Cell, instances: int = 2) -> Cell:
 
 
 def sharding_matrix() -> list[Cell]:
-    """Return the layouts with sharded weights that every release must pass."""
     return list(_sharding_cells())
 
 
@@ -123,7 +122,6 @@ def recipe_matrix() -> list[Cell]:
 
 
 def optimizer_matrix() -> list[Cell]:
-    """Return the layouts of other optimizers than Adam."""
     return list(_optimizers())
 
 
@@ -241,7 +239,6 @@ _SIX_EXPERTS = ("--num-experts", "6")
 
 
 def odd_matrix() -> list[Cell]:
-    """Return the layouts with an odd size that every release must pass."""
     return list(_odd_cells())
 
 

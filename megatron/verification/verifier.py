@@ -25,7 +25,6 @@ class Tolerance:
 
     @classmethod
     def of_all(cls, value: float) -> Tolerance:
-        """Return one value for everything."""
         return cls(value, value, value, value)
 
 

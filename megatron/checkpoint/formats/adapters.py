@@ -82,7 +82,6 @@ def model_config(source: CheckpointSource) -> GPTConfig:
 
 
 def tensor_name(weight: str, part: str, tensor: str) -> str:
-    """Return the name of a tensor of the adapter of a part of a weight."""
     return f"{weight.removesuffix('.weight')}.adapters.{part}.{tensor}"
 
 
@@ -133,7 +132,6 @@ class ForeignModule:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of the layer's outputs."""
         return sum(rows.count for rows in self.rows)
 
 
@@ -203,7 +201,6 @@ class MergedSource:
 
     @property
     def folder(self) -> Path:
-        """Return what the checkpoint's source opened."""
         return self.base.folder
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
@@ -421,7 +418,6 @@ class AdapterExport:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all tensors."""
         return sum(weight.num_bytes for weight in self._weights.values())
 
     def settings(self) -> dict[str, Any]:

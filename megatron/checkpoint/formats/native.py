@@ -136,12 +136,10 @@ class PlannedPiece:
 
     @property
     def key(self) -> str:
-        """Return the entry's name in the file."""
         return piece_key(self.name, self.info.global_shape, self.box)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the entry's values."""
         return self.box.num_elements * self.info.dtype.itemsize
 
     def describe(self) -> ShardEntry:

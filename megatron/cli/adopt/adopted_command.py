@@ -50,7 +50,6 @@ class Launch:
 
     @property
     def is_distributed(self) -> bool:
-        """Tell whether a launcher starts several ranks."""
         return self.launcher != "python"
 
     @property

@@ -178,5 +178,4 @@ def report_data(commands: Sequence[AdoptedCommand], notes: Sequence[str]) -> dic
 
 
 def report_json(commands: Sequence[AdoptedCommand], notes: Sequence[str]) -> str:
-    """Return the data as text."""
     return json.dumps(report_data(commands, notes), indent=2, ensure_ascii=False) + "\n"

@@ -586,5 +586,4 @@ def _brace_alternatives(word: str) -> list[str]:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Tell whether the whole text fits a glob pattern."""
     return re.fullmatch(glob_expression(pattern), text, re.S) is not None

@@ -38,7 +38,6 @@ def _parser() -> tree_sitter.Parser:
 
 
 def parse_script(text: str) -> tree_sitter.Node:
-    """Return the syntax tree of a script."""
     return _parser().parse(text.encode()).root_node
 
 

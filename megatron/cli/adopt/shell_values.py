@@ -23,17 +23,14 @@ Value = str | list[str] | dict[str, str]
 
 
 def unknown_mark(name: str, kind: str = "x") -> str:
-    """Return the text that stands for an unknown value."""
     return f"\ue000{kind}:{name}\ue001"
 
 
 def plain_name(text: str) -> str:
-    """Return the name of an unknown value that a text describes."""
     return re.sub(r"[^\w./*?-]+", "_", text).strip("_") or "VALUE"
 
 
 def has_unknown(text: str) -> bool:
-    """Tell whether a part of the text is unknown."""
     return "\ue000" in text
 
 
@@ -181,7 +178,6 @@ def without_placeholder(word: str, flag: str, note: Note) -> str:
 
 
 def is_unresolved(word: str) -> bool:
-    """Tell whether nothing of a word is known."""
     return bool(MARK.fullmatch(word))
 
 

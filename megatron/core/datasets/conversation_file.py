@@ -115,7 +115,6 @@ def mask_prefix(prefix: str | Path) -> str:
 
 
 def is_raw(prefix: str | Path) -> bool:
-    """Tell whether a path is a file of jsonl in place of the prefix of a data set."""
     return as_path(prefix).is_file() and not idx_path(prefix).is_file()
 
 

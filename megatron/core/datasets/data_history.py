@@ -50,7 +50,6 @@ class SkippedSamples:
         return SkippedSamples((*others, step), self.num_rewound)
 
     def with_rewind(self) -> SkippedSamples:
-        """Return the record with one more rewind that left nothing out."""
         return SkippedSamples(self.steps, self.num_rewound + 1)
 
     def meeting(self, start: int, end: int) -> LeftOut | None:
@@ -152,7 +151,6 @@ class DataHistory:
     phases: tuple[Phase, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the history as JSON-ready values."""
         return dataclasses.asdict(self)
 
     @classmethod

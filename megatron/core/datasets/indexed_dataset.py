@@ -66,12 +66,10 @@ def optimal_dtype(vocab_size: int | None) -> np.dtype[Any]:
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Return the path of the tokens of a data set."""
     return as_path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """Return the path of the index of a data set."""
     return as_path(f"{prefix}.idx")
 
 
@@ -354,7 +352,6 @@ def untold(num_bytes: int) -> None:
 
 
 def checksums_path(prefix: str | Path) -> Path:
-    """Return the path of the checksums of a data set."""
     return Path(f"{prefix}.checksums.json")
 
 

@@ -62,7 +62,6 @@ def sample_keys(dataset: SampleDataset, sample_ids: NDArray[np.int64]) -> Sample
 
 
 def data_set_numbers(dataset: SampleDataset, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the place in the blend of each sample's data set."""
     return _in_blend(dataset, sample_ids)[0]
 
 

@@ -70,7 +70,6 @@ class StagingArea:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the memory that is held."""
         return sum(block.numel() for block in self._blocks)
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,7 +17,6 @@ _ONE = 1 << 31
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
-    """Return the CRC-32 of the bytes as eight hex digits."""
     return f"{zlib.crc32(data):08x}"
 
 

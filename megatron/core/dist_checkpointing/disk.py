@@ -51,7 +51,6 @@ class SequentialFile:
         self._writing: Future[None] | None = None
 
     def __enter__(self) -> SequentialFile:
-        """Return the file itself."""
         return self
 
     def __exit__(

@@ -55,7 +55,6 @@ class ShardReader:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> ShardReader:
-        """Return the reader itself."""
         return self
 
     def __exit__(

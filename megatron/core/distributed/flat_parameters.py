@@ -87,7 +87,6 @@ class ParamShard:
 
     @property
     def spec(self) -> ParamSpec:
-        """Return the description of the whole local parameter."""
         return spec_of(self.parameter)
 
     def described(self, flat: torch.Tensor) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
@@ -116,12 +115,10 @@ def send_in_float8(parameter: torch.nn.Parameter, num_scales: int = 1) -> None:
 
 
 def is_sent_in_float8(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter travels in fp8."""
     return "num_float8_scales" in parameter.__dict__
 
 
 def num_float8_scales(parameter: torch.Tensor) -> int:
-    """Return the number of scales of a parameter that travels in fp8."""
     return int(parameter.__dict__["num_float8_scales"])
 
 

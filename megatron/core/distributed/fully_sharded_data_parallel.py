@@ -40,7 +40,6 @@ class BucketPool:
 
     @property
     def has_free(self) -> bool:
-        """Return whether a loan needs no new memory."""
         return bool(self._free)
 
     def take(self) -> torch.Tensor:

@@ -77,7 +77,6 @@ class GradBucket:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every parameter has its whole gradient."""
         return len(self.completed) == len(self.main_grads)
 
     def reset(self) -> None:

@@ -72,7 +72,6 @@ class ParamLayout:
 
     @property
     def slots(self) -> tuple[ParamSlot, ...]:
-        """Return every parameter's range in buffer order."""
         return tuple(slot for bucket in self.buckets for slot in bucket.slots)
 
 

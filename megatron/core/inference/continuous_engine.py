@@ -36,7 +36,6 @@ class ContinuousEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether a step would do anything."""
         return bool(self._batch.rows or self._waiting or self._searches)
 
     @property
@@ -46,12 +45,10 @@ class ContinuousEngine:
 
     @property
     def room(self) -> int:
-        """Return how many more prompts can run at once."""
         return self.max_rows - len(self._batch.rows)
 
     @property
     def num_rows(self) -> int:
-        """Return how many prompts run."""
         return len(self._batch.rows)
 
     def add(self, job: int, request: GenerationRequest) -> None:

@@ -27,7 +27,6 @@ class TokenPairs:
     second: frozenset[int] = frozenset()
 
     def contain(self, before: int, token: int) -> bool:
-        """Return whether two neighboring tokens are such a pair."""
         return before in self.first and token in self.second
 
 
@@ -44,7 +43,6 @@ class StopRule:
     closing_pairs: TokenPairs = TokenPairs()
 
     def closes(self, before: int, token: int) -> bool:
-        """Return whether a token is the last one of its text."""
         return token in self.closing_tokens or self.closing_pairs.contain(before, token)
 
 
@@ -216,7 +214,6 @@ class GatheredAnswer:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether all prompts have ended."""
         return not self._running
 
     def add(self, happened: Progress) -> None:

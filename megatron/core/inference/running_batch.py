@@ -53,12 +53,10 @@ class Row:
 
     @property
     def full_length(self) -> int:
-        """Return how many positions the row can come to need in the cache."""
         return self.prompt_length + max(self.request.max_new_tokens - 1, 0)
 
     @property
     def num_new(self) -> int:
-        """Return how many tokens have been chosen."""
         return len(self.text) - self.prompt_length
 
     @property
@@ -68,12 +66,10 @@ class Row:
 
     @property
     def wants_new_values(self) -> bool:
-        """Tell whether the log-probabilities of new tokens are asked for."""
         return self.request.log_probabilities or self.request.new_log_probabilities
 
     @property
     def wants_prompt_values(self) -> bool:
-        """Tell whether the log-probabilities of the prompt's own tokens are asked for."""
         return self.request.log_probabilities
 
 

@@ -55,7 +55,6 @@ class SamplingConfig:
 
     @property
     def has_penalty(self) -> bool:
-        """Tell whether a token's past in its text counts."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def problems(self) -> tuple[str, ...]:

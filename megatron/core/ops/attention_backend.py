@@ -151,7 +151,6 @@ class AttentionCall:
 
     @property
     def is_half(self) -> bool:
-        """Tell whether the number format is float16 or bfloat16."""
         return self.dtype in _HALF
 
     @property
@@ -248,7 +247,6 @@ _IN_BLOCKS = AttentionKernel(
 
 
 def has_flash_package(device: torch.device | str) -> bool:
-    """Tell whether a flash-attn package can be used on a CUDA device."""
     return bool(_packages(torch.device(device), None))
 
 

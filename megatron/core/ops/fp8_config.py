@@ -93,12 +93,10 @@ class Fp8TensorIndex:
 
     @property
     def num_shared(self) -> int:
-        """Return the number of places that are no expert's."""
         return self.num_linear + self.has_join
 
     @property
     def num_places(self) -> int:
-        """Return the number of places of a layer."""
         return self.num_shared + _EXPERT_LAYERS * self.num_experts
 
     def of_expert(self, number: int, which: int) -> int:

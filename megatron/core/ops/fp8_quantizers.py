@@ -191,7 +191,6 @@ class Fp8Quantizers:
 
     @property
     def keeps_weight_scale(self) -> bool:
-        """Return whether a weight's transpose has the scales of the weight."""
         return self.recipe.weight_blocks in (WHOLE, SQUARES_OF_128)
 
     def matrix(

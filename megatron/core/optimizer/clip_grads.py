@@ -42,7 +42,6 @@ class GradStatistics:
 
     @property
     def is_finite(self) -> bool:
-        """Return whether every gradient of the model is finite."""
         return math.isfinite(self.norm)
 
     @classmethod

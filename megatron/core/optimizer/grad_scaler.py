@@ -40,7 +40,6 @@ class ConstantGradScaler:
 
     @property
     def scale(self) -> float:
-        """Return the scale."""
         return self._scale
 
     @property
@@ -76,12 +75,10 @@ class DynamicGradScaler:
 
     @property
     def scale(self) -> float:
-        """Return the current scale."""
         return self._scale
 
     @property
     def is_at_minimum(self) -> bool:
-        """Return whether the scale can fall no further."""
         return self._scale <= self.min_scale
 
     def update(self, found_inf: bool) -> None:

@@ -169,7 +169,6 @@ class InnerOptimizer:
 
     @property
     def rule(self) -> torch.optim.Optimizer:
-        """Return the update rule."""
         return self._torch_optimizer
 
     def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
@@ -441,7 +440,6 @@ class _Trial:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return the first parameter's state."""
         return next(iter(self._optimizer.state.values()), {})
 
     def agrees_with(self, other: _Trial) -> bool:

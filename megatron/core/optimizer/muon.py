@@ -178,7 +178,6 @@ class Muon:
             position += len(lengths)
 
     def names_of_state(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of the state of a main parameter."""
         return self.state_names
 
     def state_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor:

@@ -226,7 +226,6 @@ class MegatronOptimizer:
 
     @property
     def has_average(self) -> bool:
-        """Return whether an average of the weights is kept."""
         return self._average is not None
 
     @contextmanager

@@ -130,7 +130,6 @@ class OptimizerParamScheduler:
 
     @property
     def learning_rate(self) -> float:
-        """Return the learning rate of the next iteration."""
         return learning_rate(self.config, self.num_samples)
 
     @property

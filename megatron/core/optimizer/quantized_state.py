@@ -123,7 +123,6 @@ class RoundedTensor(QuantizedState):
         self._stored = values.to(torch.bfloat16)
 
     def decoded(self) -> torch.Tensor:
-        """Return the rounded values."""
         return self._stored.float()
 
     def held(self) -> tuple[torch.Tensor, ...]:

@@ -47,7 +47,6 @@ class OptimizedPart:
 
     @property
     def is_rounded(self) -> bool:
-        """Return whether the main parameter knows more than the model."""
         return self.main_param.dtype is not self.part.values.dtype
 
 
@@ -94,7 +93,6 @@ class UpdateBucket:
 
     @property
     def num_elements(self) -> int:
-        """Return how many elements are updated."""
         return sum(part.part.values.numel() for part in self.parts)
 
     def step_if(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor, timers: Timers) -> None:

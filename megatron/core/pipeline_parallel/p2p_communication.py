@@ -219,7 +219,6 @@ class ReceiveQueue:
 
     @property
     def is_posted(self) -> bool:
-        """Return whether the receive of the next message is posted."""
         return bool(self._posted)
 
     def take(self) -> torch.Tensor:
@@ -271,7 +270,6 @@ class LocalQueue:
         self._messages.append(tensor)
 
     def take(self) -> torch.Tensor:
-        """Return the oldest message."""
         return self._messages.popleft()
 
     def finish(self) -> None:

@@ -42,12 +42,10 @@ class Pass(Enum):
 
     @property
     def sends_gradient(self) -> bool:
-        """Return whether the pass ends with a gradient for the previous stage."""
         return self in (Pass.BACKWARD, Pass.BACKWARD_INPUT)
 
     @property
     def frees_activations(self) -> bool:
-        """Return whether the activations of the forward pass can be freed afterwards."""
         return self in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
 
 
@@ -74,16 +72,13 @@ class StagePlace:
 
     @property
     def next_rank(self) -> int:
-        """Return the rank that holds the global stages after this rank's."""
         return (self.rank + 1) % self.pp
 
     @property
     def previous_rank(self) -> int:
-        """Return the rank that holds the global stages before this rank's."""
         return (self.rank - 1) % self.pp
 
     def is_first(self, chunk: int) -> bool:
-        """Return whether a chunk is the model's first."""
         return chunk == 0 and self.rank == 0
 
     def is_last(self, chunk: int) -> bool:

@@ -97,15 +97,12 @@ class StageLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of model chunks on a rank."""
         return len(self.stages) // self.pp
 
     def contents(self, rank: int, chunk: int = 0) -> StageContents:
-        """Return what one chunk of a rank consists of."""
         return self.stages[chunk * self.pp + rank]
 
     def chunks(self, rank: int) -> tuple[StageContents, ...]:
-        """Return what the chunks of a rank consist of."""
         return self.stages[rank :: self.pp]
 
     def describe(self) -> str:

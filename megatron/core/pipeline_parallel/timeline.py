@@ -33,7 +33,6 @@ class RankTimeline:
 
     @property
     def busy(self) -> float:
-        """Return the time that the rank spent in its passes."""
         return sum(self.ends) - sum(self.starts)
 
     @property
@@ -60,7 +59,6 @@ class Timeline:
 
     @property
     def pipeline_size(self) -> int:
-        """Return the number of ranks."""
         return len(self.ranks)
 
     @property

@@ -158,7 +158,6 @@ class _Block:
 
     @property
     def num_kept(self) -> int:
-        """Return how many elements of the block this rank holds."""
         return sum(own.num_elements for own, _ in self.kept)
 
     def keep(self, values: torch.Tensor) -> None:

@@ -153,7 +153,6 @@ class EngineTokenizer:
         return self._engine.decode(ids)
 
     def vocabulary(self) -> dict[str, int]:
-        """Return the id of each token by its spelling in the vocabulary."""
         return self._engine.vocabulary()
 
     def tokenizer_json(self) -> str:

@@ -55,7 +55,6 @@ class GraphedLayers:
 
     @property
     def is_warm(self) -> bool:
-        """Tell whether graphs are to be used now."""
         return self._num_steps_to_wait <= 0
 
     def warm_up(self, modules: Iterable[nn.Module]) -> None:

@@ -22,7 +22,6 @@ class HiddenDropout(nn.Module):
 
     @property
     def is_active(self) -> bool:
-        """Tell whether anything is dropped now."""
         return self.training and self.probability > 0.0
 
     def forward(self, x: torch.Tensor, keys: RowKeys | None) -> torch.Tensor:

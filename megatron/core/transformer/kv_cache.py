@@ -18,7 +18,6 @@ class KeyValueCache:
         self._lengths: dict[int, int] = {}
 
     def length(self, layer_number: int) -> int:
-        """Return how many positions of a layer are stored."""
         return self._lengths.get(layer_number, 0)
 
     def update(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

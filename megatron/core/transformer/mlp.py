@@ -65,7 +65,6 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> LayerOutput:
-        """Return the feed-forward output."""
         return LayerOutput(self.linear_fc2(self._activated(x)))
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,6 @@ class Norm(nn.Module):
             self.of_engine = engine.make_norm(kind, width, epsilon, centered_weight=centered_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalized input in its own dtype."""
         return self._normalize(x)
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,6 @@ class AttentionKindsConfig(Config):
 
     @property
     def has_sinks(self) -> bool:
-        """Tell whether the sum below the softmax has a further summand."""
         return self.softmax_type != "vanilla"
 
 
@@ -89,7 +88,6 @@ class LatentConfig(Config):
 
     @property
     def latent_query_width(self) -> int:
-        """Return the width of a head's query and key with latent attention."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     @property
@@ -154,7 +152,6 @@ class PredictionConfig(Config):
 
     @property
     def mtp_depth(self) -> int:
-        """Return how many tokens beyond the next are predicted."""
         return self.mtp_num_layers or 0
 
 
@@ -581,7 +578,6 @@ class TransformerConfig(
 
     @property
     def is_gated(self) -> bool:
-        """Tell whether the feed-forward layer has a gate beside what it lets through."""
         return self.swiglu or self.geglu or self.quick_geglu
 
     @property
@@ -596,7 +592,6 @@ class TransformerConfig(
 
     @property
     def routes_at_random(self) -> bool:
-        """Return whether experts are chosen by random numbers in training."""
         return self.num_experts is not None and self.moe_router_force_load_balancing
 
     @property
@@ -620,7 +615,6 @@ class TransformerConfig(
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Tell whether the query/key/value projection has a bias."""
         return (self.add_bias_linear and not self.disable_qkv_bias) or self.add_qkv_bias
 
     @property
@@ -640,7 +634,6 @@ class TransformerConfig(
 
     @property
     def query_projection_size(self) -> int:
-        """Return the width of all query heads together."""
         return self.kv_channels * self.num_attention_heads
 
     @property

@@ -267,7 +267,6 @@ def dry_run(
 
 
 def _source(config: RunConfig, runtime: Runtime) -> BatchSource:
-    """Return a source of batches of empty samples."""
     return BatchSource(_EmptySamples(config), config, runtime, config.model.vocab_size, 0)
 
 

@@ -66,7 +66,6 @@ def slowest_of(runs: Sequence[EstimatedRun]) -> EstimatedRun:
 
 
 def kernel_count(operation: Operation) -> int:
-    """Return about how many kernels an operation launches."""
     return KERNELS_OF.get(operation.name, 1)
 
 

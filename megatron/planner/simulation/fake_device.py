@@ -187,11 +187,9 @@ class FakeDevice(Device):
             return torch.empty(num_bytes, dtype=torch.uint8)
 
     def host_copies(self) -> HostCopies:
-        """Return what notes copies."""
         return self.copies
 
     def free_bytes(self) -> int | None:
-        """Return what live tensors leave of the GPU type's memory."""
         return self.gpu.memory_bytes - self.count_live_bytes()
 
     def host_room(self) -> HostRoom | None:

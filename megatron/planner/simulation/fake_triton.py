@@ -38,7 +38,6 @@ class ReadProgram:
         self.__name__, self.__module__ = function.__name__, function.__module__
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        """Return a function that launches the program."""
         return functools.partial(self.run, grid=grid, warmup=False)
 
     def run(self, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
@@ -124,7 +123,6 @@ def recorded_programs(recorder: Recorder) -> Iterator[None]:
 
 
 def has_triton_package() -> bool:
-    """Return whether Triton is installed here."""
     return _program_type() is not None
 
 

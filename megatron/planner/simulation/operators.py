@@ -68,7 +68,6 @@ class AttentionCall:
 
     @property
     def is_half(self) -> bool:
-        """Return whether the number format is one of 16 bits."""
         return self.dtype in ("float16", "bfloat16")
 
 

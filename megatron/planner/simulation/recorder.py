@@ -218,7 +218,6 @@ class LiveMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Return all that is live."""
         return sum(self.bytes_by_holder)
 
     def see(self, tensor: torch.Tensor, phase: str, where: str) -> bool:

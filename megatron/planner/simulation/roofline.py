@@ -42,7 +42,6 @@ KERNELS_OF: Mapping[str, int] = {
 
 
 def is_attention(operation: Operation) -> bool:
-    """Return whether an operation is an attention kernel."""
     return operation.name.startswith(("_scaled_dot_product_", "_flash_attention_", "_flex_attention"))
 
 

@@ -48,7 +48,6 @@ class TokenTexts:
         return self._new_text(is_last=len(self._ids) - self._read > _MOST_HELD)
 
     def rest(self) -> str:
-        """Return what is left of an unfinished character."""
         return self._new_text(is_last=True)
 
     def _new_text(self, *, is_last: bool) -> str:

@@ -87,7 +87,6 @@ class RequestFields:
 
     @property
     def is_chat(self) -> bool:
-        """Tell whether a conversation is to be continued."""
         return bool(self.messages)
 
 

@@ -63,7 +63,6 @@ class Translator:
 
     @property
     def max_model_len(self) -> int:
-        """Return how many tokens a prompt and what follows it may have together."""
         return context_length(self.config, self.max_tokens)
 
     @property

@@ -133,7 +133,6 @@ class FaultInjection:
 
     @property
     def suspects_a_right_result(self) -> bool:
-        """Return whether a right result is to be suspected in this iteration."""
         return self._is_due and self._config.error_injection_type == "correct_result"
 
     def is_here(self, iteration: int) -> bool:

@@ -50,7 +50,6 @@ class Patience:
 
     @property
     def silence_s(self) -> float:
-        """Return after how long a process that is stopped or gone is given up."""
         return min(_SILENCE_S, self._seconds)
 
     def allowance_s(self) -> float:

@@ -88,7 +88,6 @@ class NodeBoard:
 
     @property
     def speaks(self) -> bool:
-        """Return whether this rank speaks for its node."""
         return self._store is not None
 
     def open(self) -> None:
@@ -145,7 +144,6 @@ class NodeBoard:
         self._speak(dict(word))
 
     def claim(self, name: str) -> bool:
-        """Return whether no other node's speaker has claimed this before."""
         return self._reached.add(self._key(f"claim/{name}"), 1) == 1
 
     def post_answer(self, number: str, answer: Mapping[str, Any]) -> None:

@@ -117,7 +117,6 @@ class ProcessName:
 
     @property
     def is_here(self) -> bool:
-        """Return whether it is a process of this machine."""
         return self.machine == _this_machine()
 
 
@@ -147,7 +146,6 @@ def is_silent_for_good(state: str) -> bool:
 
 
 def is_at_an_end(state: str) -> bool:
-    """Return whether a process in this state runs no more and never will."""
     return state in (_STATES["Z"], GONE)
 
 

@@ -183,7 +183,6 @@ class RankState:
         return counts.get(channel, 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return this as JSON-ready values."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -58,7 +58,6 @@ class Generation:
 
     @property
     def name(self) -> str:
-        """Return what its keys in the store begin with."""
         return f"{_PREFIX}/{self.number}.{self.members[0]}"
 
 
@@ -92,11 +91,9 @@ class Rendezvous:
 
     @property
     def wanted(self) -> int:
-        """Return the number of the generation that all are to meet in."""
         return int(self._store.get(_WANTED))
 
     def is_over(self, generation: Generation) -> bool:
-        """Return whether the others are asked to meet in a later generation."""
         return self.wanted != generation.number
 
     def end(self, number: int) -> None:
@@ -262,7 +259,6 @@ def host_store(host: str, port: int) -> NoReturn:
 
 
 def store_of(generation: Generation, store: Any) -> Any:
-    """Return the part of a store in which the groups of a generation meet."""
     return dist.PrefixStore(generation.name, store)  # type: ignore[attr-defined]
 
 

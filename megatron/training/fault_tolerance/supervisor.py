@@ -116,7 +116,6 @@ class SharedCounts:
 
     @property
     def steps(self) -> int:
-        """Return how many iterations all workers together have completed."""
         return self._read(0)
 
     @property

@@ -77,7 +77,6 @@ class Surroundings:
 
     @property
     def process(self) -> ProcessName:
-        """Return the name of this rank's process."""
         return self.names[self.rank]
 
 

@@ -169,7 +169,6 @@ def format_evaluation(heading: str, lm_loss: float) -> str:
 
 
 def format_datetime(heading: str) -> str:
-    """Return a line that marks a moment of the run."""
     return f"[{heading}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
 
 

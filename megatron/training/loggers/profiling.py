@@ -60,7 +60,6 @@ class Profiling:
 
     @property
     def is_open(self) -> bool:
-        """Return whether iterations are being profiled now."""
         return self._first_iteration is not None
 
     def begin_iteration(self, done: int, chunks: Sequence[Model]) -> None:

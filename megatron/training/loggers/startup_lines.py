@@ -31,7 +31,6 @@ _COMPILED = (
 
 
 def describe_precision(config: RunConfig) -> str:
-    """Return the line on the dtype of the parameters."""
     return f"using torch.{config.model.params_dtype} for parameters ..."
 
 

@@ -196,7 +196,6 @@ class Launch:
 
     @property
     def text(self) -> str:
-        """Return what it printed."""
         return self.output.read_text(errors="replace")
 
     @property
@@ -206,7 +205,6 @@ class Launch:
         return int(match.group(1)) if match else 0
 
     def iteration(self) -> int:
-        """Return the newest iteration in the metrics file."""
         return max(losses(self._metrics), default=0)
 
     def ranks(self) -> dict[int, int]:

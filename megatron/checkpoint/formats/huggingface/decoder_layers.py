@@ -224,7 +224,6 @@ class RotaryDecoderFamily:
         return dataclasses.replace(config, **self.own_fields(settings))
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
-        """Return the fields of the rotary positions."""
         return read_rope(settings, positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:

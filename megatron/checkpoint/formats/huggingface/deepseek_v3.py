@@ -30,7 +30,6 @@ class DeepseekV3Family(RotaryDecoderFamily):
     default_positions = 4096
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
-        """Return the fields of the rotary positions."""
         return read_yarn(settings, positions, self.default_rotary_base)
 
     def own_fields(self, settings: Settings) -> dict[str, Any]:

@@ -111,7 +111,6 @@ class GPT2Family:
             yield whole("model.output_layer.weight", "lm_head.weight", (config.vocab_size, width))
 
     def is_buffer(self, name: str) -> bool:
-        """Return whether this is a causal mask that older files hold."""
         return _GPT2_BUFFER.fullmatch(name) is not None
 
     def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
@@ -223,7 +222,6 @@ class GPTNeoFamily:
             yield whole("model.output_layer.weight", "lm_head.weight", vocabulary)
 
     def is_buffer(self, name: str) -> bool:
-        """Return whether this is a causal mask that older files hold."""
         return _GPT_NEO_BUFFER.fullmatch(name) is not None
 
     def _layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:

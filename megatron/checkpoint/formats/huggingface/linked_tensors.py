@@ -42,7 +42,6 @@ class LinkTable:
         }
 
     def links_of(self, name: str) -> list[TensorLink]:
-        """Return the links that make up a native tensor."""
         return self._links[name]
 
     def read(self, name: str, box: Box | None, fill: Fill) -> torch.Tensor:

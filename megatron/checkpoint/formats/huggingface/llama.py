@@ -23,5 +23,4 @@ class LlamaFamily(RotaryDecoderFamily):
         return {}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the settings of a model."""
         return super().write_settings(config) | {"attention_bias": False, "mlp_bias": False}

@@ -40,7 +40,6 @@ class MistralFamily(RotaryDecoderFamily):
         return window_fields(settings, alike, 4096)
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the settings of a model."""
         return super().write_settings(config) | {"sliding_window": window_of_all_layers(config)}
 
 

@@ -76,7 +76,6 @@ class ModelExport:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all tensors."""
         return sum(weight.num_bytes for weight in self._weights.values())
 
     def write(self, folder: Path) -> None:

@@ -41,7 +41,6 @@ class Olmo2Family(RotaryDecoderFamily):
         return {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the settings of a model."""
         return super().write_settings(config) | {"attention_bias": False}
 
 

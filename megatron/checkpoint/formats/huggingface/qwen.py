@@ -63,7 +63,6 @@ class Qwen3Family(Qwen2Family):
         return super().own_fields(settings) | {"qk_layernorm": True}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the settings of a model."""
         return super().write_settings(config) | {"attention_bias": False}
 
 

@@ -199,7 +199,6 @@ def read_model_text(folder: Path, name: str) -> str:
 
 
 def dump_settings(values: Mapping[str, Any]) -> str:
-    """Return the text of a JSON file as Hugging Face's own tools lay it out."""
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 

@@ -345,7 +345,6 @@ class WeightInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 

@@ -25,7 +25,6 @@ CHOOSING_BIAS = ".router.expert_bias"
 
 
 def is_expert_key(key: str) -> bool:
-    """Tell whether a key is that of a parameter of one expert."""
     return _SEQUENTIAL.fullmatch(key) is not None
 
 

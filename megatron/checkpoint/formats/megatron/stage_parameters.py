@@ -58,7 +58,6 @@ class LocalParameter:
 
     @property
     def is_expert(self) -> bool:
-        """Return whether it belongs to one of a layer's experts."""
         return is_expert_key(self.key)
 
     @property
@@ -137,7 +136,6 @@ class StageDescriber:
 
 
 def is_narrow_map(key: str) -> bool:
-    """Tell whether a key is of a map to latent attention's narrow vectors."""
     return key.endswith((".linear_q_down_proj.weight", ".linear_kv_down_proj.weight"))
 
 

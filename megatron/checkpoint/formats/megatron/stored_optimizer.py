@@ -137,7 +137,6 @@ def stored_states(rank: RankFile, chunks: Sequence[Sequence[LocalParameter]]) ->
 
 
 def optimizer_scalars(rank: RankFile) -> OptimizerScalars:
-    """Return the step count and the loss scale of a rank's file."""
     return scalars_of(rank.file.value, lambda value: _number(rank.file, value))
 
 

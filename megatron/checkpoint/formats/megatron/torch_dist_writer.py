@@ -96,7 +96,6 @@ class ChunkFile:
         self._file = open(path, "wb")  # noqa: SIM115
 
     def __enter__(self) -> ChunkFile:
-        """Return the file."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -110,7 +109,6 @@ class ChunkFile:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes written so far."""
         return self._file.tell()
 
     def append_chunk(self, place: ChunkPlace, values: torch.Tensor) -> None:
@@ -394,7 +392,6 @@ def write_torch_dist(source: CheckpointSource, directory: str | Path, iteration:
 
 
 def data_file_name(rank: int, number: int) -> str:
-    """Return the name of a data file of a rank."""
     return f"__{rank}_{number}.distcp"
 
 

@@ -175,7 +175,6 @@ class GlobalName:
     name: str
 
     def __str__(self) -> str:
-        """Return the dotted name."""
         return f"{self.module}.{self.name}"
 
 
@@ -218,12 +217,10 @@ class LazyTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the values."""
         return self.storage.dtype
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
     def flat_part(self, start: int, shape: tuple[int, ...]) -> LazyTensor:
@@ -852,11 +849,9 @@ class FileSection(io.RawIOBase):
             raise ValueError(f"it has {size} bytes, and {num_bytes} at {start} are asked for")
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -868,7 +863,6 @@ class FileSection(io.RawIOBase):
         return self._position
 
     def tell(self) -> int:
-        """Return the byte of the part that is read next."""
         return self._position
 
     def read(self, size: int = -1) -> bytes:

@@ -45,12 +45,10 @@ class PlannedTensor:
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the storage."""
         return self.num_elements * self.dtype.itemsize
 
 

@@ -117,7 +117,6 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many channels of each head are rotated."""
         return int(self.kv_channels * self.rotary_percent)
 
     def forward_flops_per_sequence(self, seq_length: int) -> float:

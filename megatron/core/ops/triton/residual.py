@@ -220,7 +220,6 @@ def backward_program(
 
 
 def warps(block: int) -> int:
-    """Return the number of warps at which a thread holds eight channels."""
     return min(32, max(4, block // 256))
 
 

@@ -29,12 +29,10 @@ class ExpertGroups:
 
     @property
     def rank(self) -> int:
-        """Return this rank's place among those that hold different experts."""
         return self.model.rank // self.tensor_size
 
     @property
     def tensor_rank(self) -> int:
-        """Return this rank's place among those that cut the same experts."""
         return self.model.rank % self.tensor_size
 
     @classmethod

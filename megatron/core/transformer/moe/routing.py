@@ -34,7 +34,6 @@ class TokenRows:
 
     @property
     def num_real(self) -> int:
-        """Return how many of the rows are tokens."""
         return max(min(self.num_rows, self.num_tokens - self.first), 0)
 
     def numbers(self, device: torch.device) -> torch.Tensor:
