@@ -385,7 +385,7 @@ class Explanation:
             "reason": prediction.reason,
             "used_bytes": prediction.used_bytes,
             "usable_bytes": self.usable,
-            "time": None if prediction.time is None else dataclasses.asdict(prediction.time),
+            "time": None if prediction.time is None else _time_as_json(prediction.time),
             "seconds_per_step": None if prediction.time is None else prediction.time.total,
             "tokens_per_second": self.tokens_per_second,
             "tflops_per_gpu": prediction.tflops,
@@ -425,6 +425,12 @@ def _traffic(config: RunConfig, gpu: Gpu, stage: int) -> tuple[GroupTraffic, ...
         GroupTraffic(operation, axes, volume.num_calls, volume.num_bytes)
         for (operation, axes), volume in sorted(traffic.items(), key=lambda item: -item[1].num_bytes)
     )
+
+
+def _time_as_json(time: StepTime) -> dict[str, Any]:
+    """Return the parts of a step's time; readers of the JSON know the pipeline's part by its British name."""
+    parts = dataclasses.asdict(time)
+    return {"neighbours" if name == "neighbors" else name: value for name, value in parts.items()}
 
 
 def _pipeline(config: RunConfig, plan: Plan, prediction: Prediction) -> tuple[Timeline, float]:
