@@ -53,56 +53,6 @@ Prompt = str | tuple[int, ...]
 Message = Mapping[str, str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RequestFields:
-    """Hold what a request asks for; of ``prompts`` and ``messages`` one is empty.
-
-    ``num_alternatives`` is None where no log-probabilities are asked for. ``max_tokens`` is None where the text may go
-    on to the end of the context.
-    """
-
-    prompts: tuple[Prompt, ...] = ()
-    messages: tuple[Message, ...] = ()
-    model: str | None = None
-    max_tokens: int | None = None
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stream: bool = False
-    include_usage: bool = False
-    echo: bool = False
-    num_alternatives: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    bias: tuple[tuple[int, float], ...] = ()
-    ignore_eos: bool = False
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-
-    @property
-    def is_chat(self) -> bool:
-        return bool(self.messages)
-
-
-_IDLE = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
-"""Fields of OpenAI's that change nothing about the text."""
-_REFUSED: dict[str, Callable[[Any], bool]] = {
-    "suffix": lambda value: value == "",
-    "tools": lambda value: value == [],
-    "functions": lambda value: value == [],
-    "tool_choice": lambda value: value in ("none", "auto"),
-    "response_format": lambda value: value == {"type": "text"},
-    "modalities": lambda value: value == ["text"],
-}
-"""Fields that this server does not do, and the values by which nothing is asked for."""
-
-
 def _is_int(value: Any) -> bool:
     return type(value) is int and abs(value) <= _LARGEST
 
@@ -123,29 +73,75 @@ def _number(low: float, high: float) -> Check:
     return (lambda value: _is_number(value) and low <= value <= high), f"a number between {low:g} and {high:g}"
 
 
-_CHECKS: dict[str, Check] = {
-    "model": (lambda value: isinstance(value, str), "a string"),
-    "max_tokens": _whole(0, _LARGEST),
-    "n": _whole(1, MAX_CHOICES),
-    "best_of": _whole(1, MAX_CHOICES),
-    "temperature": _number(0.0, _HOTTEST),
-    "top_p": _number(0.0, 1.0),
-    "top_k": _whole(-1, _LARGEST),
-    "seed": (lambda value: type(value) is int and abs(value) < 2**63, "a whole number of 64 bits"),
-    "stream": _FLAG,
-    "echo": _FLAG,
-    "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
-    "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
-    "repetition_penalty": (
-        lambda value: _is_number(value) and 0.0 < value <= MAX_REPETITION_PENALTY,
-        f"a number above 0 and at most {MAX_REPETITION_PENALTY:g}",
-    ),
-    "no_repeat_ngram_size": _whole(0, _LARGEST),
-    "ignore_eos": _FLAG,
-    "num_beams": _whole(1, MAX_CHOICES),
-    "length_penalty": _number(-32.0, 32.0),
-    "early_stopping": (lambda value: isinstance(value, bool) or value == "never", 'true, false or "never"'),
+def _field(default: Any, check: Check) -> Any:
+    return dataclasses.field(default=default, metadata={"check": check})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestFields:
+    """Hold what a request asks for; of ``prompts`` and ``messages`` one is empty.
+
+    ``num_alternatives`` is None where no log-probabilities are asked for. ``max_tokens`` is None where the text may go
+    on to the end of the context.
+    """
+
+    prompts: tuple[Prompt, ...] = ()
+    messages: tuple[Message, ...] = ()
+    model: str | None = _field(None, (lambda value: isinstance(value, str), "a string"))
+    max_tokens: int | None = _field(None, _whole(0, _LARGEST))
+    n: int = _field(1, _whole(1, MAX_CHOICES))
+    best_of: int | None = _field(None, _whole(1, MAX_CHOICES))
+    temperature: float = _field(1.0, _number(0.0, _HOTTEST))
+    top_p: float = _field(1.0, _number(0.0, 1.0))
+    top_k: int = _field(0, _whole(-1, _LARGEST))
+    seed: int | None = _field(
+        None, (lambda value: type(value) is int and abs(value) < 2**63, "a whole number of 64 bits")
+    )
+    stop: tuple[str, ...] = ()
+    stream: bool = _field(False, _FLAG)
+    include_usage: bool = False
+    echo: bool = _field(False, _FLAG)
+    num_alternatives: int | None = None
+    presence_penalty: float = _field(0.0, _number(-MAX_PENALTY, MAX_PENALTY))
+    frequency_penalty: float = _field(0.0, _number(-MAX_PENALTY, MAX_PENALTY))
+    repetition_penalty: float = _field(
+        1.0,
+        (
+            lambda value: _is_number(value) and 0.0 < value <= MAX_REPETITION_PENALTY,
+            f"a number above 0 and at most {MAX_REPETITION_PENALTY:g}",
+        ),
+    )
+    no_repeat_ngram_size: int = _field(0, _whole(0, _LARGEST))
+    bias: tuple[tuple[int, float], ...] = ()
+    ignore_eos: bool = _field(False, _FLAG)
+    num_beams: int = _field(1, _whole(1, MAX_CHOICES))
+    length_penalty: float = _field(1.0, _number(-32.0, 32.0))
+    early_stopping: bool | Literal["never"] = _field(
+        False, (lambda value: isinstance(value, bool) or value == "never", 'true, false or "never"')
+    )
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.messages)
+
+
+_CHECKS: Mapping[str, Check] = {
+    field.name: field.metadata["check"] for field in dataclasses.fields(RequestFields) if "check" in field.metadata
 }
+"""The fields whose value is taken as it is given."""
+_IDLE = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+"""Fields of OpenAI's that change nothing about the text."""
+_REFUSED: dict[str, Callable[[Any], bool]] = {
+    "suffix": lambda value: value == "",
+    "tools": lambda value: value == [],
+    "functions": lambda value: value == [],
+    "tool_choice": lambda value: value in ("none", "auto"),
+    "response_format": lambda value: value == {"type": "text"},
+    "modalities": lambda value: value == ["text"],
+}
+"""Fields that this server does not do, and the values by which nothing is asked for."""
+
+
 _SPECIAL = ("stop", "stream_options", "logit_bias", "logprobs")
 
 
@@ -213,7 +209,7 @@ def _checked(name: str, value: Any, check: Check) -> Any:
 def _common(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what both kinds of request have alike."""
     given = {name: _checked(name, values[name], check) for name, check in _CHECKS.items() if name in values}
-    best_of = given.pop("best_of", None)
+    best_of = given.get("best_of")
     if best_of not in (None, given.get("n", 1)):
         raise ApiError(400, f"best_of {best_of} is not n {given.get('n', 1)}: choices are not ranked", param="best_of")
     if 0.0 < given.get("temperature", 1.0) < MIN_TEMPERATURE:

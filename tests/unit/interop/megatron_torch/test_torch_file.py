@@ -93,6 +93,16 @@ def test_a_flipped_byte_is_found_where_the_format_has_checksums(tmp_path: Path) 
         TorchFile(path).check_storage(key)
 
 
+def test_a_changed_number_in_the_pickle_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "values.pt"
+    torch.save({"iteration": 77}, path)
+    content = path.read_bytes()
+    assert content.count(b"K\x4d") == 1  # the operation that pushes 77
+    path.write_bytes(content.replace(b"K\x4d", b"K\x4c"))
+    with pytest.raises(DamagedCheckpointError, match="Bad CRC-32"):
+        TorchFile(path)
+
+
 def test_a_storage_that_is_not_there_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "values.pt"
     torch.save(VALUES, path)
