@@ -57,7 +57,7 @@ class NoStream:
         return lambda *args, **settings: self
 
 
-class CentredNorm(torch.nn.Module):
+class CenteredNorm(torch.nn.Module):
     """Normalize with a weight that is stored as its difference from one, which torch's own norms are not."""
 
     def __init__(self, config: Any, width: int, epsilon: float) -> None:
@@ -108,7 +108,7 @@ def without_cuda() -> None:
 
     def make(kind: Any, config: Any, hidden_size: int, eps: float = 1e-5, **others: Any) -> Any:
         if config.layernorm_zero_centered_gamma:
-            return CentredNorm(config, hidden_size, eps)
+            return CenteredNorm(config, hidden_size, eps)
         return make_norm(kind, config, hidden_size, eps, **others)
 
     WrappedTorchNorm.__new__ = make

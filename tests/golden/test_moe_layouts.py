@@ -32,10 +32,10 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Routing, TopKRouter
 from megatron.core.transformer.moe.routing import TokenRows
-from megatron.core.weight_prefetch import give_memory
+from megatron.core.weight_prefetch import alloc_storage
 from megatron.training.batch_source import BatchSource
 from megatron.training.initialize import Runtime, make_runtime
-from megatron.training.model_setup import TrainingParts, build_training_parts
+from megatron.training.model_setup import ModelAndOptimizer, build_model_and_optimizer
 from megatron.training.training_step import BegunStep, TrainingStep
 from megatron.verification.cells import Layout
 from megatron.verification.model_cells import ExpertLayout
@@ -132,7 +132,7 @@ def weigh(reference: Any, config: RunConfig, runtime: Runtime, contents: StageCo
     """Return a model chunk with the reference's weights."""
     model = pretrain_gpt.provide_model(config, runtime, contents)
     for parameter in model.parameters():
-        give_memory(parameter)
+        alloc_storage(parameter)
     load_global_weights(model, lambda spec: reference_tensor(reference, "w", spec))
     return model
 
@@ -151,7 +151,7 @@ def forward_step(seen: Seen, batch: Batch, model: GPTModel, hidden: torch.Tensor
     return MicrobatchLoss((output * batch.loss_mask).sum(), batch.num_tokens / model.cp.size, found)
 
 
-def watch(parts: TrainingParts, seen: Seen, num_layers: int) -> list[Any]:
+def watch(parts: ModelAndOptimizer, seen: Seen, num_layers: int) -> list[Any]:
     """Keep the logits and the routes of what the chunks compute next; return what ends that."""
     handles = []
 
@@ -184,7 +184,7 @@ def train(name: str, flags: tuple[str, ...], world_size: int) -> Seen:
     settings.pop("moe_token_dispatcher_type", None)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **settings))
     runtime = make_runtime(config, Device("cpu"))
-    parts = build_training_parts(config, runtime, functools.partial(weigh, reference), log=lambda line: None)
+    parts = build_model_and_optimizer(config, runtime, functools.partial(weigh, reference), log=lambda line: None)
     seen, state = Seen(), TrainState()
 
     def copy_first_gradients() -> None:

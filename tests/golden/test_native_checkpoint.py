@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.index import StoredTensor, read_index
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.verification.run_cell import resolve_cell
 from tests.harness.distributed import run_distributed
 from tests.harness.forked_training import fork_training
@@ -51,7 +51,7 @@ def load_and_save(flags: list[str], world_size: int) -> None:
     """Save a run again as soon as it is loaded."""
     config = resolve_cell(flags, world_size, "float32")
     runtime = make_runtime(config, Device("cpu"))
-    parts = build_training_parts(config, runtime, pretrain_gpt.provide_model, log=print)
+    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, log=print)
     tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer))
     saver = open_saver(config.checkpoint, runtime, print)
     checkpoints = RunCheckpoints(config, runtime, parts, tokenizer, saver, print)

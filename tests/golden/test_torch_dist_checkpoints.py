@@ -23,13 +23,13 @@ from megatron.core.datasets.gpt_dataset import GPTSample, make_sample
 from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.state_dict import RunTensors, model_tensors, optimizer_tensors
+from megatron.core.dist_checkpointing.state_dict import CheckpointState, model_tensors, optimizer_tensors
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.batch_source import BatchSource
 from megatron.training.data_plan import dataset_config
 from megatron.training.initialize import make_runtime
-from megatron.training.model_setup import build_training_parts
+from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.training_step import TrainingStep
 from megatron.verification.run_cell import resolve_cell
 from pretrain_gpt import forward_step, provide_model
@@ -102,10 +102,10 @@ def go_on(flags: str) -> dict[str, list[float]]:
     losses: dict[str, list[float]] = {}
     for name in NAMES:
         runtime = make_runtime(config, Device("cpu"))
-        parts = build_training_parts(config, runtime, provide_model, log=lambda line: None)
+        parts = build_model_and_optimizer(config, runtime, provide_model, log=lambda line: None)
         loaded = load_checkpoint(
             REFERENCES / name,
-            RunTensors(models=parts.chunks, optimizer=parts.optimizer, rng=runtime.rng.state_dict()),
+            CheckpointState(models=parts.chunks, optimizer=parts.optimizer, rng=runtime.rng.state_dict()),
             runtime.state,
             CheckpointConfig(),
             config.to_dict(),
