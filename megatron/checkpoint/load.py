@@ -36,7 +36,7 @@ from megatron.checkpoint.formats.huggingface.model_record import MODEL_RECORD
 from megatron.checkpoint.formats.torchtitan_settings import describe_told
 from megatron.checkpoint.stored_checkpoint import is_release, open_stored
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.collectives import (
     all_gather_objects,
     any_rank,

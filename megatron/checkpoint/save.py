@@ -27,7 +27,7 @@ from megatron.checkpoint.load import Log
 from megatron.checkpoint.recovery import SaveFolders
 from megatron.checkpoint.storage import Retention, SavePlace, place_of
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.collectives import broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error

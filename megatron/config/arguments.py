@@ -23,13 +23,15 @@ from megatron.config.megatron_flags import (
     NOT_SUPPORTED,
     TABLE_PREFIX,
     cut_at_documents,
+    foreign_answer,
+    foreign_flags,
     packing_notes,
+    switch_with_value,
     table_flags,
+    unknown_flags,
 )
 from megatron.config.resolution import choose_tokenizer, resolve, resolve_checkpoint
-from megatron.config.run_config import RunConfig, command_line_fields, config_parts
-from megatron.config.training_config import CheckpointConfig
-from megatron.config.unknown_flags import foreign_answer, foreign_flags, switch_with_value, unknown_flags
+from megatron.config.run_config import CheckpointConfig, RunConfig, command_line_fields, config_parts
 from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
 from megatron.core.errors import ConfigurationError, InputError

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats.torchtitan_settings import idle_lines
-from megatron.config.checks import moe, parallelism
-from megatron.config.data_config import TokenizerConfig
-from megatron.config.run_config import RunConfig
+from megatron.config.checks import model as moe
+from megatron.config.checks import parallelism
+from megatron.config.run_config import RunConfig, TokenizerConfig
 from megatron.core.console import waiting
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError, choices
 from megatron.core.object_store import as_path

@@ -15,8 +15,7 @@ from megatron.checkpoint.load import Log, load_checkpoint
 from megatron.checkpoint.recovery import SaveFolders, prepare_save_directory
 from megatron.checkpoint.save import CommonState, SaveContext, apply_retention, save_in_steps
 from megatron.checkpoint.train_state import TrainState
-from megatron.config.run_config import RunConfig
-from megatron.config.training_config import NATIVE_FORMAT, CheckpointConfig
+from megatron.config.run_config import NATIVE_FORMAT, CheckpointConfig, RunConfig
 from megatron.core.collectives import any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.config_base import config_from_dict
 from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.checkpoint.train_state import TrainState
-from megatron.config.data_config import extra_validation_sets
-from megatron.config.run_config import RunConfig
+from megatron.config.run_config import RunConfig, extra_validation_sets
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.datasets.gpt_dataset import ExternalSamples, SampleDataset

@@ -18,7 +18,7 @@ from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSour
 from megatron.checkpoint.formats.megatron.torch_dist_writer import write_torch_dist
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.train_state import TrainState
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.datasets.gpt_dataset import GPTSample, make_sample
 from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.device import Device

@@ -13,8 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from megatron.config.resilience_config import FaultConfig
-from megatron.config.run_config import RunConfig
+from megatron.config.run_config import FaultConfig, RunConfig
 from megatron.core.datasets.data_history import LeftOut, SkippedSamples
 from megatron.core.distributed.weight_checks import BadWeightsError
 from megatron.core.errors import TrainingError

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.checkpoint.recovery import prepare_save_directory
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.device import Device
 from megatron.core.errors import CheckpointError, DataError

@@ -15,7 +15,7 @@ from megatron.checkpoint.load import load_checkpoint, load_model_weights, read_c
 from megatron.checkpoint.recovery import prepare_save_directory
 from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing import disk
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_sizes import ParallelSizes

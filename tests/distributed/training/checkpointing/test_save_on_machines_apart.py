@@ -17,7 +17,7 @@ from megatron.checkpoint.recovery import prepare_save_directory
 from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.storage import publish
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing import shard_reader
 from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.errors import CheckpointError, StorageError

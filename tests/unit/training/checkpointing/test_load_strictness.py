@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.load import load_checkpoint
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.checkpoint.load import read_common
 from megatron.checkpoint.recovery import prepare_save_directory
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.errors import CheckpointError, TokenizerError
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import (

@@ -18,7 +18,7 @@ from megatron.checkpoint.last_good import newest_known
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing import shard_file
 from megatron.core.dist_checkpointing.state_dict import CheckpointState
