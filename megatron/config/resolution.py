@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from megatron.checkpoint.checkpoint_folder import candidate_folders
@@ -23,6 +23,7 @@ from megatron.core.object_store import as_path
 from megatron.core.ops.fp8_config import Float8Config
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.tensor_parallel.comm_overlap_config import read_overlap_methods
+from megatron.core.tokenizers.sentencepiece_tokenizer import SENTENCE_PIECE_TYPES
 
 BF16 = "bf16"
 PREDICTED_MS: Mapping[str, Mapping[str, float]] = {
@@ -348,6 +349,25 @@ def _idle_offload_notes(optimizer: OptimizerConfig) -> Iterator[str]:
 
 _HUGGING_FACE = "tokenizer.json"
 _SENTENCE_PIECE = "tokenizer.model"
+
+
+_FLAGS_OF_TOKENIZERS = {
+    "vocab_file": ("GPT2BPETokenizer",),
+    "merge_file": ("GPT2BPETokenizer",),
+    "tokenizer_model": ("HuggingFaceTokenizer", *SENTENCE_PIECE_TYPES, "TikTokenizer"),
+    "tiktoken_pattern": ("TikTokenizer",),
+    "tiktoken_num_special_tokens": ("TikTokenizer",),
+    "tiktoken_special_tokens": ("TikTokenizer",),
+}
+
+
+def unused_tokenizer_flags(tokenizer_type: str, given: Collection[str]) -> list[str]:
+    """Name the flags that are given and that this kind does not use, one line each; ``given`` has keywords."""
+    return [
+        f"--{name.replace('_', '-')} has no effect: the tokenizer is {tokenizer_type}"
+        for name, kinds in _FLAGS_OF_TOKENIZERS.items()
+        if name in given and tokenizer_type not in kinds
+    ]
 
 
 def choose_tokenizer(config: RunConfig, is_type_given: bool, notes: list[str], problems: list[str]) -> RunConfig:

@@ -27,7 +27,6 @@ from megatron.core.datasets.gpt_dataset_config import ValidationSet, parse_blend
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.object_store import is_url
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import default_schedule
@@ -449,7 +448,7 @@ class CheckpointConfig(Config, role="output"):
     @property
     def local_save(self) -> str | None:
         """Return the folder of --save where it is on a file system: what a run reports goes there too."""
-        return None if self.save is None or is_url(self.save) else self.save
+        return None if self.save is None or "://" in self.save else self.save
 
     def resumed(self, iteration: int | None = None) -> CheckpointConfig:
         """Return the configuration that loads what the run itself saves: the newest checkpoint, or an iteration's.

@@ -175,6 +175,8 @@ def _check_recompute(config: RunConfig) -> Iterator[str]:
 
 def _check_adapted_layers(config: RunConfig) -> Iterator[str]:
     names = config.model.lora_target_modules
+    if not names:
+        return
     try:
         adapted_parts(names, config.model.is_gated)
     except ValueError as error:

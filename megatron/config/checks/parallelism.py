@@ -234,8 +234,10 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
         num_chunks = config.stage_layout.num_chunks
     except ConfigurationError:
         return  # Said by the check of the layout.
-    name = model.pipeline_schedule or default_schedule(pp, num_chunks)
     group_size = model.microbatch_group_size_per_virtual_pipeline_stage
+    if pp == num_chunks == 1 and model.pipeline_schedule is None and group_size is None:
+        return  # One stage runs its micro-batches one after the other.
+    name = model.pipeline_schedule or default_schedule(pp, num_chunks)
     yield from schedule_problems(name, pp, training.global_batch_size // per_step, num_chunks, group_size)
 
 

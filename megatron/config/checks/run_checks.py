@@ -584,7 +584,7 @@ def _check_urls(config: RunConfig) -> Iterator[str]:
         if spec.options.metavar in _TEXTS or spec.name in _OPENED:  # opening says what is wrong
             continue
         for text in value if isinstance(value, tuple) else (value,):
-            if not isinstance(text, str):
+            if not isinstance(text, str) or ":" not in text:
                 continue
             if spec.name in _FOLDERS:
                 problem = url_problem(text)
