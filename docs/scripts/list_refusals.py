@@ -26,7 +26,7 @@ VALUE = "…"
 # A ValueError of the library becomes the end of the message that names the flag.
 BASES = ("InputError", "TrainingError", "ValueError")
 CHECKING_FILES = (
-    "megatron/config/", "megatron/core/config_base.py", "megatron/core/parallel_sizes.py",
+    "megatron/config/", "megatron/core/config_base.py", "megatron/core/model_parallel_config.py",
     "megatron/core/pipeline_parallel/stage_layout.py",
 )  # fmt: skip
 """Here every sentence that is put together is an answer to a command line, whatever the function is called."""

@@ -15,9 +15,9 @@ from megatron.core.dist_checkpointing.load import Progress, untold
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec
 from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, model_tensors
 from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.model_parallel_config import ONE_RANK, ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_sizes import ONE_RANK, ParallelSizes
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group

@@ -19,8 +19,8 @@ from megatron.config.run_config import (
 from megatron.core.batch_size_rampup import read_batch_size_schedule
 from megatron.core.config_base import field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
+from megatron.core.model_parallel_config import Float8Config
 from megatron.core.object_store import as_path
-from megatron.core.ops.fp8_config import Float8Config
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.tensor_parallel.comm_overlap_config import read_overlap_methods
 from megatron.core.tokenizers.sentencepiece_tokenizer import SENTENCE_PIECE_TYPES

@@ -26,9 +26,9 @@ from megatron.core.config_base import (
 from megatron.core.datasets.gpt_dataset_config import ValidationSet, parse_blend
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigurationError
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import default_schedule
 from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage_layout
 from megatron.core.safe_io import MAX_TEXT_BYTES, parse_json

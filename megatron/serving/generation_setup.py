@@ -17,8 +17,8 @@ from megatron.config.checks import parallelism
 from megatron.config.run_config import RunConfig, TokenizerConfig
 from megatron.core.console import waiting
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError, choices
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.object_store import as_path
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer import NullTokenizer, Tokenizer, read_json_object
 from megatron.core.tokenizers.tokenizer_record import (

@@ -11,8 +11,8 @@ from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
 from megatron.config.run_config import NATIVE_FORMAT, RunConfig
 from megatron.core.config_base import field_specs
 from megatron.core.errors import ConfigurationError, choices
+from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.models.gpt.gpt_config import STRETCH_FIELDS, GPTConfig, flags_without_argument
-from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
 from megatron.core.transformer.lora_targets import adapted_parts
 
 _MOST_VALUES = 10**13

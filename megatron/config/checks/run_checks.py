@@ -15,9 +15,9 @@ from megatron.core.datasets.conversation_file import ConversationFile, is_raw
 from megatron.core.datasets.gpt_dataset_config import parse_blend, parse_split, split_boundaries, suggest_split
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.errors import ConfigurationError, DataError, StorageError, choices
+from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.object_store import PACKAGES, is_url, url_problem
 from megatron.core.optimizer.optimizer_config import parse_override
-from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
 
 _LENGTHS = (
     "train_iters",

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec, whole_tensor
-from megatron.core.parallel_sizes import GRID_AXES, Place
+from megatron.core.model_parallel_config import GRID_AXES, Place
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, held_of
 

@@ -18,7 +18,7 @@ from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing import disk
 from megatron.core.errors import CheckpointError
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.harness.saved_checkpoint import save_checkpoint

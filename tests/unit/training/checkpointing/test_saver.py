@@ -23,7 +23,7 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing import shard_file
 from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.errors import TrainingError
-from megatron.core.parallel_sizes import ONE_RANK
+from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.random import RngStreams
