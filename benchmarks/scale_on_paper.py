@@ -124,9 +124,8 @@ def measure_save() -> dict[str, Any]:
     import pretrain_gpt
     from megatron.core.device import Device
     from megatron.core.dist_checkpointing.index import StoredFile
-    from megatron.core.dist_checkpointing.planner import plan_writes
+    from megatron.core.dist_checkpointing.planner import model_tensors, optimizer_tensors, plan_writes, rng_tensors
     from megatron.core.dist_checkpointing.shard_file import WrittenShare
-    from megatron.core.dist_checkpointing.state_dict import model_tensors, optimizer_tensors, rng_tensors
     from megatron.training.initialize import make_runtime
     from megatron.training.model_setup import build_model_and_optimizer
     from megatron.verification.collective_recorder import stand_in

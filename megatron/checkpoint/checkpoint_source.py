@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from megatron.core.config_base import config_to_dict
-from megatron.core.dist_checkpointing.state_dict import AVERAGE_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.planner import AVERAGE_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX
 from megatron.core.errors import ConfigurationError, DamagedCheckpointError
 from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.models.gpt.gpt_config import GPTConfig

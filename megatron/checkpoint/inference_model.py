@@ -12,8 +12,7 @@ from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo
 from megatron.core.config_base import config_from_dict
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.load import Progress, untold
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec
-from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, model_tensors
+from megatron.core.dist_checkpointing.planner import MODEL_PREFIX, ShardedTensor, from_spec, model_tensors
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.model_parallel_config import ONE_RANK, ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig

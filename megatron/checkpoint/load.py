@@ -46,17 +46,19 @@ from megatron.core.collectives import (
 )
 from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, untold
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name, whole_tensor
-from megatron.core.dist_checkpointing.state_dict import (
+from megatron.core.dist_checkpointing.planner import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     CheckpointState,
     Float8Scaling,
+    ShardedTensor,
     average_choice,
+    dtype_name,
     float8_tensors,
     model_tensors,
     optimizer_tensors,
     rng_name,
+    whole_tensor,
 )
 from megatron.core.dist_checkpointing.validation import STRICT, STRICTNESS, Strictness
 from megatron.core.distributed.weight_checks import not_finite

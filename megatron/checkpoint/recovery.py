@@ -22,8 +22,7 @@ from megatron.core.collectives import (
     raise_on_all_ranks,
     run_on_all_ranks,
 )
-from megatron.core.dist_checkpointing.checksum import checksum
-from megatron.core.dist_checkpointing.disk import sync_folder
+from megatron.core.dist_checkpointing.disk import checksum, sync_folder
 from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.errors import CheckpointError, InputError
 from megatron.core.object_store import ObjectPath, as_path

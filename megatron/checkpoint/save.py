@@ -32,16 +32,17 @@ from megatron.core.collectives import broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.dist_checkpointing.index import INDEX_FILE, encode_common
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.planner import SavePlan, SavePlanner
-from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
-from megatron.core.dist_checkpointing.state_dict import (
+from megatron.core.dist_checkpointing.planner import (
     CheckpointState,
+    SavePlan,
+    SavePlanner,
+    ShardedTensor,
     float8_tensors,
     model_tensors,
     optimizer_tensors,
     rng_tensors,
 )
+from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
 from megatron.core.errors import MegatronError, TokenizerError
 from megatron.core.object_store import ObjectPath
 from megatron.core.parallel_state import ParallelState, gather_from_world

@@ -21,8 +21,7 @@ from megatron.core.config_base import config_from_dict
 from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
 from megatron.core.dist_checkpointing.load import Progress, untold
-from megatron.core.dist_checkpointing.planner import SavePlanner
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.core.dist_checkpointing.planner import CheckpointState, SavePlanner
 from megatron.core.errors import CheckpointError, TrainingError
 from megatron.core.object_store import as_path
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, conflicting_fields

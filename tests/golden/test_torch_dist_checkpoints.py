@@ -22,8 +22,7 @@ from megatron.config.run_config import CheckpointConfig
 from megatron.core.datasets.gpt_dataset import GPTSample, make_sample
 from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.state_dict import RunTensors, model_tensors, optimizer_tensors
+from megatron.core.dist_checkpointing.planner import RunTensors, ShardedTensor, model_tensors, optimizer_tensors
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.batch_source import BatchSource

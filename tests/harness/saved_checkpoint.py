@@ -8,8 +8,7 @@ from pathlib import Path
 from megatron.checkpoint.recovery import SaveFolders, one_folder
 from megatron.checkpoint.save import CommonState, SaveContext, save_in_steps
 from megatron.config.run_config import CheckpointConfig
-from megatron.core.dist_checkpointing.planner import SavePlanner
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.core.dist_checkpointing.planner import CheckpointState, SavePlanner
 from megatron.core.object_store import as_path
 from megatron.core.parallel_state import ParallelState
 

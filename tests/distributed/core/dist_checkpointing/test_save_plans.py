@@ -11,8 +11,7 @@ import torch
 from megatron.core.dist_checkpointing import planner as save_plan
 from megatron.core.dist_checkpointing import shard_file
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
-from megatron.core.dist_checkpointing.mapping import whole_tensor
-from megatron.core.dist_checkpointing.planner import SavePlanner
+from megatron.core.dist_checkpointing.planner import SavePlanner, whole_tensor
 from megatron.core.dist_checkpointing.shard_file import shard_name
 from megatron.core.errors import CheckpointError
 from megatron.core.model_parallel_config import ParallelSizes

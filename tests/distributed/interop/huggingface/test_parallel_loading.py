@@ -21,7 +21,7 @@ from megatron.checkpoint.formats.native import NativeSource
 from megatron.checkpoint.inference_model import load_model_from
 from megatron.core.collectives import all_gather_last_dim
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.state_dict import model_tensors
+from megatron.core.dist_checkpointing.planner import model_tensors
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.inference.engine import generate
 from megatron.core.inference.sampling_config import SamplingConfig

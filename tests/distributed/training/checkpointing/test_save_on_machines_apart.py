@@ -19,7 +19,7 @@ from megatron.checkpoint.storage import publish
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing import shard_reader
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import CheckpointError, StorageError
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.object_store import ObjectStoreError

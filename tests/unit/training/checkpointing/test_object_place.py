@@ -18,7 +18,7 @@ from megatron.checkpoint.recovery import prepare_save_directory
 from megatron.checkpoint.storage import ObjectPlace, recover_objects
 from megatron.core import object_store
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import CheckpointError, InputError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.training.fault_tolerance.processes import identify

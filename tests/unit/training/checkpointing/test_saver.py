@@ -21,7 +21,7 @@ from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.run_config import CheckpointConfig
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing import shard_file
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import TrainingError
 from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.parallel_state import describe_parallel_state
