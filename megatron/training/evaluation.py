@@ -19,8 +19,7 @@ from megatron.core.pipeline_parallel.schedules import Action, forward_only
 from megatron.training.batch_source import BatchSource
 from megatron.training.initialize import Runtime
 from megatron.training.model_setup import ModelAndOptimizer
-from megatron.training.step_reduction import agree
-from megatron.training.training_step import ForwardStep, Microbatches, MicrobatchSource
+from megatron.training.training_step import ForwardStep, Microbatches, MicrobatchSource, agree
 
 
 @dataclass(eq=False)

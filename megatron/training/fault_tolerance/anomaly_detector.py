@@ -32,8 +32,7 @@ from megatron.training.fault_tolerance.step_replay import (
 from megatron.training.initialize import Runtime
 from megatron.training.loggers.log_lines import StepReport
 from megatron.training.model_setup import ModelAndOptimizer
-from megatron.training.step_reduction import StepReduction, agree
-from megatron.training.training_step import BegunStep, ForwardStep, TrainingStep
+from megatron.training.training_step import BegunStep, ForwardStep, StepReduction, TrainingStep, agree
 
 _NUM_LARGEST = 100
 _TIMES_LARGEST = 10.0

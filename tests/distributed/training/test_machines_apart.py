@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint.recovery import prepare_save_directory
+from megatron.checkpoint.save import prepare_save_directory
 from megatron.config.run_config import CheckpointConfig
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.device import Device

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.load import load_checkpoint, load_model_weights, read_common
-from megatron.checkpoint.recovery import prepare_save_directory
-from megatron.checkpoint.save import CommonState
+from megatron.checkpoint.save import CommonState, prepare_save_directory
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing import disk

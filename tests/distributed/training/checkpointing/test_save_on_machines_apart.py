@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import storage
-from megatron.checkpoint.checkpoint_folder import saved_iterations
+from megatron.checkpoint import checkpoint_folder
+from megatron.checkpoint.checkpoint_folder import publish, saved_iterations
 from megatron.checkpoint.load import load_checkpoint
-from megatron.checkpoint.recovery import prepare_save_directory
-from megatron.checkpoint.save import CommonState
-from megatron.checkpoint.storage import publish
+from megatron.checkpoint.save import CommonState, prepare_save_directory
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing import shard_reader
@@ -203,7 +201,7 @@ def die_while_publishing(machines: list[str], tp: int, publisher: int | None) ->
         publish(directory, iteration, token)
         os._exit(0)
 
-    storage.publish = publish_or_stop  # type: ignore[attr-defined]
+    checkpoint_folder.publish = publish_or_stop  # type: ignore[attr-defined]
     save(machines, tp, (20,))
     return "saved"
 

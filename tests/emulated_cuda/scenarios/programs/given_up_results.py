@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.router import Routing
 from megatron.core.transformer.moe.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher
 from megatron.training.initialize import Runtime
-from megatron.training.step_reduction import agree_to_exit
+from megatron.training.training_step import agree_to_exit
 
 NUM_TOKENS, WIDTH, NUM_EXPERTS = 6, 8, 4
 ITERATION = {"iteration": 1}

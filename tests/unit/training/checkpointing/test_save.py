@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.load import read_common
-from megatron.checkpoint.recovery import prepare_save_directory
+from megatron.checkpoint.save import prepare_save_directory
 from megatron.config.run_config import CheckpointConfig
 from megatron.core.errors import CheckpointError, TokenizerError
 from tests.harness.saved_checkpoint import save_checkpoint
