@@ -51,6 +51,7 @@ class ResultWatch:
 
     def __init__(self, config: FaultConfig) -> None:
         self._config = config
+        self._is_active = config.watches
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._norms: deque[float] = deque(maxlen=config.spike_window)
         self.num_seen = 0
@@ -62,7 +63,7 @@ class ResultWatch:
     def limits(self) -> tuple[float, float] | None:
         """Return the largest loss and gradient norm that are no spike; None where nothing is looked for."""
         config = self._config
-        if not config.watches:
+        if not self._is_active:
             return None
         loss = norm = math.inf
         if config.spike_policy is not None and 2 * len(self._losses) >= config.spike_window:
