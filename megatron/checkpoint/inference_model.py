@@ -17,12 +17,11 @@ from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.model_parallel_config import ONE_RANK, ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of, split_box
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.moe.expert_groups import ExpertGroups
 
 EVEN_PIPELINE: Final[Mapping[str, Any]] = {
     "num_layers_per_virtual_pipeline_stage": None,

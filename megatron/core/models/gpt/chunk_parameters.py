@@ -132,10 +132,9 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
     from megatron.core.models.fp8_layers import compute_in_float8
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer.muon import is_orthogonalized
-    from megatron.core.parallel_state import describe_parallel_state
+    from megatron.core.parallel_state import ExpertGroups, describe_parallel_state
     from megatron.core.sharding import spec_of
     from megatron.core.tensor_parallel.random import RngStreams
-    from megatron.core.transformer.moe.expert_groups import ExpertGroups
 
     sizes = model.parallel_sizes
     alone = ParallelSizes(tp=sizes.tp, ep=sizes.ep, etp=sizes.etp)

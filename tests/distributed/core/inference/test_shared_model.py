@@ -19,12 +19,11 @@ from megatron.core.inference.staged_model import share_model
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import wrap_model
-from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
+from megatron.core.parallel_state import ExpertGroups, ParallelState, create_parallel_state, describe_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import load_global_weights, named_values
 from tests.unit.core.inference.small_models import odd_config
