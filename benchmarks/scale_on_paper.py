@@ -37,7 +37,7 @@ def initialize_rank(rank: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megatron.core.parallel_sizes import ParallelSizes
+    from megatron.core.model_parallel_config import ParallelSizes
     from megatron.core.parallel_state import create_parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 
@@ -124,9 +124,8 @@ def measure_save() -> dict[str, Any]:
     import pretrain_gpt
     from megatron.core.device import Device
     from megatron.core.dist_checkpointing.index import StoredFile
-    from megatron.core.dist_checkpointing.planner import plan_writes
+    from megatron.core.dist_checkpointing.planner import model_tensors, optimizer_tensors, plan_writes, rng_tensors
     from megatron.core.dist_checkpointing.shard_file import WrittenShare
-    from megatron.core.dist_checkpointing.state_dict import model_tensors, optimizer_tensors, rng_tensors
     from megatron.training.initialize import make_runtime
     from megatron.training.model_setup import build_model_and_optimizer
     from megatron.verification.collective_recorder import stand_in

@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron.core.collectives import all_reduce
 from megatron.core.errors import InputError
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.sharding import attach_spec, spec_of

@@ -21,8 +21,8 @@ import torch.distributed.checkpoint as dcp
 from trained_state import TrainedState, build_state, parse_arguments
 
 from megatron.checkpoint.load import load_checkpoint
-from megatron.config.training_config import CheckpointConfig
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.config.run_config import CheckpointConfig
+from megatron.core.dist_checkpointing.planner import CheckpointState
 
 
 def sync_files(folder: Path) -> None:

@@ -19,9 +19,8 @@ from workload import Workload, add_workload_arguments, workload_of  # noqa: E402
 
 from megatron.checkpoint.save import CommonState  # noqa: E402
 from megatron.checkpoint.train_state import TrainProgress, TrainState  # noqa: E402
-from megatron.config.run_config import RunConfig  # noqa: E402
-from megatron.config.training_config import CheckpointConfig  # noqa: E402
-from megatron.core.dist_checkpointing.state_dict import CheckpointState  # noqa: E402
+from megatron.config.run_config import CheckpointConfig, RunConfig  # noqa: E402
+from megatron.core.dist_checkpointing.planner import CheckpointState  # noqa: E402
 from megatron.core.timers import Timers  # noqa: E402
 from megatron.training.batch_source import BatchSource  # noqa: E402
 from megatron.training.checkpointing import CheckpointSaver, open_saver  # noqa: E402

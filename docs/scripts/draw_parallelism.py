@@ -21,17 +21,15 @@ sys.path.insert(0, str(ROOT))
 from megatron.core.context_parallel.partition import chunks_of  # noqa: E402
 from megatron.core.device import Device  # noqa: E402
 from megatron.core.distributed.param_layout import plan_layout  # noqa: E402
-from megatron.core.model_parallel_config import ModelParallelConfig  # noqa: E402
+from megatron.core.model_parallel_config import ModelParallelConfig, ParallelSizes  # noqa: E402
 from megatron.core.models.gpt.gpt_config import GPTConfig  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.parallel_sizes import ParallelSizes  # noqa: E402
-from megatron.core.parallel_state import ParallelState, describe_parallel_state  # noqa: E402
+from megatron.core.parallel_state import ExpertGroups, ParallelState, describe_parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import build_schedule  # noqa: E402
 from megatron.core.pipeline_parallel.simulator import Durations, simulate  # noqa: E402
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout  # noqa: E402
 from megatron.core.sharding import Box, ParamSpec, spec_of  # noqa: E402
 from megatron.core.tensor_parallel.random import RngStreams  # noqa: E402
-from megatron.core.transformer.moe.expert_groups import ExpertGroups  # noqa: E402
 from megatron.planner.pipeline_chart import draw_svg  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"

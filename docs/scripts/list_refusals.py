@@ -26,7 +26,7 @@ VALUE = "…"
 # A ValueError of the library becomes the end of the message that names the flag.
 BASES = ("InputError", "TrainingError", "ValueError")
 CHECKING_FILES = (
-    "megatron/config/", "megatron/core/config_base.py", "megatron/core/parallel_sizes.py",
+    "megatron/config/", "megatron/core/config_base.py", "megatron/core/model_parallel_config.py",
     "megatron/core/pipeline_parallel/stage_layout.py",
 )  # fmt: skip
 """Here every sentence that is put together is an answer to a command line, whatever the function is called."""
@@ -68,15 +68,12 @@ ADVICE = {
     "megatron/": "change what is named; `megatron COMMAND --help` says what a command takes",
     "pretrain_gpt.py": "change what is named; `--help` says what the flags take",
     "megatron/config/": "change the flag that is named; [its meaning and values](arguments.md)",
-    "megatron/config/notes.py": _NOTE,
     "megatron/config/resolution.py": _NOTE,
-    "megatron/config/megatron_flags.py": _NOTE,
-    "megatron/config/unknown_flags.py": "do what the message says behind its colon, or leave the flag out",
-    "megatron/config/checks/parallelism.py": "see [context parallelism](context_parallelism.md)",
-    "megatron/config/checks/float8.py": "see [fp8](fp8.md)",
-    "megatron/config/checks/moe.py": "see [mixtures of experts](mixture_of_experts.md)",
-    "megatron/config/checks/model.py": "see [latent attention](latent_attention.md)",
-    "megatron/config/checks/files.py": "name files that are there; see [data sets](datasets.md)",
+    "megatron/config/megatron_flags.py": "do what the message says after its colon, or omit the flag",
+    "megatron/config/checks/model.py": "change the flag that is named; see [FP8](fp8.md), "
+    "[mixture of experts](mixture_of_experts.md), [multi-head latent attention](latent_attention.md)",
+    "megatron/config/checks/run_checks.py": "change the flag that is named, or name files that exist; "
+    "see [the flags](arguments.md) and [data sets](datasets.md)",
     "megatron/config/checkpoint_arguments.py": "name a checkpoint that knows its model, or give its flags",
     "megatron/config/config_sources.py": "mend the line of the file; see [files](running.md#configuration-files)",
     "megatron/core/config_base.py": "fix the field or its value in the file, or in the class where you add one",
@@ -98,8 +95,8 @@ ADVICE = {
     "megatron/training/": "the log before it has the iteration; see [reliability](reliability.md)",
     "megatron/training/data_plan.py": "look at the data that is named; see [data sets](datasets.md)",
     "megatron/training/batch_source.py": "look at the data that is named; see [data sets](datasets.md)",
-    "megatron/checkpoint/storage.py": "see what the file system says, and [checkpoints](checkpoint_format.md)",
-    "megatron/checkpoint/recovery.py": "see what the file system says, and [checkpoints](checkpoint_format.md)",
+    "megatron/checkpoint/checkpoint_folder.py": "see what the file system says; [checkpoints](checkpoint_format.md)",
+    "megatron/checkpoint/save.py": "see what the file system says; [checkpoints](checkpoint_format.md)",
     "megatron/checkpoint/conversion": "see [converting](converting.md)",
     "megatron/training/fault_tolerance/": "see [hangs](hangs.md)",
     "megatron/checkpoint/": _ANOTHER,

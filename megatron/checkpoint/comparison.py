@@ -22,8 +22,7 @@ from megatron.checkpoint.inference_model import sample_tokens, source_config, st
 from megatron.checkpoint.progress import ByteProgress
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.config.run_config import RunConfig
-from megatron.core.dist_checkpointing.mapping import dtype_name
-from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX
+from megatron.core.dist_checkpointing.planner import MODEL_PREFIX, dtype_name
 from megatron.core.errors import InputError, MegatronError
 from megatron.core.sharding import split_box
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.config.run_config import config_parts
 from megatron.core.config_base import field_specs
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.planner import ShardedTensor
 from megatron.core.errors import CheckpointError
 from megatron.core.transformer.lora_targets import ADAPTERS, adapted_parts, plain_names
 from megatron.core.transformer.transformer_config import MoEConfig, moe_layers

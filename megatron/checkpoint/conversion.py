@@ -41,7 +41,7 @@ from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.config.checks import parallelism
 from megatron.config.run_config import RunConfig
 from megatron.core.dist_checkpointing.disk import sync_folder
-from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX, RNG_PREFIX
+from megatron.core.dist_checkpointing.planner import OPTIMIZER_PREFIX, RNG_PREFIX
 from megatron.core.errors import CheckpointError, ConfigurationError, TokenizerError
 from megatron.core.pipeline_parallel.stage_layout import layout_problems
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer

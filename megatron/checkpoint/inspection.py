@@ -14,8 +14,7 @@ from megatron.checkpoint.formats.native import NativeSource
 from megatron.checkpoint.formats.torchtitan_settings import idle_lines
 from megatron.checkpoint.progress import ByteProgress
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
-from megatron.core.dist_checkpointing.mapping import dtype_name
-from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.planner import MODEL_PREFIX, OPTIMIZER_PREFIX, dtype_name
 from megatron.core.sharding import split_box
 
 _GIGABYTE = 1e9

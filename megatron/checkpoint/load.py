@@ -36,7 +36,7 @@ from megatron.checkpoint.formats.huggingface.model_record import MODEL_RECORD
 from megatron.checkpoint.formats.torchtitan_settings import describe_told
 from megatron.checkpoint.stored_checkpoint import is_release, open_stored
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.collectives import (
     all_gather_objects,
     any_rank,
@@ -46,23 +46,25 @@ from megatron.core.collectives import (
 )
 from megatron.core.dist_checkpointing.index import CheckpointIndex
 from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, untold
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name, whole_tensor
-from megatron.core.dist_checkpointing.state_dict import (
+from megatron.core.dist_checkpointing.planner import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     CheckpointState,
     Float8Scaling,
+    ShardedTensor,
     average_choice,
+    dtype_name,
     float8_tensors,
     model_tensors,
     optimizer_tensors,
     rng_name,
+    whole_tensor,
 )
 from megatron.core.dist_checkpointing.validation import STRICT, STRICTNESS, Strictness
 from megatron.core.distributed.weight_checks import not_finite
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.model_parallel_config import GRID_AXES, SIZE_NAMES
 from megatron.core.object_store import as_path, local_copy
-from megatron.core.parallel_sizes import GRID_AXES, SIZE_NAMES
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.core.tensor_parallel.random import STREAM_AXES
 

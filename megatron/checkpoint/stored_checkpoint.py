@@ -22,7 +22,7 @@ from megatron.core.collectives import run_on_all_ranks
 from megatron.core.config_base import IDENTITY, field_specs
 from megatron.core.dist_checkpointing.index import CheckpointIndex, check_run_state
 from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, load_index, load_tensors, untold
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.planner import ShardedTensor
 from megatron.core.dist_checkpointing.validation import STRICT, Strictness
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.checkpoint.formats.torchtitan_settings import told_specs
+from megatron.config.resolution import unused_tokenizer_flags
 from megatron.core.broken_pipe import STATUS, has_lost_reader
 from megatron.core.config_base import field_docs
 from megatron.core.errors import InputError, MegatronError, StorageError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.object_store import as_path, is_url
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_flags
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS
 from megatron.core.tokenizers.tokenizer import Tokenizer
 
@@ -194,6 +195,6 @@ def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer:
     """
     keywords = tokenizer_keywords(arguments)
     given = [name for name, value in keywords.items() if value not in (None, [], DEFAULT_NUM_SPECIAL_TOKENS)]
-    for line in unused_flags(arguments.tokenizer_type, given):
+    for line in unused_tokenizer_flags(arguments.tokenizer_type, given):
         print(line, file=sys.stderr)
     return build_tokenizer(**keywords)

@@ -23,17 +23,18 @@ from megatron.config.megatron_flags import (
     NOT_SUPPORTED,
     TABLE_PREFIX,
     cut_at_documents,
+    foreign_answer,
+    foreign_flags,
     packing_notes,
+    switch_with_value,
     table_flags,
+    unknown_flags,
 )
-from megatron.config.resolution import choose_tokenizer, resolve, resolve_checkpoint
-from megatron.config.run_config import RunConfig, command_line_fields, config_parts
-from megatron.config.training_config import CheckpointConfig
-from megatron.config.unknown_flags import foreign_answer, foreign_flags, switch_with_value, unknown_flags
+from megatron.config.resolution import choose_tokenizer, resolve, resolve_checkpoint, unused_tokenizer_flags
+from megatron.config.run_config import CheckpointConfig, RunConfig, command_line_fields, config_parts
 from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.config_base import FieldSpec, field_docs, field_specs
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.tokenizers.build_tokenizer import unused_flags
 
 _PRINTED = (
     "Printed by --print-config for {} process(es), to be given as --config FILE. What is at its default is a comment."
@@ -110,7 +111,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
     if "patch_tokenizer_type" in broken:
         broken |= {"tokenizer_type"}  # no other tokenizer is asked for in its place
     config = choose_tokenizer(resolution.config, "tokenizer_type" in given, notes, problems)
-    notes += unused_flags(config.tokenizer.tokenizer_type, given)
+    notes += unused_tokenizer_flags(config.tokenizer.tokenizer_type, given)
     problems += find_problems(config, broken, needs_files=needs_files)
     if problems:
         raise ConfigurationError(problems)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.checkpoint_folder import TRACKER_FILE, candidate_folders, detect_format
-from megatron.config.data_config import TokenizerConfig
-from megatron.config.run_config import command_line_fields
+from megatron.config.run_config import TokenizerConfig, command_line_fields
 from megatron.core.config_base import IDENTITY, Role, field_specs
 from megatron.core.dist_checkpointing.index import read_index_file
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, TokenizerError

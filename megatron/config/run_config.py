@@ -1,30 +1,757 @@
-"""Run configuration: all parts of it, and the values that follow from several parts."""
+"""The configuration of a run as frozen values: training, checkpoints, logging, data, resilience, and the whole."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from megatron.config.data_config import DataConfig, TokenizerConfig
-from megatron.config.resilience_config import FaultConfig, RestartConfig
-from megatron.config.training_config import (
-    CheckpointConfig,
-    InitializationConfig,
-    LoggingConfig,
-    SchedulerConfig,
-    TrainingConfig,
-    ValidationConfig,
+from megatron.core.batch_size_rampup import BatchSizeRampup
+from megatron.core.config_base import (
+    BELOW_ONE,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Config,
+    FieldSpec,
+    config_from_dict,
+    config_to_dict,
+    field_specs,
+    flag,
 )
-from megatron.core.config_base import Config, FieldSpec, config_from_dict, config_to_dict, field_specs, flag
+from megatron.core.datasets.gpt_dataset_config import ValidationSet, parse_blend
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.errors import ConfigurationError
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import default_schedule
 from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage_layout
+from megatron.core.safe_io import MAX_TEXT_BYTES, parse_json
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES
+from megatron.core.tokenizers.huggingface_tokenizer import CODE_TOKENIZER_TYPES, PATCH_TOKENIZER_TYPES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FaultConfig(Config, role="run"):
+    """Hold the watch on losses and gradients, the examination of bad steps, and the policy."""
+
+    rerun_mode: str = flag("validate_results", choices=("validate_results", "report_stats", "disabled"))
+    """What is computed twice: validate_results each step whose loss or gradient looks wrong, to tell data, weights and
+    devices apart; report_stats every step, to report how much results vary; disabled nothing."""
+    error_injection_rate: int = flag(0, bounds=NOT_NEGATIVE)
+    """Spoil the result of one iteration in about this number, on a rank drawn by the seed, to see the examination work;
+    0 for none."""
+    error_injection_type: str = flag(
+        "transient_error",
+        choices=("correct_result", "transient_error", "persistent_error"),
+        needs="error_injection_rate",
+    )
+    """What is injected: correct_result suspects a right result, transient_error spoils one computation of a rank,
+    persistent_error all that the rank computes from then on."""
+    result_rejected_tracker_filename: str | None = flag(None, metavar="FILE")
+    """File that a line is appended to for each result that was examined, on the reporting rank."""
+    spike_policy: str | None = flag(None, choices=("stop", "skip", "rewind"))
+    """What follows a step whose loss or gradient norm is not finite or a spike: stop ends the run, skip leaves its
+    samples out, rewind also goes back to the newest checkpoint that is known to train. By default what is not finite
+    ends the run, and spikes are not looked for."""
+    spike_window: int = flag(64, bounds=POSITIVE, needs="spike_policy")
+    """Number of iterations before that a loss and a gradient norm are compared with; half of it must be there."""
+    spike_threshold: float = flag(6.0, bounds=POSITIVE, needs="spike_policy")
+    """Standard deviations above the mean of the window (of the logarithm of gradient norms) that make a spike."""
+    spike_budget: int = flag(10, bounds=NOT_NEGATIVE, needs="spike_policy")
+    """Steps that --spike-policy may leave out or rewind in the whole run; one more ends it."""
+    iterations_to_skip: tuple[int, ...] = flag((), nargs="+", metavar="N")
+    """Pass over the samples that come when this many iterations are done, as in Megatron: 7 is the one that the log
+    calls 8."""
+    check_for_spiky_loss: bool = False
+    """Examine and report a loss ten times as large as the largest of the run's first hundred iterations."""
+    check_for_large_grads: bool = False
+    """Examine and report a gradient norm ten times as large as the largest of the run's first hundred iterations."""
+    known_to_train_after: int = flag(2, bounds=POSITIVE, needs="save")
+    """Finite iterations in a row after a checkpoint that make it known to train: retention keeps the newest such."""
+    check_gradient_hash_across_dp_replicas_interval: int | None = flag(None, bounds=POSITIVE)
+    """Compare the reduced gradients of the data-parallel copies, bit for bit, in each of this number of iterations, and
+    end the run where they differ."""
+
+    @property
+    def watches(self) -> bool:
+        return self.spike_policy is not None or self.check_for_spiky_loss or self.check_for_large_grads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestartConfig(Config, role="run"):
+    """Hold what is done about ranks that die: nothing, or a replacement of theirs in new process groups."""
+
+    inprocess_restart: bool = False
+    """Replace a rank that dies by a new process, and go on in new process groups: the other ranks keep theirs."""
+    inprocess_max_iterations: int | None = flag(None, bounds=POSITIVE, needs="inprocess_restart")
+    """End the run at the next failure after this many restarts; by default they are not limited."""
+    inprocess_monitor_thread_interval: float = flag(1.0, bounds=POSITIVE, needs="inprocess_restart")
+    """Seconds between two looks of a rank at whether the others restart."""
+    inprocess_barrier_timeout: float = flag(120.0, bounds=POSITIVE, needs="inprocess_restart")
+    """Seconds that ranks wait for the others before they train, at the start and at each restart."""
+    inprocess_hard_timeout: float = flag(90.0, bounds=POSITIVE, needs="inprocess_restart")
+    """Seconds that a rank may take to leave the step of a failed run; then it is replaced as well."""
+    inprocess_empty_cuda_cache: bool = flag(False, needs="inprocess_restart")
+    """Give unused CUDA memory back at each restart."""
+    non_persistent_save_interval: int | None = flag(None, bounds=POSITIVE, needs="inprocess_restart")
+    """Copy what a checkpoint holds into the machines' memory every so many iterations, for restarts: two copies of all
+    that a rank holds."""
+    non_persistent_local_ckpt_dir: str = flag("/dev/shm", metavar="DIR", needs="non_persistent_save_interval")
+    """Folder of each machine that its copies are kept in, in a folder that goes when the launcher ends."""
+    replication: bool = flag(False, needs="non_persistent_save_interval")
+    """Send each copy to another rank, which keeps it too: the machine of a rank may then be lost."""
+    replication_jump: int | None = flag(None, bounds=POSITIVE, needs="replication")
+    """Ranks between a rank and the one that keeps its copy too; by default those of a machine, or 1 where there is
+    one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Config, role="run"):
+    """Hold batch sizes, the run's length and the reasons to end it early."""
+
+    micro_batch_size: int = flag(1, bounds=POSITIVE, most=2**24, in_args=True)
+    """Number of samples of one forward pass on one data-parallel rank."""
+    global_batch_size: int = flag(0, bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=True)
+    """Number of samples of one iteration over all ranks; by default micro batch size x data-parallel
+    size."""
+    rampup_batch_size: tuple[int, ...] = flag((), nargs="+", metavar="N", in_args=True)
+    """Ramp the global batch size up: first size, increment, samples over which it grows."""
+    step_batch_size_schedule: str | None = flag(None, metavar="'TOKENS:SIZE ...'", excludes=("rampup_batch_size",))
+    """Give the global batch size in steps, such as '0:16 2.4B:320': 16 at first, 320 from 2.4 billion tokens on (K, M,
+    B and T are thousands to trillions)."""
+    batch_size_steps: tuple[int, ...] = flag((), cli=False)
+    """What --step-batch-size-schedule comes to: each size but the last, and the samples at which it ends."""
+    train_iters: int = flag(0, bounds=NOT_NEGATIVE, in_args=True, excludes=("train_samples",))
+    """Number of iterations of the whole run."""
+    train_samples: int = flag(0, bounds=NOT_NEGATIVE, in_args=True)
+    """Number of samples of the whole run, in place of --train-iters."""
+    exit_interval: int | None = flag(None, bounds=POSITIVE)
+    """Stop, and save where --save is given, after the first iteration that this number divides."""
+    exit_duration_in_mins: int | None = flag(None, bounds=POSITIVE)
+    """Stop, and save where --save is given, once the run has lasted this many minutes."""
+    exit_signal_handler: bool = False
+    """Save a checkpoint and end on a signal (SIGTERM is always handled so)."""
+    exit_signal: str = flag(
+        "SIGTERM", choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"), where=("exit_signal_handler", True)
+    )
+    """Signal that --exit-signal-handler waits for."""
+    skip_train: bool = False
+    """Do not train: only evaluate, then end."""
+    calculate_per_token_loss: bool = flag(False, in_args=True)
+    """Divide gradients by the number of tokens of the global batch in place of each micro-batch's own
+    mean."""
+    empty_unused_memory_level: int = flag(0, choices=("0", "1", "2"))
+    """When unused GPU memory is given back: 0 never, 1 after each iteration, 2 also between its backward pass and the
+    optimizer's step."""
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(None, bounds=POSITIVE)
+    """Compare the weights of the data-parallel copies, bit for bit, after each of this number of iterations, and end
+    the run where they differ."""
+    compile: bool = False
+    """Compile norms and activations by torch.compile: it takes some seconds at the start, and last bits differ. One
+    line says how long it took."""
+    cuda_graph_impl: str = flag("none", choices=("none", "local"), not_built=("transformer_engine",))
+    """Record each layer's forward and backward pass as CUDA graphs (local), which cost the host next to nothing to
+    launch, at the price of memory that stays in use between micro-batches."""
+    enable_cuda_graph: bool = False
+    """Same as --cuda-graph-impl local."""
+    cuda_graph_warmup_steps: int = flag(3, bounds=POSITIVE, where=("cuda_graph_impl", "local"))
+    """Iterations without graphs before they are recorded, at least 2 with --fp8-recipe delayed."""
+    manual_gc: bool = False
+    """Run Python's garbage collector only at fixed iterations, so that all ranks stop together."""
+    manual_gc_interval: int = flag(0, bounds=NOT_NEGATIVE, needs="manual_gc")
+    """With --manual-gc: iterations from one collection to the next; 0 for never."""
+
+    def __post_init__(self) -> None:
+        """Fill in the value that follows from another."""
+        if self.enable_cuda_graph:
+            object.__setattr__(self, "cuda_graph_impl", "local")
+
+    @property
+    def batch_sizes(self) -> BatchSizeRampup:
+        """Return the global batch size over the run."""
+        steps = tuple(zip(self.batch_size_steps[::2], self.batch_size_steps[1::2]))
+        return BatchSizeRampup(self.global_batch_size, self.rampup_batch_size, steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(Config, role="run", in_args=True):
+    """Hold the schedule as it was given; `RunConfig.schedule_lengths` turns it into samples."""
+
+    lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    """Shape of the learning rate after the warm-up."""
+    lr_decay_iters: int | None = flag(None, bounds=NOT_NEGATIVE)
+    """Iterations over which the learning rate falls; by default --train-iters."""
+    lr_decay_samples: int | None = flag(None, bounds=NOT_NEGATIVE)
+    """Samples over which the learning rate falls; by default --train-samples."""
+    lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    """Shape of the last part of the WSD schedule."""
+    lr_wsd_decay_iters: int | None = flag(None, bounds=NOT_NEGATIVE)
+    """Iterations of the last part of the WSD schedule."""
+    lr_wsd_decay_samples: int | None = flag(None, bounds=NOT_NEGATIVE)
+    """Samples of the last part of the WSD schedule."""
+    lr_warmup_fraction: float | None = flag(None, bounds=BELOW_ONE)
+    """Share of the decay's length over which the learning rate rises."""
+    lr_warmup_iters: int = flag(0, bounds=NOT_NEGATIVE)
+    """Iterations over which the learning rate rises."""
+    lr_warmup_samples: int = flag(0, bounds=NOT_NEGATIVE)
+    """Samples over which the learning rate rises."""
+    lr_warmup_init: float = flag(0.0, bounds=NOT_NEGATIVE)
+    """Learning rate at the start of the warm-up."""
+    start_weight_decay: float | None = flag(None, bounds=NOT_NEGATIVE)
+    """Weight decay at the start; by default --weight-decay."""
+    end_weight_decay: float | None = flag(None, bounds=NOT_NEGATIVE)
+    """Weight decay at the end; by default --weight-decay."""
+    weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
+    """Shape of the weight decay over the run."""
+    override_opt_param_scheduler: bool = flag(
+        False,
+        aliases=("--override-opt_param-scheduler",),
+        in_args=False,
+        excludes=("use_checkpoint_opt_param_scheduler",),
+    )
+    """On resume, take the schedule from the command line where it differs from the checkpoint's."""
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, aliases=("--use-checkpoint-opt_param-scheduler",), in_args=False, needs="load"
+    )
+    """On resume, take the schedule from the checkpoint and ignore the command line's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidationConfig(Config, role="run"):
+    """Hold the evaluation's interval, its length and its further data sets."""
+
+    eval_interval: int = flag(1000, bounds=NOT_NEGATIVE, in_args=True)
+    """Iterations from one evaluation on the validation set to the next; 0 for never."""
+    eval_iters: int = flag(100, bounds=NOT_NEGATIVE, in_args=True)
+    """Number of iterations of one evaluation; 0 for none."""
+    full_validation: bool = False
+    """Evaluate on all of each validation set, every sample once, in place of --eval-iters iterations."""
+    extra_valid_datalist: tuple[str, ...] = flag((), append=True, metavar="FILE")
+    """File with a list of data prefixes, or of weights and prefixes, that makes one more validation set (or a prefix
+    itself); may be repeated."""
+    extra_valid_data_samples: tuple[int, ...] = flag((), append=True, metavar="N")
+    """Number of samples of one more validation set, the same in every evaluation; one for each
+    --extra-valid-datalist, or none: all of each set."""
+    extra_valid_data_names: tuple[str, ...] = flag((), append=True, metavar="NAME")
+    """Name under which one more validation set is reported; one for each --extra-valid-datalist, or none: the names
+    of the files."""
+    eval_tasks: tuple[str, ...] = flag((), nargs="+", metavar="TASK")
+    """Tasks of lm-evaluation-harness, by name or file, that the model is asked at intervals; needs the package
+    lm-eval."""
+    eval_tasks_interval: int | None = flag(None, bounds=POSITIVE, needs="eval_tasks")
+    """Iterations from one time to the next; by default those of --eval-interval."""
+    eval_tasks_include_path: str | None = flag(None, metavar="DIR", needs="eval_tasks")
+    """Folder with further task files."""
+    eval_tasks_num_fewshot: int | None = flag(None, bounds=NOT_NEGATIVE, needs="eval_tasks")
+    """Solved examples before each question; by default as the task says."""
+    eval_tasks_limit: int | None = flag(None, bounds=POSITIVE, needs="eval_tasks")
+    """Ask the first N questions of each task only."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitializationConfig(Config, role="run"):
+    """Hold the seed and the process groups' backend."""
+
+    seed: int = flag(1234, bounds=NOT_NEGATIVE, in_args=True)
+    """Seed of initial weights, data order and dropout."""
+    deterministic_mode: bool = False
+    """Use only algorithms that give the same bits again."""
+    disable_bf16_reduced_precision_matmul: bool = False
+    """Keep sums within bfloat16 matrix products in float32 to the end, on CUDA, where partial sums may be rounded."""
+    distributed_backend: str = flag("nccl", choices=("nccl", "gloo"), not_built=("ccl", "mpi", "ucc"))
+    """Backend of the process groups; nccl becomes gloo where there is no CUDA."""
+    distributed_timeout_minutes: int = flag(10, bounds=POSITIVE, most=10**8)
+    """Minutes after which a collective that does not end is an error."""
+    hang_report_seconds: int | None = flag(None, bounds=NOT_NEGATIVE)
+    """Report who holds up the others, and end the run with status 1, where nothing has got done for this many seconds,
+    or for five times the longest iteration where that is more; by default 60 (20 where a process is stopped or gone);
+    0 to wait for --distributed-timeout-minutes. Loading, saving and first iterations may take longer."""
+    local_rank: int | None = flag(None, aliases=("--local_rank",), bounds=NOT_NEGATIVE)
+    """Device of this process on its node; the environment's LOCAL_RANK is used where it is set."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Config, role="output"):
+    """Hold the log's interval and contents, and where metrics go."""
+
+    log_interval: int = flag(100, bounds=POSITIVE)
+    """Iterations from one log line to the next."""
+    log_arguments: bool = False
+    """Print all arguments on a terminal too, where a summary stands for them; files and pipes always get them all."""
+    log_throughput: bool = False
+    """Log the floating-point throughput of each GPU."""
+    log_params_norm: bool = False
+    """Log the norm of the parameters."""
+    log_megatron_lines: bool = False
+    """Print Megatron's long start-up lines too: the parameters of each gradient bucket, each data set of a blend, the
+    files of its index, and those of compilers, which have nothing to do here."""
+    log_layer_norms: int | None = flag(None, bounds=POSITIVE)
+    """Log the norms of each layer's parameters and gradients every N iterations, and write them to TensorBoard."""
+    log_max_attention_logit: bool = False
+    """Log the largest attention logit of the iterations that have a line, which computes their logits once more."""
+    log_straggler: bool = False
+    """Log every --log-interval iterations which rank takes longer than its like, at what part of an iteration, and
+    since when."""
+    straggler_minmax_count: int = flag(1, bounds=POSITIVE, needs="log_straggler")
+    """How many of the slowest and of the fastest ranks the line of --log-straggler shows."""
+    log_progress: bool = flag(False, needs="save")
+    """Append each start of a job and each checkpoint, with throughputs, to progress.txt in the folder of --save."""
+    timing_log_level: int = flag(0, choices=("0", "1", "2"))
+    """How much is timed: 0 the iteration, 1 its large parts, 2 each operation."""
+    timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))
+    """Times over the ranks: the longest, shortest and longest, or all."""
+    tensorboard_dir: str | None = flag(None, metavar="DIR")
+    """Folder of the TensorBoard files."""
+    tensorboard_log_interval: int = flag(1, bounds=POSITIVE)
+    """Iterations from one TensorBoard point to the next."""
+    tensorboard_queue_size: int = flag(1000, bounds=POSITIVE)
+    """Number of TensorBoard events that may wait before they are written."""
+    log_timers_to_tensorboard: bool = False
+    """Write the times to TensorBoard."""
+    log_batch_size_to_tensorboard: bool = False
+    """Write the global batch size to TensorBoard."""
+    log_learning_rate_to_tensorboard: bool = flag(True, negative="--no-log-learning-rate-to-tensorboard")
+    """Write the learning rate to TensorBoard. Off: do not write the learning rate to TensorBoard."""
+    log_loss_scale_to_tensorboard: bool = flag(True, negative="--no-log-loss-scale-to-tensorboard")
+    """Write the loss scale to TensorBoard. Off: do not write the loss scale to TensorBoard."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Write the perplexity of evaluations to TensorBoard."""
+    log_memory_to_tensorboard: bool = False
+    """Write memory figures to TensorBoard."""
+    log_memory_interval: int | None = flag(None, bounds=POSITIVE)
+    """Print the memory line every N iterations too, which otherwise comes once, with the first report."""
+    log_device_memory_used: bool = False
+    """Add to the memory line what is used of the device by all processes: of the machine's memory, on a CPU."""
+    log_world_size_to_tensorboard: bool = False
+    """Write the world size to TensorBoard."""
+    wandb_project: str = flag("", metavar="NAME")
+    """Project of Weights & Biases that receives the figures that TensorBoard would, the configuration and texts."""
+    wandb_exp_name: str = flag("", metavar="NAME")
+    """Name of the run there; by default that of the folder of --save."""
+    wandb_save_dir: str = flag("", metavar="DIR")
+    """Folder of the run's own files; by default wandb in the folder of --save, or else here."""
+    wandb_entity: str = flag("", metavar="NAME")
+    """User or team that the project belongs to."""
+    mlflow_experiment: str = flag("", metavar="NAME")
+    """Experiment of MLflow that receives the figures that TensorBoard would, the flags and texts."""
+    mlflow_run_name: str = flag("", metavar="NAME")
+    """Name of the run there; by default that of the folder of --save."""
+    mlflow_tracking_uri: str = flag("", metavar="URI")
+    """Server, data base or folder of MLflow; by default what MLFLOW_TRACKING_URI says, or else mlflow.db here."""
+    metrics_jsonl: str | None = flag(None, metavar="FILE")
+    """File that receives one JSON object an iteration; by default metrics.jsonl in the folder of --save."""
+    profile: bool = False
+    """Profile some iterations: NVTX ranges and the start and stop that nsys waits for, or --use-pytorch-profiler."""
+    profile_step_start: int = flag(10, bounds=NOT_NEGATIVE, where=("profile", True))
+    """Profile the iterations after this one."""
+    profile_step_end: int = flag(12, bounds=POSITIVE, where=("profile", True))
+    """Last iteration that is profiled."""
+    profile_ranks: tuple[int, ...] = flag((0,), nargs="+")
+    """Ranks that --profile and --record-memory-history are about."""
+    use_pytorch_profiler: bool = flag(False, where=("profile", True))
+    """Profile with torch's profiler, which writes a Chrome trace for each rank into the folder of --tensorboard-dir, or
+    else of --save. On a CPU --profile always does."""
+    sample_interval: int | None = flag(None, bounds=POSITIVE)
+    """Let the model continue --sample-prompts every N iterations, into the log, the metrics file and TensorBoard."""
+    sample_prompts: tuple[str, ...] = flag((), nargs="+", metavar="TEXT", needs="sample_interval")
+    """Texts to continue, or one file with a text a line."""
+    sample_tokens: int = flag(32, bounds=POSITIVE, needs="sample_interval")
+    """Most tokens that follow each text."""
+    record_schedule: str | None = flag(None, metavar="FILE")
+    """File of when each pass of the second iteration that this job trains ran on each pipeline rank, which
+    tools/visualize_pipeline.py --recorded draws."""
+    record_memory_history: bool = False
+    """Record every allocation of CUDA memory, and write --memory-snapshot-path when the run ends, in an error too."""
+    memory_snapshot_path: str = flag("snapshot.pickle", metavar="FILE", where=("record_memory_history", True))
+    """File of the memory history, which pytorch.org/memory_viz draws; where several ranks write, NAME-rankN."""
+    print_config: bool = False
+    """Print the resolved configuration as a file that --config reads back, in TOML with comments, and end."""
+    explain: bool = False
+    """Print what the configuration does, needs and costs, and end; the flags of tools/explain.py say where it would run
+    (--world-size N, --gpu TYPE) and what is written (--json, --html FILE)."""
+
+
+NATIVE_FORMAT = "safetensors"
+"""The name of the native format on the command line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Config, role="output"):
+    """Hold what saving, retention and loading need."""
+
+    save: str | None = flag(None, metavar="DIR")
+    """Folder that checkpoints are written to, also s3://, gs:// or az://."""
+    save_interval: int | None = flag(None, bounds=POSITIVE)
+    """Iterations from one checkpoint to the next; without it only the end of the run is saved."""
+    no_save_optim: bool = False
+    """Do not save the optimizer's state."""
+    no_save_rng: bool = False
+    """Do not save the state of the random number generators."""
+    load: str | None = flag(None, metavar="DIR")
+    """Folder that a checkpoint is read from, also s3://, gs:// or az://."""
+    pretrained_checkpoint: str | None = flag(None, metavar="DIR")
+    """Folder whose weights a run begins with while the folder of --load holds no checkpoint: --load DIR --finetune."""
+    no_load_optim: bool = False
+    """Do not load the optimizer's state."""
+    no_load_rng: bool = False
+    """Do not load the state of the random number generators."""
+    finetune: bool = flag(False, needs="load")
+    """Load the weights alone and begin at iteration 0."""
+    ckpt_step: int | None = flag(None, bounds=NOT_NEGATIVE, needs="load")
+    """Iteration to load, in place of the newest."""
+    ckpt_format: str = flag(
+        NATIVE_FORMAT, choices=(NATIVE_FORMAT, "torch_dist", "torch"), not_built=("zarr", "torch_dcp", "fsdp_dtensor")
+    )
+    """Format of the checkpoints written; safetensors is the native one, torch_dist and torch are Megatron's."""
+    async_save: bool = flag(False, needs="save")
+    """Write checkpoints while training goes on."""
+    exit_warning_seconds: int | None = flag(None, bounds=POSITIVE, needs="save")
+    """Seconds from SIGTERM, or --exit-signal, to the kill that follows: the run says so when a checkpoint does not fit,
+    and leaves out an evaluation that would come before it."""
+    keep_last: int | None = flag(None, bounds=POSITIVE, needs="save")
+    """Number of newest checkpoints that are kept; by default all."""
+    keep_every: int | None = flag(None, bounds=POSITIVE, needs="save")
+    """Keep each checkpoint whose iteration is a multiple of this number, whatever --keep-last says."""
+    save_retain_interval: int | None = flag(None, bounds=POSITIVE, needs="save", excludes=("keep_last", "keep_every"))
+    """Keep the newest checkpoint, and each whose iteration is a multiple of this number: --keep-last 1 --keep-every
+    N."""
+    use_checkpoint_args: bool = flag(False, needs="load")
+    """Take what shapes the model, the sequence length, the precision and the tokenizer from the checkpoint where no
+    flag gives it."""
+    verify_checkpoint: bool = flag(True, negative="--no-verify-checkpoint")
+    """Compare checksums while loading. Off: load without comparing checksums."""
+    exit_on_missing_checkpoint: bool = flag(False, needs="load")
+    """End with an error when --load holds no checkpoint, in place of starting from random weights."""
+    dist_ckpt_strictness: str = flag(
+        "raise_all",
+        choices=(
+            "raise_all",
+            "raise_unexpected",
+            "log_all",
+            "log_unexpected",
+            "ignore_all",
+            "assume_ok_unexpected",
+            "return_all",
+            "return_unexpected",
+        ),
+    )
+    """What tensors mean that the checkpoint lacks (to Megatron, unexpected ones) or has too many. raise_all: both are
+    refused. raise_unexpected, assume_ok_unexpected: what it lacks is refused. All others leave what it lacks at its
+    initial value and list it; log_all and return_all also list what it has too many."""
+
+    @property
+    def local_save(self) -> str | None:
+        """Return the folder of --save where it is on a file system: what a run reports goes there too."""
+        return None if self.save is None or "://" in self.save else self.save
+
+    def resumed(self, iteration: int | None = None) -> CheckpointConfig:
+        """Return the configuration that loads what the run itself saves: the newest checkpoint, or an iteration's.
+
+        What the run began without is loaded too, unless it does not save it either.
+        """
+        return dataclasses.replace(
+            self,
+            load=self.save,
+            pretrained_checkpoint=None,
+            ckpt_step=iteration,
+            finetune=False,
+            no_load_optim=self.no_load_optim and self.no_save_optim,
+            no_load_rng=self.no_load_rng and self.no_save_rng,
+        )
+
+    @property
+    def num_newest_kept(self) -> int | None:
+        """Return how many of the newest checkpoints are kept; None is all."""
+        return self.keep_last if self.save_retain_interval is None else 1
+
+    @property
+    def kept_multiple(self) -> int | None:
+        """Return the number of whose multiples checkpoints are kept beside the newest ones, if there is one."""
+        return self.keep_every if self.save_retain_interval is None else self.save_retain_interval
+
+
+RAW_DATASETS = ("LLama-SFT-Raw", "LLama-SFT", "JSON-SFT")
+"""What Pai-Megatron-Patch calls conversations in jsonl."""
+_SFT_TOKENIZER = "SFTTokenizer"
+INDEXED_DATASETS = ("MMAP", "LLama-Pretrain-Idxmap", "LLama-SFT-Idxmap")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FineTuningConfig(Config, role="run"):
+    """Hold whether conversations are learned, and how they become samples."""
+
+    sft: bool = flag(False, in_args=True)
+    """Learn the answers of conversations: jsonl, or what tools/preprocess_data.py --sft makes of it. The loss is the
+    mean over all tokens of answers in a global batch (as with --calculate-per-token-loss)."""
+    train_mode: str = flag("pretrain", choices=("pretrain", "finetune"))
+    """What Pai-Megatron-Patch calls --sft: finetune."""
+    dataset: str | None = flag(
+        None, choices=(*INDEXED_DATASETS, *RAW_DATASETS), not_built=("LLama-Pretrain-Raw", "ChatGLM-Pretrain-Raw")
+    )
+    """What the data paths name, as Pai-Megatron-Patch calls it: the three that hold SFT without Idxmap are jsonl, one
+    conversation a sample unless --reset-position-ids is given; the others are token files."""
+    chat_template: str | None = flag(None, metavar="FILE|NAME", where=("sft", True))
+    """Chat template that makes text of jsonl: a Jinja file, a name among the tokenizer's templates, or chatml, plain
+    (the contents, each answer ended by the end-of-document token) or identity (the contents); by default the
+    tokenizer's own."""
+    sft_tokenizer_prompt_format: str = flag(
+        "default",
+        choices=("default", "identity"),
+        not_built=("nemotron-h-aligned", "nemotron-nano-v2"),
+        where=("sft", True),
+    )
+    """What Megatron calls --chat-template: the tokenizer's own (default), or identity."""
+    sft_packing: bool = flag(True, negative="--no-sft-packing", where=("sft", True))
+    """Put as many conversations as fit into a sample, each with positions and attention of its own. Off: make each
+    conversation a sample, padded at its end."""
+    max_padding_length: int | None = flag(None, bounds=POSITIVE, most=2**31 - 1, where=("sft", True))
+    """Number of tokens at which a conversation is cut; by default --seq-length."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FillInTheMiddleConfig(Config, role="run"):
+    """Hold which documents become tasks of filling in their middle, and the tokens that say so."""
+
+    fim_data: bool = False
+    """Same as --fim-rate 0.5."""
+    fim_rate: float = flag(0.0, bounds=FRACTION)
+    """Share of the documents of a sample that are rearranged, so that their middle comes last."""
+    fim_spm_rate: float = flag(0.5, bounds=FRACTION, needs="fim_rate")
+    """Share of these that begin with the suffix in place of the prefix."""
+    fim_split_sample: str | None = flag(None, metavar="TOKEN", needs="fim_rate")
+    """Token that cuts a document into fragments, which are rearranged one by one."""
+    fim_fragment_rate: float = flag(0.5, bounds=FRACTION, needs="fim_split_sample")
+    """Share of the fragments of a chosen document that are rearranged."""
+    fim_no_prefix: str | None = flag(None, metavar="TEXT", needs="fim_rate")
+    """Leave documents as they are that begin with this text."""
+    fim_prefix_token: str = flag("<fim_prefix>", metavar="TOKEN", needs="fim_rate")
+    """Token that begins a prefix."""
+    fim_middle_token: str = flag("<fim_middle>", metavar="TOKEN", needs="fim_rate")
+    """Token that begins a middle."""
+    fim_suffix_token: str = flag("<fim_suffix>", metavar="TOKEN", needs="fim_rate")
+    """Token that begins a suffix."""
+    fim_pad_token: str | None = flag(None, metavar="TOKEN", needs="fim_rate")
+    """Token that fills a sample which became shorter, left out of the loss; by default token 0."""
+    fim_eod_token: str | None = flag(None, metavar="TOKEN", needs="fim_rate")
+    """Token that ends a document; by default the tokenizer's own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(FineTuningConfig, FillInTheMiddleConfig, role="run"):
+    """Hold the data paths, the split and what becomes of document boundaries."""
+
+    seq_length: int = flag(0, role="recipe", bounds=NOT_NEGATIVE, most=2**31 - 1, in_args=True)
+    """Number of tokens of one sample; by default --max-position-embeddings, where it is given."""
+    data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX", in_args=True)
+    """Data prefixes, also s3://, gs:// or az://, or weight and prefix in turn; cut into the three sets by --split."""
+    train_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")
+    """Data of the training set alone; excludes --data-path and --split."""
+    valid_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")
+    """Data of the validation set alone; excludes --data-path and --split."""
+    test_data_path: tuple[str, ...] = flag((), nargs="+", metavar="[WEIGHT] PREFIX")
+    """Data of the test set alone; excludes --data-path and --split."""
+    data_args_path: str | None = flag(None, metavar="FILE")
+    """File that holds what --data-path would."""
+    per_split_data_args_path: str | None = flag(None, metavar="FILE")
+    """JSON file with the lists train, valid and test, each as in --train-data-path."""
+    split: str | None = flag(None, in_args=True)
+    """Shares of the training, validation and test set, such as 969,30,1 (which is the default)."""
+    mock_data: bool = False
+    """Train on made-up data."""
+    data_cache_path: str | None = flag(None, metavar="DIR")
+    """Folder of the index cache, also s3://, gs:// or az://; by default beside the data."""
+    mmap_bin_files: bool = flag(True, negative="--no-mmap-bin-files")
+    """Map the token files into memory. Off: read the token files with ordinary reads in place of a memory map."""
+    num_workers: int = flag(2, bounds=NOT_NEGATIVE, most=2**16)
+    """Number of threads that read micro-batches ahead, on the first rank of each tensor-parallel group; 0: none.
+    More than one may read a data set of your own at the same time."""
+    dataloader_type: str = flag("single", choices=("single", "cyclic", "external"), in_args=True)
+    """Order of samples: as the data set has them (single), a fresh permutation an epoch (cyclic), or
+    the caller's."""
+    reset_position_ids: bool = flag(False, in_args=True)
+    """Begin the positions anew after each end-of-document token."""
+    reset_attention_mask: bool = flag(False, in_args=True)
+    """Let no token attend across an end-of-document token."""
+    eod_mask_loss: bool = flag(False, in_args=True)
+    """Leave the end-of-document token's loss out."""
+
+    def __post_init__(self) -> None:
+        """Fill in the values that follow from others."""
+        if self.train_mode == "finetune":
+            object.__setattr__(self, "sft", True)
+        if self.fim_data and not self.fim_rate:
+            object.__setattr__(self, "fim_rate", 0.5)
+
+    @property
+    def has_padding(self) -> bool:
+        """Return whether training samples may contain padding (SFT, external data)."""
+        return self.sft or self.dataloader_type == "external"
+
+    @property
+    def has_data_per_split(self) -> bool:
+        """Tell whether the three sets come from lists of their own."""
+        return bool(
+            self.train_data_path or self.valid_data_path or self.test_data_path or self.per_split_data_args_path
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerConfig(Config, role="run", in_args=True):
+    """Hold the tokenizer's kind and its files."""
+
+    tokenizer_type: str = flag(
+        "GPT2BPETokenizer",
+        choices=(*TOKENIZER_TYPES, _SFT_TOKENIZER),
+        not_built=(
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "MultimodalTokenizer",
+            "NullMultimodalTokenizer",
+        ),
+    )
+    """Kind of tokenizer; SFTTokenizer is what Megatron calls HuggingFaceTokenizer with --sft."""
+    vocab_file: str | None = flag(None, metavar="FILE")
+    """Vocabulary file."""
+    merge_file: str | None = flag(None, metavar="FILE")
+    """File of the byte-pair merges."""
+    patch_tokenizer_type: str | None = flag(
+        None, choices=PATCH_TOKENIZER_TYPES, not_built=CODE_TOKENIZER_TYPES, in_args=False
+    )
+    """Kind of tokenizer as Pai-Megatron-Patch names it: the one in the folder of --load, unless --tokenizer-type is
+    given, with a vocabulary of the size that it has there."""
+    tokenizer_model: str | None = flag(None, metavar="PATH")
+    """Model file, or folder with tokenizer.json."""
+    vocab_size: int | None = flag(None, bounds=POSITIVE, most=2**31 - 2)
+    """Size of the vocabulary, for NullTokenizer; with any other tokenizer it must be the tokenizer's
+    own."""
+    vocab_extra_ids: int = flag(0, bounds=NOT_NEGATIVE, most=2**24)
+    """Number of extra ids that are added to the vocabulary."""
+    extra_vocab_size: int = flag(0, bounds=NOT_NEGATIVE, most=2**24, in_args=False)
+    """Number of rows beyond the tokenizer's own vocabulary; with --patch-tokenizer-type, beyond the vocabulary without
+    added tokens."""
+    padded_vocab_size: int | None = flag(
+        None, bounds=POSITIVE, most=2**31 - 1, in_args=False, excludes=("extra_vocab_size",)
+    )
+    """Number of rows in all, in place of --extra-vocab-size."""
+    tiktoken_pattern: str | None = flag(None, choices=("v1", "v2"))
+    """Pattern that splits the text before tiktoken merges it."""
+    tiktoken_num_special_tokens: int = flag(1000, bounds=NOT_NEGATIVE, most=2**20)
+    """Number of special tokens that tiktoken's vocabulary leaves room for."""
+    tiktoken_special_tokens: tuple[str, ...] = flag((), nargs="+", metavar="TOKEN", in_args=False)
+    """Special tokens of tiktoken's vocabulary."""
+
+    def __post_init__(self) -> None:
+        """Know a tokenizer by one name."""
+        if self.tokenizer_type == _SFT_TOKENIZER:
+            object.__setattr__(self, "tokenizer_type", "HuggingFaceTokenizer")
+
+
+PER_SPLIT_KEYS = ("train", "valid", "test")
+RESERVED_NAMES = ("train", "validation", "valid", "test")
+"""What evaluations are called without being named."""
+
+_DATALIST = "--extra-valid-datalist"
+
+
+def read_data_list(path: str, flag: str) -> tuple[str, ...]:
+    """Read the words of a list file (weights and prefixes, on any number of lines).
+
+    Raises:
+        ConfigurationError: if the file cannot be read or is empty.
+    """
+    words = tuple(_read_text(path, flag).split())
+    if not words:
+        raise ConfigurationError(f"{flag} {path}: the file is empty; write data prefixes, or weight and prefix")
+    return words
+
+
+def read_per_split_lists(path: str, flag: str) -> dict[str, tuple[str, ...]]:
+    """Read a JSON object with the lists train, valid and test.
+
+    Raises:
+        ConfigurationError: if the file is not such an object.
+    """
+    try:
+        lists = parse_json(_read_text(path, flag))
+    except ValueError as error:
+        raise ConfigurationError(f"{flag} {path}: not JSON ({error})") from error
+    expected = "an object with the lists train, valid and test is expected"
+    if not isinstance(lists, dict) or not set(lists) <= set(PER_SPLIT_KEYS):
+        raise ConfigurationError(f"{flag} {path}: {expected}")
+    if not all(isinstance(words, list) or words is None for words in lists.values()):
+        raise ConfigurationError(f"{flag} {path}: {expected}")
+    return {key: tuple(str(word) for word in lists.get(key) or ()) for key in PER_SPLIT_KEYS}
+
+
+def extra_validation_sets(validation: ValidationConfig) -> tuple[ValidationSet, ...]:
+    """Return the validation sets of ``--extra-valid-datalist``, by name; without a number, or in full, all of each.
+
+    A value that is no file but the prefix of a data set stands for itself. A set without a name is called after its
+    list.
+
+    Raises:
+        ConfigurationError: a list cannot be used, or the flags do not fit together.
+    """
+    lists = validation.extra_valid_datalist
+    samples, names = validation.extra_valid_data_samples, validation.extra_valid_data_names
+    problems = list(_find_misfits(lists, samples, names))
+    if problems:
+        raise ConfigurationError(problems)
+    names = names or tuple(Path(path).name for path in lists)
+    numbers = [None] * len(lists) if validation.full_validation or not samples else list(samples)
+    sets = []
+    for path, name, number in zip(lists, names, numbers):
+        is_prefix = Path(path).suffix == ".jsonl" or (not os.path.exists(path) and os.path.exists(f"{path}.idx"))
+        try:
+            words = (path,) if is_prefix else read_data_list(path, _DATALIST)
+        except ConfigurationError as error:
+            problems.extend(error.problems)
+            continue
+        try:
+            sets.append(ValidationSet(name, parse_blend(words), number))
+        except ConfigurationError as error:
+            problems.extend(f"{_DATALIST} {path}: {problem}" for problem in error.problems)
+    if problems:
+        raise ConfigurationError(problems)
+    return tuple(sets)
+
+
+def _find_misfits(lists: tuple[str, ...], samples: tuple[int, ...], names: tuple[str, ...]) -> Iterator[str]:
+    for flag_name, values in (("--extra-valid-data-samples", samples), ("--extra-valid-data-names", names)):
+        if values and len(values) != len(lists):
+            yield (
+                f"{flag_name} is given {len(values)} times and {_DATALIST} {len(lists)} times; give both once for each "
+                f"validation set, or leave {flag_name} out"
+            )
+    for number in samples:
+        if number < 1:
+            yield f"--extra-valid-data-samples {number}: give 1 or more, or leave the validation set out"
+    called = names or tuple(Path(path).name for path in lists)
+    for name in dict.fromkeys(called):
+        if name in RESERVED_NAMES or not name:
+            yield f"--extra-valid-data-names {name!r} is taken; give the validation set another name"
+        elif called.count(name) > 1:
+            yield f"two validation sets are called {name}; tell them apart with --extra-valid-data-names"
+
+
+def _read_text(path: str, flag: str) -> str:
+    try:
+        # Not only of a file: the shell's <(...) is a pipe.
+        with open(path, "rb") as file:
+            content = file.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
+            raise ConfigurationError(
+                f"{flag} {path}: it has more than {MAX_TEXT_BYTES} bytes; give a list of data sets"
+            )
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{flag} {path}: the file cannot be read ({error})") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core.collectives import all_gather_objects, gather_objects
 from megatron.core.errors import ConfigurationError
 from megatron.core.flight_recorder import FlightRecorder
-from megatron.core.parallel_sizes import GRID_AXES, ONE_RANK, Grid, ParallelSizes, Place, slice_ranks
-from megatron.core.process_group import Group, Observer
+from megatron.core.model_parallel_config import GRID_AXES, ONE_RANK, Grid, ParallelSizes, Place, slice_ranks
+from megatron.core.process_group import Group, Observer, single_rank_group
 from megatron.core.sharding import ParamSpec
 
 Item = TypeVar("Item", bound=Hashable)
@@ -263,3 +263,41 @@ def all_gather_from_world(items: Sequence[Item], state: ParallelState) -> list[l
     compact = [(rank, [shared.setdefault(item, item) for item in of_rank]) for rank, of_rank in by_place]
     of_ranks = [found for row in all_gather_objects(compact, state.model_parallel) for found in row]
     return [of_rank for _, of_rank in sorted(of_ranks, key=lambda found: found[0])]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertGroups:
+    """Hold the groups that a layer of experts communicates over.
+
+    ``model`` are the ranks that hold one copy of all experts: ``tensor_size`` neighbors cut the same experts among
+    them. ``tp`` and ``cp`` hold parts of the same micro-batch, ``dp`` other micro-batches.
+    """
+
+    model: Group
+    tensor_size: int
+    tp: Group
+    cp: Group
+    dp: Group
+
+    @property
+    def size(self) -> int:
+        """Return over how many ranks, or groups of ranks that cut experts, the experts are spread."""
+        return self.model.size // self.tensor_size
+
+    @property
+    def rank(self) -> int:
+        return self.model.rank // self.tensor_size
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.model.rank % self.tensor_size
+
+    @classmethod
+    def of(cls, state: ParallelState) -> ExpertGroups:
+        """Return the groups of a rank of a training."""
+        return cls(state.expert_model, state.sizes.expert_tp, state.tp, state.cp, state.dp)
+
+    @classmethod
+    def like_dense(cls, tp: Group, cp: Group | None) -> ExpertGroups:
+        """Return the groups of a model whose experts are all on every rank, cut as dense layers are."""
+        return cls(tp, tp.size, tp, cp or single_rank_group(("cp",)), single_rank_group(("dp",)))

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
-from megatron.core.model_parallel_config import ELEMENT_BYTES
-from megatron.core.parallel_sizes import GRID_AXES, ParallelSizes, Place
+from megatron.core.model_parallel_config import ELEMENT_BYTES, GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.gpu import Gpu
 from megatron.planner.memory import (

@@ -17,9 +17,9 @@ from typing import Any
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigurationError, DataError
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import default_schedule
 from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window

@@ -23,7 +23,7 @@ from megatron.core.datasets.gpt_dataset_config import parse_blend, parse_split, 
 from megatron.core.datasets.index_builder import count_samples, plan_epochs
 from megatron.core.datasets.indexed_dataset import IndexedDataset, idx_path
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import StagePlace, build_schedule, with_deferred_grads
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.pipeline_parallel.timeline import Timeline

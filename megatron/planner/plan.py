@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.schedules import Action, first_actions, most_passes_in_flight
 from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats.torchtitan_settings import idle_lines
-from megatron.config.checks import moe, parallelism
-from megatron.config.data_config import TokenizerConfig
-from megatron.config.run_config import RunConfig
+from megatron.config.checks import model as moe
+from megatron.config.checks import parallelism
+from megatron.config.run_config import RunConfig, TokenizerConfig
 from megatron.core.console import waiting
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError, choices
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.object_store import as_path
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.core.tokenizers.tokenizer import NullTokenizer, Tokenizer, read_json_object
 from megatron.core.tokenizers.tokenizer_record import (

@@ -9,21 +9,31 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.checkpoint_folder import iteration_folder, saved_iterations
-from megatron.checkpoint.last_good import ValidationWindow, mark_known, newest_known, point_tracker
+from megatron.checkpoint.checkpoint_folder import (
+    ValidationWindow,
+    iteration_folder,
+    mark_known,
+    newest_known,
+    point_tracker,
+    saved_iterations,
+)
 from megatron.checkpoint.load import Log, load_checkpoint
-from megatron.checkpoint.recovery import SaveFolders, prepare_save_directory
-from megatron.checkpoint.save import CommonState, SaveContext, apply_retention, save_in_steps
+from megatron.checkpoint.save import (
+    CommonState,
+    SaveContext,
+    SaveFolders,
+    apply_retention,
+    prepare_save_directory,
+    save_in_steps,
+)
 from megatron.checkpoint.train_state import TrainState
-from megatron.config.run_config import RunConfig
-from megatron.config.training_config import NATIVE_FORMAT, CheckpointConfig
+from megatron.config.run_config import NATIVE_FORMAT, CheckpointConfig, RunConfig
 from megatron.core.collectives import any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.config_base import config_from_dict
 from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
 from megatron.core.dist_checkpointing.load import Progress, untold
-from megatron.core.dist_checkpointing.planner import SavePlanner
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.core.dist_checkpointing.planner import CheckpointState, SavePlanner
 from megatron.core.errors import CheckpointError, TrainingError
 from megatron.core.object_store import as_path
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, conflicting_fields

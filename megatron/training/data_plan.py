@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megatron.checkpoint.train_state import TrainState
-from megatron.config.data_config import DataConfig, extra_validation_sets
 from megatron.config.resolution import DEFAULT_SPLIT
-from megatron.config.run_config import RunConfig
+from megatron.config.run_config import DataConfig, RunConfig, extra_validation_sets
 from megatron.core.datasets.conversation_file import ConversationOptions
 from megatron.core.datasets.data_history import RunPosition, recorded_history
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, special_token_id

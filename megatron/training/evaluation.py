@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.checkpoint.train_state import TrainState
-from megatron.config.data_config import extra_validation_sets
-from megatron.config.run_config import RunConfig
+from megatron.config.run_config import RunConfig, extra_validation_sets
 from megatron.core.datasets.batch import Batch
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.datasets.gpt_dataset import ExternalSamples, SampleDataset
@@ -20,8 +19,7 @@ from megatron.core.pipeline_parallel.schedules import Action, forward_only
 from megatron.training.batch_source import BatchSource
 from megatron.training.initialize import Runtime
 from megatron.training.model_setup import ModelAndOptimizer
-from megatron.training.step_reduction import agree
-from megatron.training.training_step import ForwardStep, Microbatches, MicrobatchSource
+from megatron.training.training_step import ForwardStep, Microbatches, MicrobatchSource, agree
 
 
 @dataclass(eq=False)

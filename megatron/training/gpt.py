@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
     """Return one model chunk of this rank, initialized: the whole model where there is no pipeline."""
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.moe.expert_groups import ExpertGroups
+    from megatron.core.parallel_state import ExpertGroups
 
     return GPTModel(
         config.model,

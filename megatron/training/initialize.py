@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.notes import machine_notes
+from megatron.config.resolution import machine_notes
 from megatron.config.run_config import RunConfig
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError

@@ -20,12 +20,7 @@ from megatron.checkpoint.train_state import TrainProgress, TrainState
 from megatron.config.run_config import RunConfig
 from megatron.core.collectives import broadcast_object
 from megatron.core.dist_checkpointing.index import INDEX_FILE
-from megatron.core.dist_checkpointing.state_dict import (
-    CheckpointState,
-    float8_tensors,
-    model_tensors,
-    optimizer_tensors,
-)
+from megatron.core.dist_checkpointing.planner import CheckpointState, float8_tensors, model_tensors, optimizer_tensors
 from megatron.core.errors import InputError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.training.checkpointing import RunCheckpoints

@@ -44,9 +44,8 @@ from megatron.training.loggers.stragglers import StragglerReport, Stragglers
 from megatron.training.model_setup import ModelAndOptimizer
 from megatron.training.periodic_evals import ModelLooks
 from megatron.training.resume import ResumeState
-from megatron.training.step_reduction import StepReduction, agree_to_exit
 from megatron.training.theoretical_memory_usage import describe_theoretical_memory, model_size
-from megatron.training.training_step import ForwardStep, TrainingStep
+from megatron.training.training_step import ForwardStep, StepReduction, TrainingStep, agree_to_exit
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

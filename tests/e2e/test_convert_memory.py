@@ -15,8 +15,8 @@ from megatron.checkpoint.checkpoint_source import TensorInfo
 from megatron.checkpoint.formats.native import write_native
 from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
+from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_sizes import ONE_RANK
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import Box, spec_of
 from megatron.core.tensor_parallel.random import RngStreams

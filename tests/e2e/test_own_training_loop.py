@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from tests.harness.distributed import run_distributed
 from tests.harness.training_run import REPOSITORY, launch_prefix, run_command

@@ -14,8 +14,14 @@ from megatron.config.arguments import resolve_arguments
 from megatron.core.device import select_device
 from megatron.core.dist_checkpointing.index import CheckpointIndex, read_index
 from megatron.core.dist_checkpointing.load import load_tensors
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_of, whole_tensor
-from megatron.core.dist_checkpointing.state_dict import RNG_PREFIX, model_tensors, optimizer_tensors
+from megatron.core.dist_checkpointing.planner import (
+    RNG_PREFIX,
+    ShardedTensor,
+    dtype_of,
+    model_tensors,
+    optimizer_tensors,
+    whole_tensor,
+)
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing import RunCheckpoints, open_saver

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.checkpoint.last_good import newest_known
+from megatron.checkpoint.checkpoint_folder import newest_known
 from megatron.core.datasets.batch import Batch
 from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.models.model import Model

@@ -18,7 +18,7 @@ from megatron.checkpoint.train_state import TrainProgress
 from megatron.cli import text_generation_cli
 from megatron.config.arguments import parse_arguments
 from megatron.config.run_config import RunConfig
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.inference.engine import generate
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state

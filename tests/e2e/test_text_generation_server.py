@@ -24,7 +24,7 @@ import torch
 from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.cli import run_text_generation_server
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.inference_request import GenerationRequest, StopRule

@@ -18,12 +18,11 @@ from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSour
 from megatron.checkpoint.formats.megatron.torch_dist_writer import write_torch_dist
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.train_state import TrainState
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.datasets.gpt_dataset import GPTSample, make_sample
 from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.state_dict import CheckpointState, model_tensors, optimizer_tensors
+from megatron.core.dist_checkpointing.planner import CheckpointState, ShardedTensor, model_tensors, optimizer_tensors
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.batch_source import BatchSource

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.resilience_config import FaultConfig
+from megatron.config.run_config import FaultConfig
 from megatron.training.fault_tolerance.anomaly_detector import FaultInjection
 from tests.e2e.toy_run import toy_args
 from tests.harness.faults import Faults

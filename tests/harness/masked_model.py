@@ -15,7 +15,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplit
 from megatron.core.datasets.gpt_dataset import GPTSample, SampleDataset
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
+from megatron.core.models.gpt.gpt_model import GPTEmbedding
 from megatron.core.models.model import Model
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.checkpoint.recovery import SaveFolders, one_folder
-from megatron.checkpoint.save import CommonState, SaveContext, save_in_steps
-from megatron.config.training_config import CheckpointConfig
-from megatron.core.dist_checkpointing.planner import SavePlanner
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.checkpoint.save import CommonState, SaveContext, SaveFolders, one_folder, save_in_steps
+from megatron.config.run_config import CheckpointConfig
+from megatron.core.dist_checkpointing.planner import CheckpointState, SavePlanner
 from megatron.core.object_store import as_path
 from megatron.core.parallel_state import ParallelState
 

@@ -21,8 +21,7 @@ from megatron.checkpoint.formats.huggingface.weight_files import WeightInfo, wri
 from megatron.checkpoint.formats.peft_settings import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_settings
 from megatron.core.config_base import config_from_dict
 from megatron.core.dist_checkpointing.disk import write_text
-from megatron.core.dist_checkpointing.mapping import dtype_of
-from megatron.core.dist_checkpointing.state_dict import OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.planner import OPTIMIZER_PREFIX, dtype_of
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.sharding import Box

@@ -12,8 +12,7 @@ import torch
 
 from megatron.checkpoint.checkpoint_folder import new_iteration
 from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo
-from megatron.core.dist_checkpointing.checksum import checksum
-from megatron.core.dist_checkpointing.disk import SequentialFile, read_error
+from megatron.core.dist_checkpointing.disk import SequentialFile, checksum, read_error
 from megatron.core.dist_checkpointing.index import (
     INDEX_FILE,
     CheckpointIndex,
@@ -25,10 +24,15 @@ from megatron.core.dist_checkpointing.index import (
     read_index,
     write_index,
 )
-from megatron.core.dist_checkpointing.mapping import dtype_name, dtype_of, piece_key
-from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES
+from megatron.core.dist_checkpointing.planner import (
+    FLOAT8_PREFIX,
+    MAX_PIECE_BYTES,
+    RNG_PREFIX,
+    dtype_name,
+    dtype_of,
+    piece_key,
+)
 from megatron.core.dist_checkpointing.shard_file import ShardEntry, check_file, shard_header
-from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, RNG_PREFIX
 from megatron.core.dist_checkpointing.validation import check_geometry
 from megatron.core.errors import DamagedCheckpointError
 from megatron.core.object_store import as_path, local_copy

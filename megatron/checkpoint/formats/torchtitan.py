@@ -23,7 +23,7 @@ from megatron.checkpoint.formats.megatron.torch_dist_metadata import (
     read_metadata,
 )
 from megatron.checkpoint.formats.torchtitan_settings import require_told
-from megatron.core.dist_checkpointing.mapping import dtype_name
+from megatron.core.dist_checkpointing.planner import dtype_name
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.sharding import Box

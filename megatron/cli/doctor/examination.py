@@ -29,7 +29,7 @@ from megatron.cli.doctor.software_checks import examine_environment, examine_sof
 from megatron.core.collectives import all_gather_objects, all_reduce, barrier
 from megatron.core.device import Device, select_device
 from megatron.core.errors import ConfigurationError
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
 from megatron.training.initialize import LaunchEnvironment, initialize_distributed, shut_down

@@ -1,18 +1,18 @@
-"""Checks of the model: its shape, positions, recomputation, adapters, MLA and multi-token prediction."""
+"""Checks of the model: its shape, attention, mixture of experts, low-rank adapters and FP8."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
+from itertools import count
 
-from megatron.config.checks.base import Check, divisors
-from megatron.config.checks.parallelism import LAYOUT_FIELDS
-from megatron.config.run_config import RunConfig
-from megatron.config.training_config import NATIVE_FORMAT
+from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
+from megatron.config.run_config import NATIVE_FORMAT, RunConfig
 from megatron.core.config_base import field_specs
-from megatron.core.errors import ConfigurationError
+from megatron.core.errors import ConfigurationError, choices
+from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.models.gpt.gpt_config import STRETCH_FIELDS, GPTConfig, flags_without_argument
-from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
 from megatron.core.transformer.lora_targets import adapted_parts
 
 _MOST_VALUES = 10**13
@@ -175,6 +175,8 @@ def _check_recompute(config: RunConfig) -> Iterator[str]:
 
 def _check_adapted_layers(config: RunConfig) -> Iterator[str]:
     names = config.model.lora_target_modules
+    if not names:
+        return
     try:
         adapted_parts(names, config.model.is_gated)
     except ValueError as error:
@@ -437,4 +439,379 @@ MTP_CHECKS = (
         _check_mtp_shape,
     ),
     Check(("mtp_num_layers", "lora_rank", "cuda_graph_impl"), _check_mtp_conflicts),
+)
+
+
+def _check_moe_layers(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    try:
+        layers = model.moe_layers
+    except ValueError as error:
+        yield f"--moe-layer-freq {model.moe_layer_freq}: {error}"
+        return
+    if model.num_experts is not None and not any(layers):
+        yield (
+            f"--moe-layer-freq {model.moe_layer_freq} gives no layer of --num-layers {model.num_layers} experts; leave "
+            "--num-experts out, or give a list with a 1"
+        )
+
+
+def _check_spread(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    experts, size = model.num_experts, model.expert_model_parallel_size
+    if experts is None or size < 1:
+        return
+    tensor, sizes = model.parallel_sizes.expert_tp, config.parallel_sizes
+    if experts % size:
+        most = math.gcd(experts, sizes.dp * sizes.cp * sizes.tp // max(tensor, 1))
+        yield (
+            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {size}; "
+            f"expert-parallel sizes that work: {divisors(most, 64)}"
+        )
+    if tensor > 0 and model.moe_ffn_hidden_size % tensor:
+        yield (
+            f"--moe-ffn-hidden-size {model.moe_ffn_hidden_size} is not divisible by --expert-tensor-parallel-size "
+            f"{tensor} (by default the tensor-parallel size); sizes that work: "
+            f"{divisors(model.moe_ffn_hidden_size, 64)}"
+        )
+    shared, tensor = model.moe_shared_expert_intermediate_size, model.tensor_model_parallel_size
+    if shared is not None and tensor > 0 and shared % tensor:
+        yield (
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size "
+            f"{tensor}; tensor-parallel sizes that work: {divisors(shared, 64)}"
+        )
+
+
+def _check_choice(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    experts, topk = model.num_experts, model.moe_router_topk
+    if experts is None or experts < 1:
+        return
+    if topk > experts:
+        yield f"--moe-router-topk {topk} is greater than --num-experts {experts}; values from 1 to {experts} work"
+    is_softmax = model.moe_router_score_function == "softmax"
+    if topk == 1 and is_softmax and not model.moe_router_pre_softmax:
+        yield (
+            "--moe-router-topk 1: a softmax over one expert is 1 whatever its logit, and the router learns nothing; "
+            "add --moe-router-pre-softmax"
+        )
+    if model.moe_router_enable_expert_bias and is_softmax:
+        yield (
+            "--moe-router-enable-expert-bias moves scores by sigmoid; add --moe-router-score-function sigmoid or leave "
+            "it out"
+        )
+    groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is None or group_topk is None or min(groups, group_topk) < 1:
+        return
+    if experts % groups:
+        yield (
+            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}; "
+            f"groups that work: {divisors(experts, 64)}"
+        )
+    elif group_topk > groups:
+        yield (
+            f"--moe-router-group-topk {group_topk} is greater than --moe-router-num-groups {groups}; values from 1 to "
+            f"{groups} work"
+        )
+    elif not group_topk <= topk <= group_topk * (experts // groups):
+        works = [n for n in range(1, groups + 1) if n <= topk <= n * (experts // groups)]
+        yield (
+            f"--moe-router-topk {topk} experts cannot be of --moe-router-group-topk {group_topk} groups with "
+            f"{experts // groups} experts each; numbers of groups that work: {choices(works)}"
+        )
+
+
+def _check_balancing(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    words, numbers = " ".join(kinds), " ".join(map(str, coefficients))
+    if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
+        yield f"--moe-router-load-balancing-type {words}: give each kind once, or none alone"
+    elif len(coefficients) not in (1, len(kinds)):
+        yield (
+            f"--moe-aux-loss-coeff {numbers}: {len(kinds)} numbers are expected, one for each of "
+            f"--moe-router-load-balancing-type {words}, or one for all"
+        )
+    if any(not 0 <= value < float("inf") for value in coefficients):
+        yield f"--moe-aux-loss-coeff {numbers}: values of 0 or more are expected"
+    again = model.recompute_granularity == "full" or "moe" in model.recomputed_modules
+    if model.num_experts is not None and model.moe_aux_losses.get("global_aux_loss") and again:
+        yield (
+            "--moe-router-load-balancing-type global_aux_loss counts the micro-batches so far, which recompute of "
+            "layers of experts would count again; use aux_loss, or --recompute-granularity selective without moe"
+        )
+
+
+def _check_dispatch(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.moe_token_dispatcher_type == "alltoall" or model.num_experts is None:
+        return
+    given = f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type}"
+    if model.moe_expert_capacity_factor is not None:
+        yield (
+            f"{given} gives every rank all tokens, and has no use for --moe-expert-capacity-factor "
+            f"{model.moe_expert_capacity_factor}; use --moe-token-dispatcher-type alltoall"
+        )
+    if model.moe_shared_expert_overlap:
+        yield (f"{given} cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall")
+
+
+def _check_float8(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    tensor, width = model.parallel_sizes.expert_tp, model.moe_ffn_hidden_size
+    if tensor > 0 and width % tensor == 0 and width // tensor % 16:
+        yield (
+            f"--moe-ffn-hidden-size {width} is {width // tensor} on each expert-tensor-parallel rank, which fp8 needs "
+            f"to be a multiple of 16; use {-(-width // (16 * tensor)) * 16 * tensor}"
+        )
+    tensor, shared = model.tensor_model_parallel_size, model.moe_shared_expert_intermediate_size
+    if shared is not None and tensor > 0 and shared % tensor == 0 and shared // tensor % 16:
+        yield (
+            f"--moe-shared-expert-intermediate-size {shared} is {shared // tensor} on each tensor-parallel rank, which "
+            f"fp8 needs to be a multiple of 16; use {-(-shared // (16 * tensor)) * 16 * tensor}"
+        )
+
+
+def _check_moe_recompute(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    of_experts = [name for name in model.recomputed_modules if name in ("moe", "moe_act", "shared_experts")]
+    if of_experts and model.num_experts is None:
+        yield f"--recompute-modules {' '.join(of_experts)} has no effect without --num-experts; leave it out"
+    elif "shared_experts" in of_experts:
+        if model.moe_shared_expert_intermediate_size is None:
+            yield (
+                "--recompute-modules shared_experts has no effect without --moe-shared-expert-intermediate-size; leave "
+                "it out"
+            )
+        elif model.moe_shared_expert_overlap:
+            yield (
+                "--recompute-modules shared_experts and --moe-shared-expert-overlap exclude each other: what is "
+                "computed while tokens travel is kept; leave one out"
+            )
+
+
+def _check_adapters(config: RunConfig, given: str) -> Iterator[str]:
+    """Refuse adapters of experts that drop or are cut otherwise, and a bias that moves while the rest stays."""
+    model = config.model
+    try:
+        parts = model.adapted_parts
+    except ValueError:
+        return  # Said by the check of the names.
+    adapted = " ".join(linear for linear in parts if linear in ("linear_fc1", "linear_fc2"))
+    if adapted and model.lora_dropout:
+        yield (
+            f"{given} --lora-dropout {model.lora_dropout} is not built for adapters of experts ({adapted}); use "
+            "--lora-dropout 0, or --lora-target-modules linear_qkv linear_proj"
+        )
+    tp, etp = model.tensor_model_parallel_size, model.parallel_sizes.expert_tp
+    if adapted and etp not in (1, tp):
+        yield (
+            f"{given} adapters of experts ({adapted}) with --expert-tensor-parallel-size {etp} beside "
+            f"--tensor-model-parallel-size {tp}; use --expert-tensor-parallel-size 1 or {tp}, or "
+            "--lora-target-modules linear_qkv linear_proj"
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
+        yield (
+            f"{given} --lora-rank {model.lora_rank} leaves all weights as they are, and --moe-router-bias-update-rate "
+            f"{model.moe_router_bias_update_rate} would move the experts' bias; use --moe-router-bias-update-rate 0"
+        )
+
+
+def _check_beside_experts(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    yield from _check_moe_recompute(config)
+    if model.num_experts is None:
+        return
+    given = f"--num-experts {model.num_experts}:"
+    if model.fp8_format is not None:
+        yield from _check_float8(config)
+    if model.lora_rank:
+        yield from _check_adapters(config, given)
+    if config.training.cuda_graph_impl == "local":
+        yield (
+            f"{given} --cuda-graph-impl local cannot record layers whose experts are given another number of tokens "
+            "each time; use --cuda-graph-impl none"
+        )
+    if model.cpu_offloading:
+        yield f"{given} --cpu-offloading is not built for layers of experts; leave it out"
+    if config.optimizer.offload_fraction and config.optimizer.optimizer_offload_policy == "auto":
+        yield (
+            f"{given} --optimizer-offload-policy auto does not know how much memory experts need; use "
+            "--optimizer-offload-policy static"
+        )
+
+
+SPREAD = Check(
+    (
+        *("num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+        *("moe_ffn_hidden_size", "ffn_hidden_size", "tensor_model_parallel_size"),
+        "moe_shared_expert_intermediate_size",
+    ),
+    _check_spread,
+)
+
+MOE_CHECKS = (
+    Check(("num_layers", "num_experts", "moe_layer_freq"), _check_moe_layers),
+    SPREAD,
+    Check(("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _check_choice),
+    Check(("moe_router_load_balancing_type", "moe_aux_loss_coeff", "recompute_granularity"), _check_balancing),
+    Check(("num_experts", "moe_token_dispatcher_type", "moe_expert_capacity_factor"), _check_dispatch),
+    Check(
+        (
+            "num_experts",
+            "fp8_format",
+            "lora_rank",
+            "lora_target_modules",
+            "lora_dropout",
+            "expert_tensor_parallel_size",
+            "tensor_model_parallel_size",
+            "moe_router_bias_update_rate",
+            "cuda_graph_impl",
+            "cpu_offloading",
+        ),
+        _check_beside_experts,
+    ),
+)
+
+
+_MULTIPLE = 16
+_LATENT = (
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    "num_attention_heads",
+)
+_SHAPE = (
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
+    "mtp_num_layers",
+)
+
+
+def _asked(config: RunConfig) -> str:
+    """Return the flag that asks for fp8, as it was typed."""
+    model = config.model
+    return (
+        "--fp8-hybrid" if model.fp8_hybrid else "--fp8-e4m3" if model.fp8_e4m3 else f"--fp8-format {model.fp8_format}"
+    )
+
+
+def _check_precision(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.fp8_format is not None and not (model.bf16 or model.fp16):
+        yield f"{_asked(config)} needs --bf16 or --fp16 for all that is not a product; add --bf16"
+
+
+def _check_formats(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    for given, meant in ((model.fp8_hybrid, "hybrid"), (model.fp8_e4m3, "e4m3")):
+        if given and model.fp8_format != meant:
+            yield f"--fp8-{meant} and --fp8-format {model.fp8_format} exclude each other; keep one"
+
+
+def _check_float8_layers(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.fp8_format is None or model.float8_layers(model.num_layers):
+        return
+    start, end = model.num_layers_at_start_in_bf16, model.num_layers_at_end_in_bf16
+    yield (
+        f"--first-last-layers-bf16 leaves none of {model.num_layers} layers for {_asked(config)} "
+        f"(--num-layers-at-start-in-bf16 {start}, --num-layers-at-end-in-bf16 {end}); together they may be "
+        f"{model.num_layers - 1} at most"
+    )
+
+
+def _check_widths(config: RunConfig) -> Iterator[str]:
+    model, tensor = config.model, config.model.tensor_model_parallel_size
+    if model.fp8_format is None or min(tensor, model.hidden_size, model.kv_channels, model.ffn_hidden_size) <= 0:
+        return
+    needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
+    if model.hidden_size % _MULTIPLE:
+        yield f"--hidden-size {model.hidden_size}, {needed}; use {_rounded(model.hidden_size, _MULTIPLE)}"
+    elif model.mtp_depth and model.hidden_size % tensor == 0 and model.hidden_size // tensor % _MULTIPLE:
+        yield (
+            f"--hidden-size {model.hidden_size} makes {model.hidden_size // tensor} columns of the product in front of "
+            f"the layers of --mtp-num-layers on each tensor-parallel rank, {needed}; use "
+            f"{_rounded(model.hidden_size, _MULTIPLE * tensor)}"
+        )
+    width = model.ffn_hidden_size
+    if width % tensor == 0 and width // tensor % _MULTIPLE:
+        yield (
+            f"--ffn-hidden-size {width} is {width // tensor} on each tensor-parallel rank, {needed}; "
+            f"use {_rounded(width, _MULTIPLE * tensor)}"
+        )
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if model.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
+        return
+    own_heads, own_groups = heads // tensor, max(groups // tensor, 1)
+    columns, rows = own_heads * model.kv_channels, (own_heads + 2 * own_groups) * model.kv_channels
+    if columns % _MULTIPLE or rows % _MULTIPLE:
+        fitting = next(
+            width
+            for width in count(model.kv_channels)
+            if not (own_heads * width % _MULTIPLE or 2 * own_groups * width % _MULTIPLE)
+        )
+        yield (
+            f"--kv-channels {model.kv_channels} makes {columns} channels of queries and {rows} of queries, keys and "
+            f"values on each tensor-parallel rank, {needed}; use --kv-channels {fitting}"
+        )
+
+
+def _check_latent_widths(config: RunConfig) -> Iterator[str]:
+    model, tensor = config.model, config.model.tensor_model_parallel_size
+    if model.fp8_format is None or not model.multi_latent_attention or tensor <= 0:
+        return
+    needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
+    narrow = {
+        "--q-lora-rank": model.q_lora_rank,
+        "--kv-lora-rank": model.kv_lora_rank,
+        "--qk-pos-emb-head-dim": model.qk_pos_emb_head_dim,
+    }
+    for name, width in narrow.items():
+        if width is not None and width % _MULTIPLE:
+            yield f"{name} {width}, {needed}; use {_rounded(width, _MULTIPLE)}"
+    if model.num_attention_heads % tensor:
+        return
+    heads = model.num_attention_heads // tensor
+    for name, width in (("--qk-head-dim", model.qk_head_dim), ("--v-head-dim", model.v_head_dim)):
+        if heads * width % _MULTIPLE:
+            fitting = next(each for each in count(width) if heads * each % _MULTIPLE == 0)
+            yield f"{name} {width} makes {heads * width} channels on each tensor-parallel rank, {needed}; use {fitting}"
+
+
+def _check_tokens(config: RunConfig) -> Iterator[str]:
+    model, length, batch = config.model, config.data.seq_length, config.training.micro_batch_size
+    parts = model.context_parallel_size
+    if model.sequence_parallel:
+        parts *= model.tensor_model_parallel_size
+    if model.fp8_format is None or parts <= 0 or length <= 0 or batch <= 0 or length % parts:
+        return
+    tokens = length * batch // parts
+    if tokens % _MULTIPLE == 0:
+        return
+    step = parts * (2 if model.context_parallel_size > 1 else 1)
+    fitting = next(size for size in count(_rounded(length, step), step) if size * batch // parts % _MULTIPLE == 0)
+    yield (
+        f"--seq-length {length} x --micro-batch-size {batch} makes {tokens} tokens of a micro-batch on each rank, "
+        f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}; use --seq-length {fitting}"
+    )
+
+
+def _check_param_gather(config: RunConfig) -> Iterator[str]:
+    if config.model.fp8_param_gather and config.parallel_sizes.num_replicas > 1 and not config.ddp.shards_optimizer:
+        yield (
+            "--fp8-param-gather: parameters are gathered with --use-distributed-optimizer only; add it or leave this "
+            "out"
+        )
+
+
+def _rounded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+FLOAT8_CHECKS = (
+    Check(("fp8_format", "fp16", "bf16"), _check_precision),
+    Check(("fp8_format",), _check_formats),
+    Check(("num_layers", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), _check_float8_layers),
+    Check((*_SHAPE, *MODEL_SIZE_NAMES), _check_widths),
+    Check((*_LATENT, *MODEL_SIZE_NAMES), _check_latent_widths),
+    Check(("seq_length", "micro_batch_size", *MODEL_SIZE_NAMES), _check_tokens),
+    Check(("use_distributed_optimizer", *MODEL_SIZE_NAMES), _check_param_gather),
 )

@@ -1,17 +1,98 @@
-"""Checks of tensor, data, pipeline and context parallelism."""
+"""Checks of declared bounds and exclusions, of the parallel layout, CUDA graphs and activation memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from megatron.config.checks.base import Check, divisors
 from megatron.config.run_config import RunConfig
 from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.errors import ConfigurationError, choices
-from megatron.core.parallel_sizes import MODEL_SIZE_NAMES
+from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.pipeline_parallel.schedules import default_schedule, schedule_problems
 from megatron.core.pipeline_parallel.stage_layout import layout_problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Pair a pure function that yields problems, one line each, with the fields that it reads.
+
+    A check is left out where one of its fields has no usable value: its problem is already known.
+    """
+
+    reads: tuple[str, ...]
+    find: Callable[[RunConfig], Iterable[str]]
+
+
+def divisors(number: int, limit: int) -> str:
+    """Return the divisors of a number up to a limit as text, for messages that say what would work."""
+    return choices(size for size in divisors_of(abs(number)) if size <= limit)
+
+
+def divisors_of(number: int) -> list[int]:
+    """Return the divisors of a number above 0, the smallest first; of any other number none."""
+    small = [size for size in range(1, math.isqrt(max(number, 0)) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+_MAX_SEED = 2**32 - 1
+
+
+def _check_bounds(config: RunConfig) -> Iterator[str]:
+    """Report each value outside its bounds."""
+    for spec, value in config.flags("bounds"):
+        bounds = spec.options.bounds
+        if bounds is not None and value is not None and not bounds.hold(value):
+            yield f"{spec.typed(value)}: a value {bounds.words} is expected"
+
+
+def _check_exclusions(config: RunConfig) -> Iterator[str]:
+    """Report fields that are given together and cannot be, each group once."""
+    reported: set[str] = set()
+    for spec, value in config.flags("excludes"):
+        if value == spec.default or spec.name in reported:
+            continue
+        others = [each for each in map(config.flag, spec.options.excludes) if each is not None]
+        given = [(spec, value), *(each for each in others if each[1] != each[0].default)]
+        if len(given) > 1:
+            reported.update(each.name for each, _ in given)
+            yield f"{' and '.join(each.typed(number) for each, number in given)} exclude each other; keep one"
+
+
+def _check_needs(config: RunConfig) -> Iterator[str]:
+    """Report each field that is given without the one that it needs."""
+    for spec, value in config.flags("needs"):
+        found = None if value == spec.default else config.flag(spec.options.needs or "")
+        if found is not None and found[1] == found[0].default:
+            needed = found[0]
+            what = needed.flags[0] if needed.is_bool else needed.typed(needed.metavar)
+            remedy = "add it or leave this out" if needed.is_bool else "add it"
+            yield f"{spec.typed(value)} has no effect without {what}; {remedy}"
+
+
+def _check_seed(config: RunConfig) -> Iterator[str]:
+    seed = config.initialization.seed
+    if seed > _MAX_SEED:
+        yield f"--seed {seed}: NumPy takes seeds up to {_MAX_SEED}"
+
+
+def _check_replication(config: RunConfig) -> Iterator[str]:
+    restart, world_size = config.restart, config.world_size
+    jump = restart.replication_jump or 1
+    if restart.replication and jump % world_size == 0:
+        given = "" if restart.replication_jump is None else f" --replication-jump {jump}"
+        remedy = f"give a jump of 1 to {world_size - 1}" if world_size > 1 else "leave it out"
+        yield f"--replication{given}: with world size {world_size} each rank would send its copy to itself; {remedy}"
+
+
+FIELD_CHECKS = (
+    Check((), _check_bounds),
+    Check((), _check_exclusions),
+    Check((), _check_needs),
+    Check(("seed",), _check_seed),
+    Check(("replication_jump",), _check_replication),
+)
 
 
 def has_whole_copies(config: RunConfig) -> bool:
@@ -153,8 +234,10 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
         num_chunks = config.stage_layout.num_chunks
     except ConfigurationError:
         return  # Said by the check of the layout.
-    name = model.pipeline_schedule or default_schedule(pp, num_chunks)
     group_size = model.microbatch_group_size_per_virtual_pipeline_stage
+    if pp == num_chunks == 1 and model.pipeline_schedule is None and group_size is None:
+        return  # One stage runs its micro-batches one after the other.
+    name = model.pipeline_schedule or default_schedule(pp, num_chunks)
     yield from schedule_problems(name, pp, training.global_batch_size // per_step, num_chunks, group_size)
 
 
@@ -290,4 +373,170 @@ CONTEXT_PARALLEL_CHECKS = (
         ),
         _check_heads_of_context_ranks,
     ),
+)
+
+
+def _check_modules(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    modules = " ".join(model.recompute_modules)
+    if model.recompute_modules == ("core_attn",):
+        return
+    if model.recompute_granularity is None:
+        yield f"--recompute-modules {modules} has no effect without --recompute-granularity selective; add it"
+    elif model.recompute_granularity == "full":
+        yield (
+            f"--recompute-modules {modules} and --recompute-granularity full exclude each other: whole layers are "
+            "recomputed; leave it out or use --recompute-granularity selective"
+        )
+    elif "layernorm" in model.recompute_modules:
+        others = " ".join(name for name in model.recompute_modules if name != "layernorm") or "core_attn"
+        if model.norm_placement == "after":
+            yield (
+                "--recompute-modules layernorm is of the norms in front of attention and feed-forward, and "
+                f"--norm-placement after has none; use --recompute-modules {others}"
+            )
+        if model.apply_residual_connection_post_layernorm:
+            yield (
+                "--recompute-modules layernorm computes norms again from a residual stream that goes around them, and "
+                f"--apply-residual-connection-post-layernorm leads it through; use --recompute-modules {others}"
+            )
+
+
+def _check_distributed(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.distribute_saved_activations:
+        return
+    flag = "--distribute-saved-activations"
+    if model.recompute_granularity != "full":
+        yield f"{flag} is of the inputs that full recompute keeps; add --recompute-granularity full"
+    if model.sequence_parallel:
+        yield f"{flag} and --sequence-parallel exclude each other: each rank keeps its own part already; keep one"
+    elif model.tensor_model_parallel_size == 1:
+        yield f"{flag} has no effect with --tensor-model-parallel-size 1; leave it out"
+    sizes = model.parallel_sizes
+    if sizes.tp <= 0 or sizes.cp <= 0:
+        return
+    shape = model.hidden_shape(config.data.seq_length, config.training.micro_batch_size)
+    if not model.sequence_parallel and (shape[0] * shape[1] * shape[2]) % sizes.tp:
+        yield (
+            f"{flag} divides hidden states of {shape[0]} x {shape[1]} x {shape[2]} by "
+            f"--tensor-model-parallel-size {sizes.tp}; change --hidden-size or leave it out"
+        )
+
+
+def _check_offload(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    layers = model.cpu_offloading_num_layers
+    values = f"values from 1 to {model.num_layers} work"
+    if not model.cpu_offloading:
+        if layers:
+            yield f"--cpu-offloading-num-layers {layers} has no effect without --cpu-offloading; add it"
+    elif not layers:
+        yield f"--cpu-offloading needs --cpu-offloading-num-layers; {values}"
+    elif layers > model.num_layers:
+        yield f"--cpu-offloading-num-layers {layers} is greater than --num-layers {model.num_layers}; {values}"
+
+
+def _check_weights(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.cpu_offloading:
+        if not model.cpu_offloading_activations:
+            yield "--no-cpu-offloading-activations has no effect without --cpu-offloading; leave it out"
+        return
+    if not model.cpu_offloading_activations and not model.cpu_offloading_weights:
+        yield (
+            "--cpu-offloading with --no-cpu-offloading-activations moves nothing; add --cpu-offloading-weights or "
+            "leave one of them out"
+        )
+    if model.cpu_offloading_weights and config.ddp.shards_optimizer:
+        yield (
+            "--cpu-offloading-weights: with --use-distributed-optimizer the weights of all layers lie in one buffer, "
+            "which is gathered on the device; leave one of them out"
+        )
+
+
+def _check_graphs(config: RunConfig) -> Iterator[str]:
+    if config.training.cuda_graph_impl != "local":
+        return
+    refused = "--cuda-graph-impl local:"
+    if config.model.cpu_offloading:
+        yield f"{refused} --cpu-offloading moves memory that graphs need where it is; leave one of them out"
+    if config.model.distribute_saved_activations:
+        yield f"{refused} --distribute-saved-activations is not recorded; leave one of them out"
+
+
+ACTIVATION_CHECKS = (
+    Check(
+        (
+            *("recompute_granularity", "recompute_modules", "norm_placement"),
+            "apply_residual_connection_post_layernorm",
+        ),
+        _check_modules,
+    ),
+    Check(
+        (
+            *("distribute_saved_activations", "recompute_granularity", "sequence_parallel", "seq_length"),
+            *("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size", "hidden_size"),
+        ),
+        _check_distributed,
+    ),
+    Check(("num_layers", "cpu_offloading", "cpu_offloading_num_layers"), _check_offload),
+    Check(
+        (
+            *("cpu_offloading", "cpu_offloading_activations", "cpu_offloading_weights"),
+            *("use_distributed_optimizer", "data_parallel_sharding_strategy"),
+        ),
+        _check_weights,
+    ),
+    Check(("cuda_graph_impl", "cpu_offloading", "distribute_saved_activations"), _check_graphs),
+)
+
+
+_REFUSED = "--cuda-graph-impl local:"
+
+
+def _check_documents(config: RunConfig) -> Iterator[str]:
+    if config.training.cuda_graph_impl != "local":
+        return
+    if config.data.sft and config.data.sft_packing:
+        yield f"{_REFUSED} --sft packs other conversations in each micro-batch; leave one out, or add --no-sft-packing"
+        return
+    for flag, is_given in (
+        ("--reset-attention-mask", config.data.reset_attention_mask),
+        ("--reset-position-ids", config.data.reset_position_ids),
+    ):
+        if is_given:
+            yield f"{_REFUSED} {flag} changes the work from one micro-batch to the next; leave one of them out"
+
+
+def _check_dropout(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if config.training.cuda_graph_impl != "local" or model.attention_dropout == 0:
+        return
+    if model.attention_backend not in ("unfused", "local"):
+        yield (
+            f"{_REFUSED} --attention-dropout {model.attention_dropout} by the kernels of --attention-backend "
+            f"{model.attention_backend} takes a seed from the host in each micro-batch; give --attention-dropout 0, or "
+            "--attention-backend unfused"
+        )
+
+
+def _check_gradients(config: RunConfig) -> Iterator[str]:
+    if config.training.cuda_graph_impl == "local" and config.ddp.shards_gradients:
+        yield (
+            f"{_REFUSED} with --data-parallel-sharding-strategy {config.ddp.data_parallel_sharding_strategy} gradients "
+            "have no memory of their own between micro-batches; use optim"
+        )
+
+
+def _check_chunked_logits(config: RunConfig) -> Iterator[str]:
+    if config.training.cuda_graph_impl == "local" and config.logging.log_max_attention_logit:
+        yield f"{_REFUSED} --log-max-attention-logit computes more in some iterations only; leave one of them out"
+
+
+CUDA_GRAPH_CHECKS = (
+    Check(("cuda_graph_impl", "log_max_attention_logit"), _check_chunked_logits),
+    Check(("cuda_graph_impl", "reset_attention_mask", "reset_position_ids", "sft_packing"), _check_documents),
+    Check(("cuda_graph_impl", "attention_dropout", "attention_backend"), _check_dropout),
+    Check(("cuda_graph_impl", "data_parallel_sharding_strategy"), _check_gradients),
 )

@@ -1,33 +1,829 @@
-"""All checks of a run configuration together."""
+"""Checks of a run (batches, optimizer, data, files, faults), and all checks of a configuration together."""
 
 from __future__ import annotations
 
-from megatron.config.checks import base, execution, files, float8, model, moe, optimizer, parallelism, training
-from megatron.config.checks import model as attention_kinds
-from megatron.config.checks import model as further_tokens
-from megatron.config.checks import model as latent_attention
-from megatron.config.run_config import RunConfig
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.config.checks import model, parallelism
+from megatron.config.checks.parallelism import Check, divisors_of, has_whole_copies
+from megatron.config.resolution import DEFAULT_SPLIT
+from megatron.config.run_config import INDEXED_DATASETS, NATIVE_FORMAT, RAW_DATASETS, RunConfig, extra_validation_sets
+from megatron.core.config_base import BELOW_ONE
+from megatron.core.datasets.conversation_file import ConversationFile, is_raw
+from megatron.core.datasets.gpt_dataset_config import parse_blend, parse_split, split_boundaries, suggest_split
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.errors import ConfigurationError, DataError, StorageError, choices
+from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
+from megatron.core.object_store import PACKAGES, is_url, url_problem
+from megatron.core.optimizer.optimizer_config import parse_override
+
+_LENGTHS = (
+    "train_iters",
+    "train_samples",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_fraction",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
+)
+
+
+def _check_learning_rate(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.lr == 0 and not config.training.skip_train:
+        yield "--lr is missing; give the highest learning rate"
+    elif optimizer.min_lr > optimizer.lr and optimizer.lr > 0:
+        yield f"--min-lr {optimizer.min_lr} is greater than --lr {optimizer.lr}; give {optimizer.lr} or less"
+
+
+def _check_decoupled(config: RunConfig) -> Iterator[str]:
+    highest, lowest = config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr
+    lowest, name = (config.optimizer.min_lr, "min-lr") if lowest is None else (lowest, "decoupled-min-lr")
+    if highest is not None and lowest > highest:
+        yield (
+            f"--{name} {lowest} is greater than --decoupled-lr {highest}; give --decoupled-min-lr of {highest} or less"
+        )
+
+
+def _check_overrides(config: RunConfig) -> Iterator[str]:
+    for text in config.optimizer.param_group_overrides:
+        try:
+            parse_override(text)
+        except ValueError as error:
+            yield (
+                f"--param-group-overrides {text}: {error}; give PATTERN:lr_mult=X,wd_mult=Y with a pattern of "
+                "parameters' names, as in *.mlp.*:lr_mult=0.5"
+            )
+
+
+def _check_mup(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not model.use_mup:
+        return
+    if model.mup_base_hidden_size is None and model.mup_width_mult is None:
+        yield "--use-mup needs the width of the base model; give --mup-base-hidden-size (or --mup-width-mult)"
+    if config.optimizer.elementwise == "sgd":
+        yield "--use-mup scales the rates of AdamW, Lion and Muon, not of --optimizer sgd; give --optimizer adam"
+    if model.multi_latent_attention and model.mup_base_head_dim is not None:
+        yield (
+            "--mup-base-head-dim is not built beside --multi-latent-attention; leave it out: scores are then divided "
+            "by the root of the heads' width"
+        )
+
+
+def _check_clipping(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    for name in ("clip_grad_matrices", "clip_grad_embeddings", "clip_grad_vectors"):
+        value = getattr(optimizer, name)
+        if value and optimizer.offload_fraction:
+            yield (
+                f"--{name.replace('_', '-')} {value} beside the optimizer's offload is not built; leave it or the "
+                "offload (--optimizer-cpu-offload) out"
+            )
+
+
+def _check_average(config: RunConfig) -> Iterator[str]:
+    decay, form = config.optimizer.ema_decay, config.checkpoint.ckpt_format
+    if decay is None:
+        return
+    if form in ("torch", "torch_dist") and config.checkpoint.save:
+        yield (
+            f"--ckpt-format {form} has no place for the averages of --ema-decay {decay}; leave it out for the native "
+            "format, which converts later"
+        )
+    if config.checkpoint.save and config.checkpoint.no_save_optim:
+        yield f"--no-save-optim leaves out the averages of --ema-decay {decay} too; leave one of the two out"
+    if config.model.fp8_param_gather:
+        yield f"--ema-decay {decay} beside --fp8-param-gather is not built; leave one of them out"
+    if config.model.cpu_offloading_weights:
+        yield f"--ema-decay {decay} beside --cpu-offloading-weights is not built; leave one of them out"
+
+
+def _check_units(config: RunConfig) -> Iterator[str]:
+    """Let the schedule be counted as the run is: in iterations or in samples."""
+    schedule = config.scheduler
+    by_samples = config.training.train_samples > 0
+    wrong, right = ("iters", "samples") if by_samples else ("samples", "iters")
+    for name, value in (
+        ("lr-decay", schedule.lr_decay_iters if by_samples else schedule.lr_decay_samples),
+        ("lr-warmup", schedule.lr_warmup_iters if by_samples else schedule.lr_warmup_samples),
+        ("lr-wsd-decay", schedule.lr_wsd_decay_iters if by_samples else schedule.lr_wsd_decay_samples),
+    ):
+        if value:
+            yield (
+                f"--{name}-{wrong} {value} does not go with --train-{right}: the run is counted in {right}; "
+                f"give --{name}-{right}"
+            )
+
+
+def _check_warmup(config: RunConfig) -> Iterator[str]:
+    schedule = config.scheduler
+    counted = schedule.lr_warmup_iters or schedule.lr_warmup_samples
+    if schedule.lr_warmup_fraction is not None and counted:
+        unit = "iters" if schedule.lr_warmup_iters else "samples"
+        yield (
+            f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and --lr-warmup-{unit} {counted} exclude "
+            "each other; keep one"
+        )
+        return
+    if schedule.lr_warmup_fraction is not None and not BELOW_ONE.hold(schedule.lr_warmup_fraction):
+        return  # its bounds are checked
+    lengths = config.schedule_lengths
+    if lengths.lr_decay_steps and lengths.lr_warmup_steps >= lengths.lr_decay_steps:
+        unit, size = ("samples", 1) if config.training.train_samples else ("iters", config.training.global_batch_size)
+        yield (
+            f"the warm-up of {lengths.lr_warmup_steps:g} samples is not shorter than the decay of "
+            f"{lengths.lr_decay_steps} samples; give --lr-warmup-{unit} below {lengths.lr_decay_steps // size}, "
+            f"or raise --lr-decay-{unit}"
+        )
+
+
+def _check_wsd(config: RunConfig) -> Iterator[str]:
+    schedule = config.scheduler
+    given = schedule.lr_wsd_decay_iters or schedule.lr_wsd_decay_samples
+    if schedule.lr_decay_style == "WSD" and not given:
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
+        return
+    lengths = config.schedule_lengths
+    if lengths.wsd_decay_steps is not None and lengths.wsd_decay_steps > lengths.lr_decay_steps:
+        yield (
+            f"the WSD decay of {lengths.wsd_decay_steps} samples is longer than the whole schedule of "
+            f"{lengths.lr_decay_steps}; lower --lr-wsd-decay-iters"
+        )
+
+
+def _check_weight_decay(config: RunConfig) -> Iterator[str]:
+    schedule = config.scheduler
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
+    if schedule.weight_decay_incr_style == "constant":
+        if start != end:
+            yield (
+                f"--start-weight-decay {start} and --end-weight-decay {end} differ, but "
+                "--weight-decay-incr-style is constant; give linear or cosine"
+            )
+    elif start is None or end is None:
+        yield (
+            f"--weight-decay-incr-style {schedule.weight_decay_incr_style} needs --start-weight-decay and "
+            "--end-weight-decay"
+        )
+    elif end < start:
+        yield (f"--end-weight-decay {end} is smaller than --start-weight-decay {start}; weight decay can only grow")
+
+
+def _check_types(config: RunConfig) -> Iterator[str]:
+    optimizer, dtype = config.optimizer, config.model.params_dtype
+    if optimizer.main_grads_dtype == "bf16" and dtype != "bfloat16":
+        yield f"--main-grads-dtype bf16 needs --bf16: the model is {dtype}; give --bf16, or --main-grads-dtype fp32"
+    if optimizer.main_params_dtype == "fp16":
+        if dtype != "bfloat16":
+            yield (
+                "--main-params-dtype fp16 keeps what bfloat16 weights lack of float32, and the model is "
+                f"{dtype}; give --bf16, or --main-params-dtype fp32"
+            )
+        elif optimizer.offload_fraction:
+            yield (
+                "--main-params-dtype fp16 keeps a part of each main parameter in the weights of the device, where the "
+                "host has none; give --main-params-dtype fp32, or leave the optimizer's offload out"
+            )
+    if optimizer.elementwise != "adam":
+        for name in ("exp_avg", "exp_avg_sq"):
+            value = getattr(optimizer, f"{name}_dtype")
+            if value != "fp32":
+                flag = f"--{name.replace('_', '-')}-dtype"
+                yield f"{flag} {value} is of Adam's state; give --optimizer adam, or {flag} fp32"
+
+
+def _check_float8_gather(config: RunConfig) -> Iterator[str]:
+    if config.model.fp8_param_gather and config.optimizer.main_params_dtype == "fp16":
+        yield (
+            "--main-params-dtype fp16 keeps what the weights lack of float32, and --fp8-param-gather rounds the "
+            "weights; give --main-params-dtype fp32, or leave --fp8-param-gather out"
+        )
+
+
+def _check_gather(config: RunConfig) -> Iterator[str]:
+    if config.ddp.overlap_param_gather_with_optimizer_step and config.optimizer.optimizer_cpu_offload:
+        yield (
+            "--overlap-param-gather-with-optimizer-step updates in the order of the forward pass, which offloaded "
+            "parameters do not have; leave it or the optimizer's offload out"
+        )
+
+
+def _check_rule(config: RunConfig) -> Iterator[str]:
+    """Let what only AdamW and SGD can do be asked of these alone."""
+    rule = config.optimizer.optimizer
+    if rule in ("adam", "sgd"):
+        return
+    form = config.checkpoint.ckpt_format
+    if form in ("torch", "torch_dist") and config.checkpoint.save and not config.checkpoint.no_save_optim:
+        yield (
+            f"--ckpt-format {form} has no place for the state of --optimizer {rule}; leave it out for the native "
+            "format, which converts later, or give --no-save-optim"
+        )
+    if rule == "muon":
+        if config.optimizer.offload_fraction:
+            yield (
+                "--optimizer muon needs whole matrices on the device; leave the optimizer's offload "
+                "(--optimizer-cpu-offload) out, or give --optimizer adam"
+            )
+        if config.ddp.overlap_param_gather_with_optimizer_step:
+            yield (
+                "--overlap-param-gather-with-optimizer-step updates bucket by bucket, and --optimizer muon whole "
+                "matrices; leave one of them out (--overlap-param-gather goes with muon)"
+            )
+
+
+OPTIMIZER_CHECKS = (
+    Check(
+        ("optimizer", "ckpt_format", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"), _check_rule
+    ),
+    Check(("lr", "min_lr"), _check_learning_rate),
+    Check(("param_group_overrides",), _check_overrides),
+    Check(
+        ("ema_decay", "ckpt_format", "save", "no_save_optim", "fp8_param_gather", "cpu_offloading_weights"),
+        _check_average,
+    ),
+    Check(
+        ("clip_grad_matrices", "clip_grad_embeddings", "clip_grad_vectors", "optimizer_cpu_offload"), _check_clipping
+    ),
+    Check(
+        (
+            "use_mup",
+            "mup_base_hidden_size",
+            "mup_width_mult",
+            "mup_base_head_dim",
+            "multi_latent_attention",
+            "optimizer",
+        ),
+        _check_mup,
+    ),
+    Check(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), _check_decoupled),
+    Check(_LENGTHS, _check_units),
+    Check((*_LENGTHS, "global_batch_size", "micro_batch_size"), _check_warmup),
+    Check((*_LENGTHS, "lr_decay_style", "global_batch_size", "micro_batch_size"), _check_wsd),
+    Check(("start_weight_decay", "end_weight_decay", "weight_decay"), _check_weight_decay),
+    Check(("overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload"), _check_gather),
+    Check(("fp8_param_gather", "main_params_dtype"), _check_float8_gather),
+    Check(
+        (
+            *("optimizer", "params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype"),
+            *("exp_avg_sq_dtype", "optimizer_cpu_offload", "optimizer_offload_fraction"),
+        ),
+        _check_types,
+    ),
+)
+
+
+_MOST_SAMPLES = 2**63 - 1
+_MOST_MICROBATCHES = 2**20
+_MOST_BATCH_SIZES = 2**16
+_BATCH = ("micro_batch_size", "global_batch_size", *MODEL_SIZE_NAMES)
+
+
+def _slice(config: RunConfig) -> int:
+    """Return the samples that all data-parallel ranks take in one micro-batch, or 0 where there is no
+    such number."""
+    if not has_whole_copies(config):
+        return 0
+    return max(config.training.micro_batch_size, 0) * config.data_parallel_size
+
+
+def _check_global_batch(config: RunConfig) -> Iterator[str]:
+    batch, micro, one = config.training.global_batch_size, config.training.micro_batch_size, _slice(config)
+    if one and batch > 0 and batch % one != 0 and config.training.step_batch_size_schedule is None:
+        below, above = batch // one * one, -(-batch // one) * one
+        nearest = f"{below} or {above}" if below else f"{above}"
+        yield (
+            f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} x "
+            f"data-parallel size {config.data_parallel_size} = {one}; nearest sizes that work: {nearest}"
+        )
+
+
+def _check_rampup(config: RunConfig) -> Iterator[str]:
+    given, batch, one = config.training.rampup_batch_size, config.training.global_batch_size, _slice(config)
+    if not given:
+        return
+    typed = "--rampup-batch-size " + " ".join(str(number) for number in given)
+    if len(given) != 3:
+        yield f"{typed}: three numbers are expected: first size, increment, samples"
+        return
+    start, increment, _ = given
+    if min(given) <= 0:
+        yield f"{typed}: a first size, an increment and a number of samples above 0 are expected"
+        return
+    if start > batch:
+        yield f"{typed}: the first size is greater than --global-batch-size {batch}"
+    elif (batch - start) % increment != 0:
+        yield (
+            f"{typed}: the way from {start} to --global-batch-size {batch} is {batch - start}, "
+            f"which is not a multiple of the increment {increment}; increments that work: "
+            f"{_increments(batch - start, max(one, 1))}"
+        )
+    if one and (start % one != 0 or increment % one != 0):
+        yield (
+            f"{typed}: first size and increment must be multiples of --micro-batch-size "
+            f"{config.training.micro_batch_size} x data-parallel size {config.data_parallel_size} = {one}"
+        )
+
+
+def _increments(way: int, one: int) -> str:
+    """Return the divisors of the way from the first to the full batch size that are whole slices, as text."""
+    return choices(size for size in divisors_of(way) if size % one == 0)
+
+
+def _check_steps(config: RunConfig) -> Iterator[str]:
+    text, one = config.training.step_batch_size_schedule, _slice(config)
+    if text is None or not one:
+        return
+    sizes = (*config.training.batch_size_steps[::2], config.training.global_batch_size)
+    for size in sizes:
+        if size % one != 0:
+            nearest = max(round(size / one), 1) * one
+            yield (
+                f"--step-batch-size-schedule {text!r}: {size} is not divisible by --micro-batch-size "
+                f"{config.training.micro_batch_size} x data-parallel size {config.data_parallel_size} = {one}; "
+                f"nearest size that works: {nearest}"
+            )
+
+
+def _check_end(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    if not (training.train_iters or training.train_samples or training.skip_train):
+        yield "--train-iters is missing; give it, or --train-samples, or --skip-train"
+
+
+def _check_length(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    if 0 < training.train_samples < training.global_batch_size:
+        yield (
+            f"--train-samples {training.train_samples} is less than one --global-batch-size "
+            f"{training.global_batch_size}; no iteration would be trained"
+        )
+
+
+def _check_run(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    if training.train_iters * training.global_batch_size > _MOST_SAMPLES:
+        yield (
+            f"--train-iters {training.train_iters} x --global-batch-size {training.global_batch_size} are more samples "
+            f"than {_MOST_SAMPLES}; lower one of them"
+        )
+
+
+def _check_microbatches(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    if not has_whole_copies(config) or training.micro_batch_size < 1:
+        return
+    count = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
+    if count > _MOST_MICROBATCHES:
+        yield (
+            f"--global-batch-size {training.global_batch_size} makes {count} micro-batches of --micro-batch-size "
+            f"{training.micro_batch_size} on each of {config.data_parallel_size} model copies; at most "
+            f"{_MOST_MICROBATCHES} are taken: lower the first or raise the second"
+        )
+
+
+def _check_batch_sizes(config: RunConfig) -> Iterator[str]:
+    given, batch = config.training.rampup_batch_size, config.training.global_batch_size
+    if len(given) != 3 or min(given) <= 0:
+        return  # Said by the check of the ramp-up.
+    count = (batch - given[0]) // given[1]
+    if count > _MOST_BATCH_SIZES:
+        yield (
+            f"--rampup-batch-size {given[0]} {given[1]} {given[2]} has {count} sizes up to --global-batch-size "
+            f"{batch}; at most {_MOST_BATCH_SIZES} are taken: raise the increment"
+        )
+
+
+BATCH_CHECKS = (
+    Check(("train_iters", "global_batch_size"), _check_run),
+    Check(("global_batch_size", "micro_batch_size", *MODEL_SIZE_NAMES), _check_microbatches),
+    Check(("rampup_batch_size", "global_batch_size"), _check_batch_sizes),
+    Check(_BATCH, _check_global_batch),
+    Check((*_BATCH, "rampup_batch_size"), _check_rampup),
+    Check((*_BATCH, "step_batch_size_schedule"), _check_steps),
+    Check(("train_iters", "train_samples", "global_batch_size", "micro_batch_size"), _check_length),
+)
+LENGTH_CHECKS = (Check(("train_iters", "train_samples"), _check_end),)
+"""What a run needs, and a step of it does not."""
+
+
+NO_PROFILE_FOLDER = (
+    "--profile has no folder for the traces of torch's profiler; add --tensorboard-dir DIR or --save DIR"
+)
+
+
+def _check_profiled_steps(config: RunConfig) -> Iterator[str]:
+    start, end = config.logging.profile_step_start, config.logging.profile_step_end
+    if config.logging.profile and start >= end:
+        yield (
+            f"--profile-step-start {start} --profile-step-end {end}: iterations {start + 1} to {end} are none; "
+            "give an end above the start"
+        )
+
+
+def _check_ranks(config: RunConfig) -> Iterator[str]:
+    missing = [rank for rank in config.logging.profile_ranks if not 0 <= rank < config.world_size]
+    if missing:
+        yield (
+            f"--profile-ranks {' '.join(map(str, missing))}: the run has the ranks 0 to {config.world_size - 1}; "
+            "leave out the others"
+        )
+
+
+def _check_folder(config: RunConfig) -> Iterator[str]:
+    if config.logging.profile and config.logging.use_pytorch_profiler and config.profile_folder is None:
+        yield NO_PROFILE_FOLDER
+
+
+def _check_looks(config: RunConfig) -> Iterator[str]:
+    interval, tasks = config.logging.sample_interval, config.validation.eval_tasks
+    if interval is not None and not config.logging.sample_prompts:
+        yield f"--sample-interval {interval} has nothing to continue; add --sample-prompts TEXT"
+    if tasks and not config.validation.eval_interval and config.validation.eval_tasks_interval is None:
+        yield "--eval-tasks with --eval-interval 0 would ask nothing; add --eval-tasks-interval N"
+
+
+PROFILING_CHECKS = (
+    Check(("profile_step_start", "profile_step_end"), _check_profiled_steps),
+    Check(("profile_ranks",), _check_ranks),
+    Check(("tensorboard_dir", "save"), _check_folder),
+    Check(("sample_interval", "eval_tasks"), _check_looks),
+)
+
+
+_LEAST_WINDOW = 8
+
+
+def _check_policy(config: RunConfig) -> Iterator[str]:
+    policy, checkpoint = config.faults.spike_policy, config.checkpoint
+    if policy is None:
+        return
+    if not config.ddp.check_for_nan_in_loss_and_grad:
+        yield (
+            f"--spike-policy {policy} says what follows a gradient that is not finite, and "
+            "--no-check-for-nan-in-loss-and-grad that nothing does; keep one"
+        )
+    if policy == "rewind" and (checkpoint.save is None or checkpoint.save_interval is None):
+        yield "--spike-policy rewind goes back to checkpoints of the run; add --save DIR and --save-interval N"
+    if policy == "rewind" and (checkpoint.no_save_optim or checkpoint.no_save_rng):
+        flag = "--no-save-optim" if checkpoint.no_save_optim else "--no-save-rng"
+        yield f"--spike-policy rewind goes on from whole checkpoints; leave {flag} out"
+    if 0 < config.faults.spike_window < _LEAST_WINDOW:
+        yield f"--spike-window {config.faults.spike_window} is too short to know what is usual; give {_LEAST_WINDOW} up"
+
+
+def _check_skipped(config: RunConfig) -> Iterator[str]:
+    wrong = [number for number in config.faults.iterations_to_skip if number < 0]
+    if wrong:
+        yield f"--iterations-to-skip {' '.join(map(str, wrong))}: numbers of iterations are 0 or more"
+
+
+def _check_injection(config: RunConfig) -> Iterator[str]:
+    rate, mode = config.faults.error_injection_rate, config.faults.rerun_mode
+    if rate and mode != "validate_results":
+        yield (
+            f"--error-injection-rate {rate} is to see results examined, and --rerun-mode {mode} examines none; give "
+            "--rerun-mode validate_results"
+        )
+
+
+def _check_gradient_hash(config: RunConfig) -> Iterator[str]:
+    interval = config.faults.check_gradient_hash_across_dp_replicas_interval
+    if interval and config.ddp.shards_optimizer:
+        yield (
+            f"--check-gradient-hash-across-dp-replicas-interval {interval} compares copies of the reduced gradients, "
+            "of which each rank has a shard of its own with --use-distributed-optimizer; leave one of them out, or use "
+            "--check-weight-hash-across-dp-replicas-interval"
+        )
+
+
+FAULT_CHECKS = (
+    Check(
+        (
+            *("spike_policy", "spike_window", "check_for_nan_in_loss_and_grad", "save", "save_interval"),
+            *("no_save_optim", "no_save_rng"),
+        ),
+        _check_policy,
+    ),
+    Check(("iterations_to_skip",), _check_skipped),
+    Check(("error_injection_rate", "rerun_mode"), _check_injection),
+    Check(
+        (
+            *("check_gradient_hash_across_dp_replicas_interval", "use_distributed_optimizer"),
+            "data_parallel_sharding_strategy",
+        ),
+        _check_gradient_hash,
+    ),
+)
+
+
+_FOLDERS = ("save", "load", "pretrained_checkpoint", "data_cache_path")
+_OPENED = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "config")
+_TEXTS = ("TEXT", "TOKEN")
+
+
+def _check_byte_pair_files(config: RunConfig) -> Iterator[str]:
+    tokenizer = config.tokenizer
+    if tokenizer.tokenizer_type != "GPT2BPETokenizer":
+        return
+    files = (("--vocab-file", tokenizer.vocab_file), ("--merge-file", tokenizer.merge_file))
+    for name, file in files:
+        if file is None:
+            yield (
+                f"{name} is missing; --tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file "
+                "(NullTokenizer needs only --vocab-size)"
+            )
+        elif not os.path.isfile(file):
+            yield f"{name} {file}: there is no such file; give the path of an existing one"
+
+
+def _check_model_file(config: RunConfig) -> Iterator[str]:
+    tokenizer = config.tokenizer
+    if tokenizer.tokenizer_type in ("GPT2BPETokenizer", "NullTokenizer"):
+        return
+    if tokenizer.tokenizer_model is None:
+        yield f"--tokenizer-model is missing; --tokenizer-type {tokenizer.tokenizer_type} needs it"
+        return
+    path = Path(tokenizer.tokenizer_model)
+    if not path.exists():
+        yield f"--tokenizer-model {path}: there is no such file or folder; give a local path"
+    elif tokenizer.tokenizer_type == "HuggingFaceTokenizer":
+        if path.is_dir() and not (path / "tokenizer.json").is_file():
+            yield f"--tokenizer-model {path}: the folder has no tokenizer.json; save the fast tokenizer there"
+    elif path.is_dir():
+        yield f"--tokenizer-model {path} is a folder; {tokenizer.tokenizer_type} needs a file"
+
+
+def _check_null_tokenizer(config: RunConfig) -> Iterator[str]:
+    if config.tokenizer.tokenizer_type == "NullTokenizer" and config.tokenizer.vocab_size is None:
+        yield "--vocab-size is missing; --tokenizer-type NullTokenizer needs it"
+
+
+def _check_folders(config: RunConfig) -> Iterator[str]:
+    for name, folder in (
+        ("--save", config.checkpoint.save),
+        ("--load", config.checkpoint.load),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--data-cache-path", config.data.data_cache_path),
+    ):
+        if folder is not None and os.path.isfile(folder):
+            yield f"{name} {folder} is a file; give a folder"
+    if config.logging.record_schedule is not None and os.path.isdir(config.logging.record_schedule):
+        yield f"--record-schedule {config.logging.record_schedule} is a folder; give a file"
+    if config.logging.metrics_jsonl is not None and os.path.isdir(config.logging.metrics_jsonl):
+        yield f"--metrics-jsonl {config.logging.metrics_jsonl} is a folder; give a file"
+
+
+def _check_urls(config: RunConfig) -> Iterator[str]:
+    for spec, value in config.flags():
+        if spec.options.metavar in _TEXTS or spec.name in _OPENED:  # opening says what is wrong
+            continue
+        for text in value if isinstance(value, tuple) else (value,):
+            if not isinstance(text, str) or ":" not in text:
+                continue
+            if spec.name in _FOLDERS:
+                problem = url_problem(text)
+                if problem is not None:
+                    yield f"{spec.flags[0]}: {problem}"
+            elif spec.name != "mlflow_tracking_uri" and is_url(text) and text.partition("://")[0] in PACKAGES:
+                scheme = text.partition("://")[0]
+                yield f"{spec.flags[0]} {scheme}://...: no object store can be used here; give a local path"
+
+
+def _check_saving(config: RunConfig) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or checkpoint.local_save is not None or url_problem(checkpoint.save) is not None:
+        return
+    given = f"--save {checkpoint.save}"
+    if checkpoint.ckpt_format != NATIVE_FORMAT:
+        yield (
+            f"--ckpt-format {checkpoint.ckpt_format} is written to a file system only, and {given} is in an object "
+            f"store; give --ckpt-format {NATIVE_FORMAT}, or a folder"
+        )
+    if config.logging.log_progress:
+        yield f"--log-progress appends to a file beside checkpoints, and {given} is in an object store; leave it out"
+
+
+FILE_CHECKS = (
+    Check(("tokenizer_type",), _check_byte_pair_files),
+    Check(("tokenizer_type",), _check_model_file),
+    Check(("tokenizer_type", "vocab_size"), _check_null_tokenizer),
+    Check((), _check_folders),
+    Check((), _check_urls),
+    Check(("save", "ckpt_format"), _check_saving),
+)
+
+
+_SET_NAMES = ("training", "validation", "test")
+
+
+def _check_sources(config: RunConfig) -> Iterator[str]:
+    """Let the data come from exactly one place."""
+    data = config.data
+    sources = {
+        "--data-path": bool(data.data_path) and data.data_args_path is None,
+        "--data-args-path": data.data_args_path is not None,
+        "--train-data-path (or --valid-data-path, --test-data-path)": (
+            data.has_data_per_split and data.per_split_data_args_path is None
+        ),
+        "--per-split-data-args-path": data.per_split_data_args_path is not None,
+        "--mock-data": data.mock_data,
+    }
+    given = [name for name, is_given in sources.items() if is_given]
+    if not given and data.dataloader_type != "external":
+        yield "no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data"
+    elif len(given) > 1:
+        yield f"{' and '.join(given)} exclude each other; keep one"
+    if data.split is not None and data.has_data_per_split:
+        yield f"--split {data.split} has no effect where each set has data of its own; leave it out"
+    if data.has_data_per_split and not data.train_data_path and not config.training.skip_train:
+        yield "--train-data-path is missing; --valid-data-path and --test-data-path alone train nothing"
+
+
+def _check_split(config: RunConfig) -> Iterator[str]:
+    split = config.data.split
+    if split is None or config.data.has_data_per_split:
+        return
+    try:
+        shares = parse_split(split)
+    except ConfigurationError as error:
+        yield from error.problems
+        return
+    if shares[0] == 0 and not config.training.skip_train:
+        yield f"--split {split}: the training set is empty; give its share first, such as {DEFAULT_SPLIT}"
+
+
+def _check_blends(config: RunConfig) -> Iterator[str]:
+    for name, values in _lists(config):
+        try:
+            blend = parse_blend(values)
+        except ConfigurationError as error:
+            yield from (f"{name}: {problem}" for problem in error.problems)
+            continue
+        for prefix, weight in zip(blend.prefixes, blend.weights or (1.0,) * len(blend.prefixes)):
+            if not 0 < weight < float("inf"):
+                yield f"{name}: the weight of {prefix} is {weight:g}; give a positive weight, or leave the data set out"
+        for prefix in dict.fromkeys(blend.prefixes):
+            yield from _check_kind(config, name, prefix)
+            yield from _check_data_set(config, name, prefix)
+
+
+def _check_extra_valid(config: RunConfig) -> Iterator[str]:
+    try:
+        sets = extra_validation_sets(config.validation)
+    except ConfigurationError as error:
+        yield from error.problems
+        return
+    for extra in sets:
+        for prefix, weight in zip(extra.blend.prefixes, extra.blend.weights or (1.0,) * len(extra.blend.prefixes)):
+            if not 0 < weight < float("inf"):
+                yield f"validation set {extra.name}: the weight of {prefix} is {weight:g}; give a positive weight"
+            try:
+                _open(config, prefix)
+            except (DataError, StorageError) as error:
+                yield f"validation set {extra.name}: {error}"
+
+
+def _check_full_validation(config: RunConfig) -> Iterator[str]:
+    validation = config.validation
+    if validation.eval_iters == 0 and (validation.full_validation or validation.extra_valid_datalist):
+        flag = "--full-validation" if validation.full_validation else "--extra-valid-datalist"
+        yield f"{flag} has nothing to do with --eval-iters 0, which turns evaluation off; give --eval-iters 1 or more"
+    if validation.full_validation and config.data.dataloader_type == "external":
+        yield "--full-validation needs data sets; with --dataloader-type external give --eval-iters"
+
+
+def _check_data_set(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
+    """Report a data set whose files cannot be used, or that leaves a wanted set empty.
+
+    An empty test set is no problem, and building the data reports it: small data sets have one with everyday splits.
+    """
+    try:
+        data_set = _open(config, prefix)
+    except (DataError, StorageError) as error:
+        yield f"{name} {prefix}: {error}"
+        return
+    if data_set is None:
+        return
+    num_sequences = len(data_set)
+    if num_sequences == 0:
+        yield f"{name} {prefix}: the data set holds no documents"
+        return
+    for set_name, size in _wanted_sets(config, num_sequences):
+        if size == 0 and set_name != "test":
+            yield (
+                f"--split {config.data.split} of the {num_sequences} documents of {prefix} leaves the "
+                f"{set_name} set empty; {_split_that_works(config, num_sequences)}"
+            )
+
+
+def _open(config: RunConfig, prefix: str) -> IndexedDataset | None:
+    """Open a data set; return None for jsonl of conversations, which the tokenizer has yet to read."""
+    if not config.data.sft:
+        return IndexedDataset(prefix)
+    return None if is_raw(prefix) else ConversationFile(prefix)
+
+
+def _check_fine_tuning(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    for flag, is_given in (("--mock-data", data.mock_data), ("--dataloader-type external", _is_external(config))):
+        if is_given and (data.sft or data.fim_rate):
+            what = "--sft needs conversations" if data.sft else "--fim-rate needs text"
+            yield f"{what}, and {flag} has none; give --data-path in its place"
+    if data.sft and data.fim_rate:
+        yield "--sft and --fim-rate exclude each other; keep one"
+    if data.dataset is not None and "SFT" in data.dataset and not data.sft:
+        yield f"--dataset {data.dataset} is of conversations; add --train-mode finetune or --sft"
+
+
+def _check_kind(config: RunConfig, name: str, prefix: str) -> Iterator[str]:
+    """Compare a path with what --dataset says that it is."""
+    dataset = config.data.dataset
+    if config.data.sft and dataset is not None and is_raw(prefix) != (dataset in RAW_DATASETS):
+        kind, others = ("a file", RAW_DATASETS) if is_raw(prefix) else ("no file", INDEXED_DATASETS)
+        yield f"{name} {prefix} is {kind}, which --dataset {dataset} does not mean; give {' or '.join(others)}"
+
+
+def _is_external(config: RunConfig) -> bool:
+    return config.data.dataloader_type == "external"
+
+
+def _wanted_sets(config: RunConfig, num_sequences: int) -> list[tuple[str, int | None]]:
+    """Return (name, number of sequences) of each set that the run would read; None where its share is 0."""
+    shares = _shares(config)
+    if shares is None:
+        return []
+    evaluates = config.validation.eval_iters > 0
+    wanted = (not config.training.skip_train, evaluates and config.validation.eval_interval > 0, evaluates)
+    return [
+        (name, None if sequences is None else len(sequences))
+        for name, sequences, is_wanted in zip(_SET_NAMES, split_boundaries(shares, num_sequences), wanted)
+        if is_wanted
+    ]
+
+
+def _shares(config: RunConfig) -> tuple[float, float, float] | None:
+    """Return the shares of the three sets, or None where no readable split makes them."""
+    if config.data.has_data_per_split or config.data.split is None:
+        return None
+    try:
+        return parse_split(config.data.split)
+    except ConfigurationError:
+        return None  # _check_split reports it
+
+
+def _split_that_works(config: RunConfig, num_sequences: int) -> str:
+    split = suggest_split(_shares(config) or (), num_sequences)
+    return "give a data set with more documents, or --split 1,0,0" if split is None else f"give --split {split}"
+
+
+def _lists(config: RunConfig) -> list[tuple[str, tuple[str, ...]]]:
+    data = config.data
+    whole = "--data-path" if data.data_args_path is None else "--data-args-path"
+    lists = [
+        (whole, data.data_path),
+        ("--train-data-path", data.train_data_path),
+        ("--valid-data-path", data.valid_data_path),
+        ("--test-data-path", data.test_data_path),
+    ]
+    return [(name, values) for name, values in lists if values and not data.mock_data]
+
+
+DATA_FILE_CHECKS = (
+    Check(("sft", "dataset", "dataloader_type", "fim_rate"), _check_fine_tuning),
+    Check(("data_path", "dataloader_type"), _check_sources),
+    Check(("split",), _check_split),
+    Check(("data_path", "split", "eval_iters", "eval_interval"), _check_blends),
+    Check(("extra_valid_datalist", "extra_valid_data_samples", "extra_valid_data_names"), _check_extra_valid),
+    Check(("eval_iters", "extra_valid_datalist", "full_validation", "dataloader_type"), _check_full_validation),
+)
+
 
 _CHECKS = (
-    *base.FIELD_CHECKS,
+    *parallelism.FIELD_CHECKS,
     *parallelism.DATA_PARALLEL_CHECKS,
     *parallelism.LAYOUT_CHECKS,
     *parallelism.CONTEXT_PARALLEL_CHECKS,
     *model.MODEL_CHECKS,
     *parallelism.PIPELINE_CHECKS,
-    *training.BATCH_CHECKS,
-    *optimizer.CHECKS,
-    *training.PROFILING_CHECKS,
-    *execution.CUDA_GRAPH_CHECKS,
-    *execution.ACTIVATION_CHECKS,
-    *float8.CHECKS,
-    *moe.CHECKS,
-    *further_tokens.MTP_CHECKS,
-    *latent_attention.MLA_CHECKS,
-    *attention_kinds.ATTENTION_CHECKS,
-    *training.FAULT_CHECKS,
+    *BATCH_CHECKS,
+    *OPTIMIZER_CHECKS,
+    *PROFILING_CHECKS,
+    *parallelism.CUDA_GRAPH_CHECKS,
+    *parallelism.ACTIVATION_CHECKS,
+    *model.FLOAT8_CHECKS,
+    *model.MOE_CHECKS,
+    *model.MTP_CHECKS,
+    *model.MLA_CHECKS,
+    *model.ATTENTION_CHECKS,
+    *FAULT_CHECKS,
 )
-_RUN_CHECKS = (*training.LENGTH_CHECKS, *files.DATA_FILE_CHECKS, *files.FILE_CHECKS)
+_RUN_CHECKS = (*LENGTH_CHECKS, *DATA_FILE_CHECKS, *FILE_CHECKS)
 
 
 def find_problems(config: RunConfig, broken: frozenset[str] = frozenset(), *, needs_files: bool = True) -> list[str]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.checksum import checksum
-from megatron.core.dist_checkpointing.disk import read_error, write_text
+from megatron.core.dist_checkpointing.disk import checksum, read_error, write_text
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.safe_io import is_plain_name, parse_json, read_plain_text
 from megatron.core.sharding import Box

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from megatron.core.collectives import all_gather_objects, broadcast_object, raise_on_all_ranks, run_on_all_ranks
 from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, read_index
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.planner import PieceRead, plan_reads
+from megatron.core.dist_checkpointing.planner import PieceRead, ShardedTensor, plan_reads
 from megatron.core.dist_checkpointing.shard_file import check_file
 from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces, read_remote_pieces
 from megatron.core.dist_checkpointing.validation import STRICT, Strictness, check_geometry, find_misfits

@@ -1,4 +1,4 @@
-"""Plan saves and loads: which rank writes which box, and which parts of stored pieces each rank reads.
+"""Plan saves and loads: the sharded tensors of a run by name, which rank writes which box, and what each rank reads.
 
 A save plan is agreed on once and kept while nothing changes. Load plans split the stored pieces into the same cells
 on all ranks. They are pure functions of boxes.
@@ -7,14 +7,243 @@ on all ranks. They are pure functions of boxes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
 
 from megatron.core.collectives import all_gather_objects, any_rank, run_on_all_ranks
-from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of
+from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredPiece, StoredTensor
 from megatron.core.errors import CheckpointError
+from megatron.core.model_parallel_config import GRID_AXES, Place
 from megatron.core.parallel_state import ParallelState, gather_from_world
-from megatron.core.sharding import Box, Piece, describe_box, split_box, subtract, uncovered
+from megatron.core.sharding import (
+    Box,
+    ParamSpec,
+    Piece,
+    describe_box,
+    full_pieces,
+    held_of,
+    split_box,
+    subtract,
+    uncovered,
+)
+
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """Say which boxes of a global tensor one rank holds; it carries no values and travels between ranks.
+
+    ``is_owner`` is False for a copy that another rank of the same model replica saves. ``is_expert`` says whose
+    replicas hold equal boxes (see `ParamSpec`).
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[Box, ...]
+    is_owner: bool = True
+    is_expert: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedTensor:
+    """Pair a local tensor with the boxes of the global tensor that it holds.
+
+    ``name`` is the name in the checkpoint, the same at any layout. Local elements outside every piece are padding:
+    they are neither saved nor loaded.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    data: torch.Tensor
+    is_owner: bool = True
+    is_expert: bool = False
+
+    def describe(self) -> TensorDescription:
+        """Return the description without the values."""
+        return TensorDescription(
+            name=self.name,
+            global_shape=self.global_shape,
+            dtype=dtype_name(self.data.dtype),
+            boxes=tuple(piece.global_box for piece in self.pieces),
+            is_owner=self.is_owner,
+            is_expert=self.is_expert,
+        )
+
+    def view(self, box: Box) -> torch.Tensor | None:
+        """Return the local values of a global box that lies within one piece, or None where none holds it."""
+        for piece in self.pieces:
+            if piece.global_box.intersect(box) == box:
+                return self.data[piece.localized(box).slices]
+        return None
+
+
+def from_spec(spec: ParamSpec, data: torch.Tensor) -> ShardedTensor:
+    """Describe a tensor that is laid out, and named, as ``spec`` says."""
+    for piece in spec.pieces:
+        ends = (o + n for o, n in zip(piece.local_offset, piece.global_box.shape, strict=True))
+        assert all(end <= size for end, size in zip(ends, data.shape, strict=True)), (
+            f"{spec.name}: a piece at {piece.local_offset} of shape {piece.global_box.shape} is outside the "
+            f"local tensor of shape {tuple(data.shape)}"
+        )
+    return ShardedTensor(spec.name, spec.global_shape, spec.pieces, data.detach(), spec.is_owner, spec.is_expert)
+
+
+def whole_tensor(name: str, data: torch.Tensor) -> ShardedTensor:
+    """Describe a tensor that this rank holds whole."""
+    return ShardedTensor(name, tuple(data.shape), full_pieces(data.shape), data.detach())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as the index stores it, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a stored name.
+
+    Raises:
+        KeyError: no tensor of a checkpoint can have this dtype.
+    """
+    return {dtype_name(dtype): dtype for dtype in _DTYPES}[name]
+
+
+def piece_key(name: str, global_shape: Sequence[int], box: Box) -> str:
+    """Return the key of a piece in its file: the name, and the slice in brackets unless it is the whole tensor."""
+    if box.shape == tuple(global_shape):
+        return name
+    return name + describe_box(box)
+
+
+MODEL_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimizer."
+AVERAGE_PREFIX = OPTIMIZER_PREFIX + "ema."
+RNG_PREFIX = "rng."
+FLOAT8_PREFIX = "float8."
+
+
+class CheckpointableOptimizer(Protocol):
+    """What a checkpoint asks of an optimizer."""
+
+    def sharded_state(self) -> dict[str, tuple[ParamSpec, torch.Tensor]]:
+        """Return every tensor of the state, made first where it does not exist yet, under keys of any kind.
+
+        The names in the checkpoint are those of the descriptions: layout-independent, and beginning with
+        ``optimizer.``. The tensors are the optimizer's own: loading fills them in place.
+        """
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Return the rest of the state as plain JSON values."""
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        """Take over what `scalar_state` returned."""
+
+    def restart_average(self) -> None:
+        """Begin the average of the weights anew, if there is one."""
+
+
+class Float8Scaling(Protocol):
+    """What a checkpoint asks of fp8's delayed scaling."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return what is saved, by name; loading fills it in place."""
+
+    def loaded(self) -> None:
+        """Note that the tensors were filled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointState:
+    """Hold the objects whose tensors a checkpoint saves and fills.
+
+    ``models`` are this rank's model chunks, ``rng`` the state of each named stream of random numbers, ``float8`` what
+    fp8's delayed scaling remembers of the whole model, the same on every rank.
+    """
+
+    models: Sequence[torch.nn.Module]
+    optimizer: CheckpointableOptimizer | None = None
+    rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    float8: Float8Scaling | None = None
+
+
+def model_tensors(models: Sequence[torch.nn.Module]) -> list[ShardedTensor]:
+    """Describe every parameter of the model chunks; buffers are not part of a checkpoint."""
+    tensors = []
+    for model in models:
+        for name, parameter in model.named_parameters():
+            assert hasattr(parameter, "spec"), f"parameter {name} carries no spec"
+            tensors += [from_spec(spec.with_prefix(MODEL_PREFIX), values) for spec, values in held_of(parameter)]
+    return tensors
+
+
+def optimizer_tensors(optimizer: CheckpointableOptimizer) -> list[ShardedTensor]:
+    """Describe every tensor of the optimizer's state; several may be parts of one global tensor."""
+    tensors = [from_spec(spec, tensor) for spec, tensor in optimizer.sharded_state().values()]
+    for tensor in tensors:
+        assert tensor.name.startswith(OPTIMIZER_PREFIX), f"{tensor.name} does not begin with {OPTIMIZER_PREFIX}"
+    return tensors
+
+
+def rng_tensors(rng: Mapping[str, torch.Tensor], state: ParallelState) -> list[ShardedTensor]:
+    """Describe this rank's random number streams, named by its place in the grid."""
+    return [whole_tensor(rng_name(stream, state.place), tensor) for stream, tensor in sorted(rng.items())]
+
+
+def float8_tensors(float8: Float8Scaling | None, state: ParallelState) -> list[ShardedTensor]:
+    """Describe what delayed scaling remembers; the first rank of a model copy owns it."""
+    is_owner = state.tp.is_first and state.pp.is_first
+    tensors = {} if float8 is None else float8.tensors()
+    return [replace(whole_tensor(FLOAT8_PREFIX + name, each), is_owner=is_owner) for name, each in tensors.items()]
+
+
+def rng_name(stream: str, place: Place) -> str:
+    """Return the name of a random number stream of the rank at a place in the grid."""
+    return RNG_PREFIX + "".join(f"{axis}{place[axis]}." for axis in GRID_AXES) + stream
+
+
+@dataclass(frozen=True, eq=False)
+class AverageChoice:
+    """Hold the optimizer's tensors that a checkpoint fills, and the namespaces that must be filled.
+
+    ``line`` is there where the averages begin anew, with the loaded weights.
+    """
+
+    tensors: tuple[ShardedTensor, ...]
+    namespaces: tuple[str, ...]
+    line: str | None = None
+
+
+def average_choice(tensors: Sequence[ShardedTensor], index: CheckpointIndex) -> AverageChoice:
+    """Choose what is loaded of an optimizer's state: averages only where both have them."""
+    is_wanted = any(tensor.name.startswith(AVERAGE_PREFIX) for tensor in tensors)
+    is_stored = any(name.startswith(AVERAGE_PREFIX) for name in index.tensors)
+    if is_wanted == is_stored:
+        return AverageChoice(tuple(tensors), (OPTIMIZER_PREFIX,))
+    if is_wanted:
+        others = tuple(tensor for tensor in tensors if not tensor.name.startswith(AVERAGE_PREFIX))
+        line = "--ema-decay: the average begins with the loaded weights, since the checkpoint holds none"
+        return AverageChoice(others, (OPTIMIZER_PREFIX,), line)
+    kinds = {name.split(".")[1] for name in index.tensors if name.startswith(OPTIMIZER_PREFIX)}
+    namespaces = sorted(f"{OPTIMIZER_PREFIX}{kind}." for kind in kinds)
+    return AverageChoice(tuple(tensors), tuple(name for name in namespaces if name != AVERAGE_PREFIX))
+
 
 MAX_PIECE_BYTES = 64 * 1024 * 1024
 """Larger boxes are cut along dim 0: it bounds the memory of reading and writing, and evens out the writers."""

@@ -14,11 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.core.dist_checkpointing.async_save import StagingArea
-from megatron.core.dist_checkpointing.checksum import checksum
-from megatron.core.dist_checkpointing.disk import SequentialFile, read_error, sync_folder, write_error
+from megatron.core.dist_checkpointing.disk import SequentialFile, checksum, read_error, sync_folder, write_error
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, TensorDescription, dtype_of, piece_key
-from megatron.core.dist_checkpointing.planner import SavePlan
+from megatron.core.dist_checkpointing.planner import SavePlan, ShardedTensor, TensorDescription, dtype_of, piece_key
 from megatron.core.errors import DamagedCheckpointError
 from megatron.core.object_store import ObjectPath, UploadedFile
 from megatron.core.ranged_file import open_ranged, read_range

@@ -13,11 +13,9 @@ from types import TracebackType
 import torch
 
 from megatron.core.collectives import all_gather_objects, any_rank, broadcast_object, run_on_all_ranks
-from megatron.core.dist_checkpointing.checksum import join_checksums, partial_checksum
-from megatron.core.dist_checkpointing.disk import read_error
+from megatron.core.dist_checkpointing.disk import join_checksums, partial_checksum, read_error
 from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.mapping import dtype_of
-from megatron.core.dist_checkpointing.planner import Cell, PieceRead
+from megatron.core.dist_checkpointing.planner import Cell, PieceRead, dtype_of
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, InputError
 from megatron.core.process_group import Group
 from megatron.core.ranged_file import RangedFile, open_ranged, read_range

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.mapping import dtype_of
+from megatron.core.dist_checkpointing.planner import dtype_of
 from megatron.core.errors import DamagedCheckpointError
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.index import StoredTensor
-    from megatron.core.dist_checkpointing.mapping import TensorDescription
+    from megatron.core.dist_checkpointing.planner import TensorDescription
 
 
 _MOST_NAMED = 4

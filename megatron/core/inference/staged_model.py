@@ -12,12 +12,11 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks, ReceiveQueue, SendQueue
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.moe.expert_groups import ExpertGroups
 
 
 def share_model(chunk: GPTModel, wrapped: DistributedDataParallel, state: ParallelState) -> GPTModel:

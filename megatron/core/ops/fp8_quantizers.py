@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.collectives import all_reduce
-from megatron.core.ops.fp8_config import Float8Config, Fp8TensorIndex
+from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex
 from megatron.core.ops.fp8_tensor import (
     E4M3,
     E5M2,

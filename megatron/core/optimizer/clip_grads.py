@@ -229,10 +229,11 @@ def grad_multipliers(
 
     Shapes: ``norm: []``, ``of_kinds: [3]``, in float64.
     """
-    if not config.clips_by_kind:
+    limits = _limits(config)
+    if not any(limits):
         return {ALL_KINDS: clip_coefficient(norm / scale, config.clip_grad) / scale}
     norms = of_kinds.sqrt() / scale
-    factors = torch.stack([clip_coefficient(norm, limit) for norm, limit in zip(norms, _limits(config), strict=True)])
+    factors = torch.stack([clip_coefficient(norm, limit) for norm, limit in zip(norms, limits, strict=True)])
     left = torch.linalg.vector_norm(norms * factors)
     together = clip_coefficient(left, config.clip_grad) / scale
     return dict(zip(KINDS, (factors * together).unbind())) | {ALL_KINDS: together}

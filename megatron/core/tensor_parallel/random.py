@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from megatron.core.device import Device
+from megatron.core.model_parallel_config import Place
 from megatron.core.ops.dropout import DropoutSamples, hash_numbers
-from megatron.core.parallel_sizes import Place
 
 DEFAULT = "default"
 """The stream of torch's own generator, seeded alike on all ranks."""

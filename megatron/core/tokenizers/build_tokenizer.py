@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.errors import TokenizerError
@@ -21,24 +21,6 @@ TOKENIZER_TYPES = (
     "NullTokenizer",
 )
 _FileTokenizer = GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | TikTokenizer
-
-_OF_ONE_KIND = {
-    "vocab_file": (GPT2BPETokenizer.name,),
-    "merge_file": (GPT2BPETokenizer.name,),
-    "tokenizer_model": (HuggingFaceTokenizer.name, *SENTENCE_PIECE_TYPES, TikTokenizer.name),
-    "tiktoken_pattern": (TikTokenizer.name,),
-    "tiktoken_num_special_tokens": (TikTokenizer.name,),
-    "tiktoken_special_tokens": (TikTokenizer.name,),
-}
-
-
-def unused_flags(tokenizer_type: str, given: Collection[str]) -> list[str]:
-    """Name the flags that are given and that this kind does not use, one line each; ``given`` has keywords."""
-    return [
-        f"--{name.replace('_', '-')} has no effect: the tokenizer is {tokenizer_type}"
-        for name, kinds in _OF_ONE_KIND.items()
-        if name in given and tokenizer_type not in kinds
-    ]
 
 
 def build_tokenizer(
@@ -58,7 +40,7 @@ def build_tokenizer(
 ) -> Tokenizer:
     """Build a tokenizer from local files.
 
-    The keywords are Megatron's flags; those of other kinds are ignored, which `unused_flags` tells.
+    The keywords are Megatron's flags; those of other kinds are ignored, which `unused_tokenizer_flags` tells.
 
     Args:
         vocab_size: NullTokenizer has one id more; TikTokenizer takes that many; the others know their

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece, even_pieces, full_pieces, spec_of
@@ -28,7 +29,6 @@ from megatron.core.tensor_parallel.lora import (
 from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue
 from megatron.core.transformer.lora_targets import PART_OF, QUERY_KEY_VALUE, WHOLE
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.experts import GroupedLinear, expert_pieces, grouped_linear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig

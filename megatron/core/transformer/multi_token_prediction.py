@@ -18,6 +18,7 @@ from megatron.core.context_parallel.partition import cut_sequence, to_sequence_o
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -27,7 +28,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
-from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles
 from megatron.core.transformer.transformer_config import PredictionConfig, TransformerConfig, further_loss_names
 from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm

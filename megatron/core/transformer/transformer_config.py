@@ -11,8 +11,7 @@ import functools
 import math
 
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag
-from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.ops.fp8_config import Float8Config, Fp8TensorIndex
+from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex, ModelParallelConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
 

@@ -17,15 +17,14 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import WeightGradQueue, main_grad_of
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.fp8_layers import compute_in_float8
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.model import wrap_model
-from megatron.core.parallel_sizes import ParallelSizes
-from megatron.core.parallel_state import ParallelState, create_parallel_state
+from megatron.core.parallel_state import ExpertGroups, ParallelState, create_parallel_state
 from megatron.core.pipeline_parallel.executor import StageInput
 from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.planner.gpu import GPUS, Gpu
 from megatron.planner.simulation.fake_device import FakeDevice, simulated_gpu
 from megatron.planner.simulation.recorder import Operation, Recorder, StepRecord

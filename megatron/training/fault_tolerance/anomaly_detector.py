@@ -13,8 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from megatron.config.resilience_config import FaultConfig
-from megatron.config.run_config import RunConfig
+from megatron.config.run_config import FaultConfig, RunConfig
 from megatron.core.datasets.data_history import LeftOut, SkippedSamples
 from megatron.core.distributed.weight_checks import BadWeightsError
 from megatron.core.errors import TrainingError
@@ -33,8 +32,7 @@ from megatron.training.fault_tolerance.step_replay import (
 from megatron.training.initialize import Runtime
 from megatron.training.loggers.log_lines import StepReport
 from megatron.training.model_setup import ModelAndOptimizer
-from megatron.training.step_reduction import StepReduction, agree
-from megatron.training.training_step import BegunStep, ForwardStep, TrainingStep
+from megatron.training.training_step import BegunStep, ForwardStep, StepReduction, TrainingStep, agree
 
 _NUM_LARGEST = 100
 _TIMES_LARGEST = 10.0
@@ -53,6 +51,7 @@ class ResultWatch:
 
     def __init__(self, config: FaultConfig) -> None:
         self._config = config
+        self._is_active = config.watches
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._norms: deque[float] = deque(maxlen=config.spike_window)
         self.num_seen = 0
@@ -64,7 +63,7 @@ class ResultWatch:
     def limits(self) -> tuple[float, float] | None:
         """Return the largest loss and gradient norm that are no spike; None where nothing is looked for."""
         config = self._config
-        if not config.watches:
+        if not self._is_active:
             return None
         loss = norm = math.inf
         if config.spike_policy is not None and 2 * len(self._losses) >= config.spike_window:

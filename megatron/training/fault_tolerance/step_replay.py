@@ -38,8 +38,15 @@ from megatron.training.batch_source import BatchSource
 from megatron.training.evaluation import evaluate
 from megatron.training.initialize import Runtime
 from megatron.training.model_setup import ModelAndOptimizer
-from megatron.training.step_reduction import StepReduction, read_agreement, sum_over_ranks
-from megatron.training.training_step import BegunStep, ForwardStep, MicrobatchSource, TrainingStep
+from megatron.training.training_step import (
+    BegunStep,
+    ForwardStep,
+    MicrobatchSource,
+    StepReduction,
+    TrainingStep,
+    read_agreement,
+    sum_over_ranks,
+)
 
 Cause = Literal["weights", "data", "transient device", "persistent device", "training", "overflow", "right"]
 """What made a result look wrong.

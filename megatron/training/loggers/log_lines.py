@@ -19,7 +19,14 @@ from megatron.core.device import Device
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.transformer.moe.load_balancing import LoadReport
 from megatron.training.initialize import Runtime
-from megatron.training.step_reduction import DataSetLoss
+
+
+@dataclass(frozen=True)
+class DataSetLoss:
+    """Hold the mean loss over the tokens that an iteration had of one data set, and their number."""
+
+    lm_loss: float
+    num_tokens: int
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
 
-from megatron.config.checks.training import NO_PROFILE_FOLDER
+from megatron.config.checks.run_checks import NO_PROFILE_FOLDER
 from megatron.config.run_config import RunConfig
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError

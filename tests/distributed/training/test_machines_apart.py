@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint.recovery import prepare_save_directory
-from megatron.config.training_config import CheckpointConfig
+from megatron.checkpoint.save import prepare_save_directory
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
 from megatron.core.device import Device
 from megatron.core.errors import CheckpointError, DataError
-from megatron.core.parallel_sizes import ONE_RANK
+from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.batch_source import build_datasets

@@ -16,7 +16,7 @@ from megatron.checkpoint.formats.huggingface import weight_files
 from megatron.checkpoint.train_state import TrainState
 from megatron.config.arguments import resolve_arguments
 from megatron.core.device import select_device
-from megatron.core.dist_checkpointing.state_dict import optimizer_tensors
+from megatron.core.dist_checkpointing.planner import optimizer_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.training.checkpointing import RunCheckpoints, open_saver

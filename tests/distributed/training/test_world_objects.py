@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.checkpoint.train_state import TrainState
 from megatron.config.arguments import resolve_arguments
 from megatron.core.device import select_device
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import all_gather_from_world, create_parallel_state
 from megatron.core.timers import Timers
 from megatron.training.checkpointing import RunCheckpoints, open_saver

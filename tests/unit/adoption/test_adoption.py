@@ -17,7 +17,7 @@ from megatron.cli.adopt.adoption import adopt_file, report_data
 from megatron.cli.adopt.shell_values import without_placeholders
 from megatron.cli.adopt.translation import flag_groups, translate
 from megatron.config.arguments import all_flags
-from megatron.config.unknown_flags import foreign_flags
+from megatron.config.megatron_flags import foreign_flags
 from tests.unit.adoption.example_scripts import DEEPSPEED, MEGATRON, PAI, TWO_STEPS
 from tests.unit.adoption.shell.bash_oracle import started_by_bash, started_by_reading
 

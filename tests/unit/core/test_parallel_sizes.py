@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.model_parallel_config import ELEMENT_BYTES, ModelParallelConfig
-from megatron.core.parallel_sizes import ONE_RANK, ParallelSizes, place_of, slice_ranks
+from megatron.core.model_parallel_config import (
+    ELEMENT_BYTES,
+    ONE_RANK,
+    ModelParallelConfig,
+    ParallelSizes,
+    place_of,
+    slice_ranks,
+)
 
 SIZES = ParallelSizes(tp=2, pp=3, cp=5, dp=7)
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.core import parallel_state
 from megatron.core.errors import ConfigurationError
-from megatron.core.parallel_sizes import ParallelSizes, place_of
+from megatron.core.model_parallel_config import ParallelSizes, place_of
 from megatron.core.parallel_state import (
     GROUP_AXES,
     ParallelState,

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, FP8, LLAMA_8B
 from megatron.cli import gpu_dry_run
-from megatron.config.notes import BF16, PREDICTED_MS
+from megatron.config.resolution import BF16, PREDICTED_MS
 from megatron.planner.gpu import A100, B200, H100, H200
 from megatron.planner.simulation.fake_cuda import find_compiler
 from megatron.planner.simulation.recorder import Gemm, Operation

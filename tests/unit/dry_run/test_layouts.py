@@ -25,7 +25,7 @@ pytestmark = [
 
 Wait = tuple[str, str, str]
 ALLOWED: dict[Wait, tuple[int, str]] = {
-    ("end", "megatron/training/step_reduction.py", "value read"): (
+    ("end", "megatron/training/training_step.py", "value read"): (
         1,
         "the loss and the gradient norm are logged, and the ranks' exit agreed on",
     ),

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from tests.unit.repository.source_tree import REPOSITORY, relative, tracked_files
 
 SCRIPT = REPOSITORY / "docs" / "scripts" / "draw_parallelism.py"

@@ -92,7 +92,6 @@ TORCH_FREE_PATTERNS = (
     "megatron/training/preflight.py",
     "megatron/training/exit_reason.py",
     "megatron/training/fault_tolerance/supervisor.py",
-    "megatron/config/resilience_config.py",
     "megatron/config/*.py",
     "megatron/config/checks/*.py",
     "megatron/training/fault_tolerance/fault_c*.py",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.object_store import as_path
 from megatron.training import resume
 from megatron.training.checkpointing import RunCheckpoints

@@ -22,8 +22,8 @@ from megatron.training import training
 from megatron.training.dist_signal_handler import ExitWarning
 from megatron.training.evaluation import EvaluationSet, EvaluationSets
 from megatron.training.loggers.log_lines import StepReport
-from megatron.training.step_reduction import StepReduction
 from megatron.training.training import TrainingRun, evaluate_and_report, train
+from megatron.training.training_step import StepReduction
 from tests.unit.training.config.command_lines import MINIMAL
 
 Event = tuple[Any, ...]

@@ -36,8 +36,7 @@ from megatron.checkpoint.formats.huggingface.weight_files import (
 )
 from megatron.core.config_base import config_from_dict
 from megatron.core.dist_checkpointing.disk import sync_folder, write_text
-from megatron.core.dist_checkpointing.mapping import dtype_name
-from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES
+from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, dtype_name
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.object_store import local_copy

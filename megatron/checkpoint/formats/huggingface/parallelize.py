@@ -30,9 +30,9 @@ from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource, Lo
 from megatron.checkpoint.inference_model import load_model_from
 from megatron.core.device import Device, select_device
 from megatron.core.errors import CheckpointError, ConfigurationError, MegatronError
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 
 _PROJECT = Path(__file__).resolve().parents[4]

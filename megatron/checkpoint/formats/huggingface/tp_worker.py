@@ -23,7 +23,7 @@ from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.engine import InferenceEngine
 from megatron.core.inference.inference_request import Continuation, GenerationRequest, StopRule
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 
 WRONG_INPUT = 2

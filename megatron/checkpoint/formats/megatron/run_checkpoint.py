@@ -41,8 +41,14 @@ from megatron.core.dist_checkpointing.async_save import StagingArea
 from megatron.core.dist_checkpointing.disk import sync_folder, write_error
 from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredTensor
 from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, untold
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, dtype_name
-from megatron.core.dist_checkpointing.state_dict import FLOAT8_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX, rng_name
+from megatron.core.dist_checkpointing.planner import (
+    FLOAT8_PREFIX,
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    ShardedTensor,
+    dtype_name,
+    rng_name,
+)
 from megatron.core.dist_checkpointing.validation import STRICT, Strictness, find_misfits
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState, all_gather_from_world

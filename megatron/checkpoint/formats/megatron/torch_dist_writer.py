@@ -52,8 +52,7 @@ from megatron.checkpoint.formats.megatron.torch_file_writer import (
     plan_torch_file,
 )
 from megatron.core.dist_checkpointing.disk import sync_folder, write_text
-from megatron.core.dist_checkpointing.mapping import dtype_name, dtype_of
-from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX
+from megatron.core.dist_checkpointing.planner import MODEL_PREFIX, dtype_name, dtype_of
 from megatron.core.errors import CheckpointError
 from megatron.core.object_store import local_copy
 from megatron.core.precision import arithmetic_dtype, dtype_from_name

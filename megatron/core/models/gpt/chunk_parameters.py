@@ -12,8 +12,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 
 if TYPE_CHECKING:
@@ -132,10 +132,9 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
     from megatron.core.models.fp8_layers import compute_in_float8
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer.muon import is_orthogonalized
-    from megatron.core.parallel_state import describe_parallel_state
+    from megatron.core.parallel_state import ExpertGroups, describe_parallel_state
     from megatron.core.sharding import spec_of
     from megatron.core.tensor_parallel.random import RngStreams
-    from megatron.core.transformer.moe.expert_groups import ExpertGroups
 
     sizes = model.parallel_sizes
     alone = ParallelSizes(tp=sizes.tp, ep=sizes.ep, etp=sizes.etp)

@@ -17,11 +17,10 @@ from megatron.core.host_memory import ReusedMemory
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import gradient_uses_of, set_gradient_uses
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.models.gpt.gpt_embedding import GPTEmbedding
 from megatron.core.models.model import Model
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, spec_of, tie_over_pipeline
@@ -30,14 +29,20 @@ from megatron.core.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
     vocab_parallel_losses_and_normalizers,
 )
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, tensor_parallel_linear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    embedding_lookup,
+    make_parameter,
+    replicated_spec,
+    tensor_parallel_linear,
+)
 from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.dropout import keys_of_rank
+from megatron.core.transformer.dropout import HiddenDropout, keys_of_rank, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.lora import add_adapters
 from megatron.core.transformer.lora_targets import ADAPTERS
-from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.load_balancing import auxiliary_loss_names
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPrediction,
@@ -49,6 +54,84 @@ from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryE
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import further_loss_names
 from megatron.core.weight_prefetch import free_storage
+
+
+class PositionEmbedding(nn.Module):
+    """Look learned positions up; under sequence parallelism each rank looks up its own part of the sequence.
+
+    Shapes: ``position_ids: [b, s] -> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
+    """
+
+    def __init__(self, config: GPTConfig, tp: Group, device: torch.device | str) -> None:
+        super().__init__()
+        self.tp = tp
+        self.sequence_parallel = config.sequence_parallel
+        shape = (config.max_position_embeddings, config.hidden_size)
+        spec = replicated_spec("weight", shape, tp, config.sequence_parallel, std=config.embedding_init_std)
+        self.weight = make_parameter(shape, spec, dtype_from_name(config.params_dtype), device)
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return the position embeddings, sequence first."""
+        positions = position_ids.t()
+        if self.sequence_parallel:
+            length = positions.shape[0] // self.tp.size
+            positions = positions.narrow(0, self.tp.rank * length, length)
+        return embedding_lookup(positions, self.weight)
+
+
+class GPTEmbedding(nn.Module):
+    """Embed tokens and, where positions are learned, add the positions.
+
+    Shapes: ``tokens, position_ids: [b, s] -> [s, b, h]`` (``[s/tp, b, h]`` under sequence parallelism).
+    """
+
+    def __init__(self, config: GPTConfig, tp: Group, device: torch.device | str) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.padded_vocab_size,
+            config.hidden_size,
+            tp,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.embedding_init_std,
+            dtype=dtype_from_name(config.params_dtype),
+            device=device,
+        )
+        self.scale: float | None = None
+        if config.scale_embeddings:
+            # Rounded to the embeddings' own precision, as models are trained with it; a number, which no step copies.
+            dtype = dtype_from_name(config.params_dtype)
+            self.scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
+        self.multiplier = config.mup_embedding_mult
+        if self.multiplier != 1.0:
+            self.scale = self.multiplier * (1.0 if self.scale is None else self.scale)
+        self.position_embeddings: PositionEmbedding | None = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = PositionEmbedding(config, tp, device)
+        self.dropout = HiddenDropout(config.hidden_dropout)
+
+    def of_words(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens' own embeddings, without positions and dropout."""
+        hidden: torch.Tensor = self.word_embeddings(tokens)
+        return hidden if self.scale is None else hidden * self.scale
+
+    def forward(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None, dropout: DropoutKeys | None = None
+    ) -> torch.Tensor:
+        """Return the first hidden states; positions are for those that are learned.
+
+        Raises:
+            ConfigurationError: the embedding drops something in training, and is given no keys.
+        """
+        hidden = self.of_words(tokens)
+        if self.position_embeddings is not None:
+            assert position_ids is not None, "learned positions are looked up"
+            positions = self.position_embeddings(position_ids)
+            hidden = hidden + (positions if self.multiplier == 1.0 else positions * self.multiplier)
+        keys = require_keys(dropout).of_embedding if self.dropout.is_active else None
+        output: torch.Tensor = self.dropout(hidden, keys)
+        return output
+
 
 _NOT_HIDDEN = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
 

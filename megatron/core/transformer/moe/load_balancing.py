@@ -14,10 +14,9 @@ from torch import nn
 
 from megatron.core.collectives import all_reduce
 from megatron.core.layer_output import AuxiliaryLoss
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.routing import TokenRows, expert_scores, occurrences
 from megatron.core.transformer.transformer_config import MoEConfig
 

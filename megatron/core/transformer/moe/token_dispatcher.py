@@ -21,9 +21,9 @@ from megatron.core.collectives import (
     reduce_scatter_first_dim,
 )
 from megatron.core.ops.gemm import RowCounts
+from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.router import Routing
 
 

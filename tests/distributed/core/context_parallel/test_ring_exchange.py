@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.collectives import all_to_all_first_dim, start_ring_exchange
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import single_rank_group
 from tests.harness.distributed import run_distributed

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from megatron.checkpoint.load import load_checkpoint, load_model_weights, read_common
-from megatron.checkpoint.recovery import prepare_save_directory
-from megatron.checkpoint.save import CommonState
+from megatron.checkpoint.save import CommonState, prepare_save_directory
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing import disk
 from megatron.core.errors import CheckpointError
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.harness.saved_checkpoint import save_checkpoint

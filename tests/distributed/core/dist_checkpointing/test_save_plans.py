@@ -11,11 +11,10 @@ import torch
 from megatron.core.dist_checkpointing import planner as save_plan
 from megatron.core.dist_checkpointing import shard_file
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
-from megatron.core.dist_checkpointing.mapping import whole_tensor
-from megatron.core.dist_checkpointing.planner import SavePlanner
+from megatron.core.dist_checkpointing.planner import SavePlanner, whole_tensor
 from megatron.core.dist_checkpointing.shard_file import shard_name
 from megatron.core.errors import CheckpointError
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state, gather_from_world
 from tests.harness.distributed import run_distributed
 from tests.unit.core.dist_checkpointing.toy import assert_equal_tensors, save_tensors, toy_tensors

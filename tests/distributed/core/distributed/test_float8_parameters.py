@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.distributed.flat_parameters import Float8FlatParameters, send_in_float8
 from megatron.core.distributed.param_layout import plan_layout
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from tests.harness.distributed import run_distributed
 

@@ -11,17 +11,17 @@ import torch
 
 from megatron.core.dist_checkpointing.index import read_index
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
-from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, model_tensors, optimizer_tensors
+from megatron.core.dist_checkpointing.planner import MODEL_PREFIX, OPTIMIZER_PREFIX, model_tensors, optimizer_tensors
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.optimizer import inner_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, make_optimizer
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from tests.distributed.core.optimizer.toy_training import (
     GATHER,

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
-from megatron.core.dist_checkpointing.state_dict import MODEL_PREFIX, OPTIMIZER_PREFIX, model_tensors, optimizer_tensors
+from megatron.core.dist_checkpointing.planner import MODEL_PREFIX, OPTIMIZER_PREFIX, model_tensors, optimizer_tensors
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.fully_sharded_data_parallel import ShardedGradBuffer
 from megatron.core.main_grad import main_grad_of
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, attach_spec, even_pieces, full_pieces, tie_over_pipeline

@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.main_grad import MainGrad, WeightGradQueue, attach_main_grad, main_grad_of
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.executor import (
     MicrobatchLoss,

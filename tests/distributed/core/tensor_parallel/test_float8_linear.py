@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.ops.fp8_config import Float8Config, Fp8TensorIndex
+from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of

@@ -21,11 +21,11 @@ from megatron.checkpoint.formats.native import NativeSource
 from megatron.checkpoint.inference_model import load_model_from
 from megatron.core.collectives import all_gather_last_dim
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.state_dict import model_tensors
+from megatron.core.dist_checkpointing.planner import model_tensors
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.inference.engine import generate
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state, describe_parallel_state
 from megatron.core.sharding import spec_of
 from tests.harness.distributed import run_distributed

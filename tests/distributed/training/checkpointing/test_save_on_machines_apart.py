@@ -10,19 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import storage
-from megatron.checkpoint.checkpoint_folder import saved_iterations
+from megatron.checkpoint import checkpoint_folder
+from megatron.checkpoint.checkpoint_folder import publish, saved_iterations
 from megatron.checkpoint.load import load_checkpoint
-from megatron.checkpoint.recovery import prepare_save_directory
-from megatron.checkpoint.save import CommonState
-from megatron.checkpoint.storage import publish
+from megatron.checkpoint.save import CommonState, prepare_save_directory
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing import shard_reader
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import CheckpointError, StorageError
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.object_store import ObjectStoreError
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state, describe_parallel_state
 from tests.harness.distributed import run_distributed
 from tests.harness.saved_checkpoint import save_checkpoint
@@ -203,7 +201,7 @@ def die_while_publishing(machines: list[str], tp: int, publisher: int | None) ->
         publish(directory, iteration, token)
         os._exit(0)
 
-    storage.publish = publish_or_stop  # type: ignore[attr-defined]
+    checkpoint_folder.publish = publish_or_stop  # type: ignore[attr-defined]
     save(machines, tp, (20,))
     return "saved"
 

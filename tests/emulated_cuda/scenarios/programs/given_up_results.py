@@ -16,16 +16,15 @@ from megatron.checkpoint.local_copies import CopyFile, LocalCopies
 from megatron.core.collectives import any_rank, exchange_bytes
 from megatron.core.device import Device, select_device
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.ops.gemm import RowCounts
-from megatron.core.parallel_sizes import ParallelSizes
-from megatron.core.parallel_state import ParallelState, create_parallel_state
+from megatron.core.parallel_state import ExpertGroups, ParallelState, create_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.moe.expert_groups import ExpertGroups
 from megatron.core.transformer.moe.router import Routing
 from megatron.core.transformer.moe.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher
 from megatron.training.initialize import Runtime
-from megatron.training.step_reduction import agree_to_exit
+from megatron.training.training_step import agree_to_exit
 
 NUM_TOKENS, WIDTH, NUM_EXPERTS = 6, 8, 4
 ITERATION = {"iteration": 1}

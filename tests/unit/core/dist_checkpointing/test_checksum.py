@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from megatron.core.dist_checkpointing.checksum import join_checksums, partial_checksum
+from megatron.core.dist_checkpointing.disk import join_checksums, partial_checksum
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 2, 257, 4096, 100_003])

@@ -13,7 +13,7 @@ import torch
 from megatron.core.dist_checkpointing import shard_reader
 from megatron.core.dist_checkpointing.index import read_index, write_index
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec, whole_tensor
+from megatron.core.dist_checkpointing.planner import ShardedTensor, from_spec, whole_tensor
 from megatron.core.dist_checkpointing.validation import STRICTNESS, Misfits, Strictness
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import describe_parallel_state

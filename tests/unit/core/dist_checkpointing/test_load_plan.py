@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.mapping import TensorDescription, piece_key
-from megatron.core.dist_checkpointing.planner import PieceRead, plan_reads, refine
+from megatron.core.dist_checkpointing.planner import PieceRead, TensorDescription, piece_key, plan_reads, refine
 from megatron.core.dist_checkpointing.shard_file import ShardEntry, write_shard
 from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces, contiguous_runs
 from megatron.core.errors import CheckpointError, DamagedCheckpointError

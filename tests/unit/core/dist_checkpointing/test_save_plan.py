@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.mapping import TensorDescription, whole_tensor
-from megatron.core.dist_checkpointing.planner import SavePlanner, check_writes, plan_writes
+from megatron.core.dist_checkpointing.planner import (
+    SavePlanner,
+    TensorDescription,
+    check_writes,
+    plan_writes,
+    whole_tensor,
+)
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import Box, full_pieces, split_box, subtract, uncovered

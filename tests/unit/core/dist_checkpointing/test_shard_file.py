@@ -10,8 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing.index import StoredFile, StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.mapping import dtype_name
-from megatron.core.dist_checkpointing.planner import plan_reads
+from megatron.core.dist_checkpointing.planner import dtype_name, plan_reads
 from megatron.core.dist_checkpointing.shard_file import ShardEntry, check_file, shard_bytes, write_shard
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.errors import DamagedCheckpointError

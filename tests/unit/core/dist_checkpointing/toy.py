@@ -12,10 +12,14 @@ import torch
 
 from megatron.core.collectives import barrier
 from megatron.core.dist_checkpointing.index import write_index
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_spec
-from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, SavePlanner
+from megatron.core.dist_checkpointing.planner import (
+    MAX_PIECE_BYTES,
+    CheckpointState,
+    SavePlanner,
+    ShardedTensor,
+    from_spec,
+)
 from megatron.core.dist_checkpointing.shard_file import build_index, take_share
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
 from megatron.core.parallel_state import ParallelState, gather_from_world
 from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex
 from megatron.core.ops import fp8_quantizers
-from megatron.core.ops.fp8_config import Float8Config, Fp8TensorIndex
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
 from megatron.core.ops.fp8_tensor import E4M3, E5M2, scale_of
 from megatron.core.process_group import Group, single_rank_group

@@ -12,8 +12,8 @@ from torch import nn
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.main_grad import main_grad_of
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.optimizer.clip_grads import GradNorm, GradStatistics, clip_coefficient, is_counted, sum_of_squares
-from megatron.core.parallel_sizes import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, even_pieces, full_pieces

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.device import Device
-from megatron.core.parallel_sizes import ONE_RANK
+from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.tensor_parallel.random import DEFAULT, RngStreams, stream_seed
 
 

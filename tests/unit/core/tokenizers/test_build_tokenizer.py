@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from megatron.config.resolution import unused_tokenizer_flags
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer, unused_flags
+from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
 
 
 def test_every_kind_is_built(
@@ -78,8 +79,10 @@ def test_flags_of_other_kinds_are_named() -> None:
         "NullTokenizer": ["vocab-file", "tokenizer-model", "tiktoken-pattern"],
     }
     for name, flags in ends.items():
-        assert unused_flags(name, given) == [f"--{flag} has no effect: the tokenizer is {name}" for flag in flags]
-        assert unused_flags(name, ()) == []
+        assert unused_tokenizer_flags(name, given) == [
+            f"--{flag} has no effect: the tokenizer is {name}" for flag in flags
+        ]
+        assert unused_tokenizer_flags(name, ()) == []
 
 
 @pytest.mark.parametrize(

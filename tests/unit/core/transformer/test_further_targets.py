@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.multi_token_prediction import further_layer_numbers, further_losses, mtp_targets

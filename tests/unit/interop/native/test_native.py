@@ -13,7 +13,7 @@ from megatron.checkpoint.checkpoint_source import TensorInfo
 from megatron.checkpoint.formats.native import NativeSource, plan_files, write_native
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing.index import read_index
-from megatron.core.dist_checkpointing.mapping import whole_tensor
+from megatron.core.dist_checkpointing.planner import whole_tensor
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.sharding import Box

@@ -11,8 +11,8 @@ import torch
 
 from megatron.checkpoint.load import load_checkpoint, load_model_weights, read_common
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.training_config import CheckpointConfig
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.config.run_config import CheckpointConfig
+from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import CheckpointError
 from tests.unit.core.dist_checkpointing.toy import ToyModel, ToyOptimizer, assert_equal_runs, empty_run
 from tests.unit.training.checkpointing.toy_checkpoint import CONFIG, SCHEDULER, STATE, TRACKER, common, load, save

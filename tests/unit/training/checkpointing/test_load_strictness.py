@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.load import load_checkpoint
-from megatron.config.training_config import CheckpointConfig
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.config.run_config import CheckpointConfig
+from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces

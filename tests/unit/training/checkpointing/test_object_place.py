@@ -10,15 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint import checkpoint_folder
 from megatron.checkpoint import save as saving
-from megatron.checkpoint import storage
-from megatron.checkpoint.checkpoint_folder import candidate_folders, complete_iterations, saved_iterations
-from megatron.checkpoint.last_good import is_known, mark_known, point_tracker
-from megatron.checkpoint.recovery import prepare_save_directory
-from megatron.checkpoint.storage import ObjectPlace, recover_objects
+from megatron.checkpoint.checkpoint_folder import (
+    ObjectPlace,
+    candidate_folders,
+    complete_iterations,
+    is_known,
+    mark_known,
+    point_tracker,
+    recover_objects,
+    saved_iterations,
+)
+from megatron.checkpoint.save import prepare_save_directory
 from megatron.core import object_store
 from megatron.core.dist_checkpointing.disk import CheckpointWriteError
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import CheckpointError, InputError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.training.fault_tolerance.processes import identify
@@ -49,7 +56,7 @@ def names(path: Path) -> list[str]:
 
 def numbered(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let the next saves be those of a run with this number."""
-    place_of = storage.place_of
+    place_of = checkpoint_folder.place_of
     monkeypatch.setattr(saving, "place_of", lambda directory, token, _: place_of(directory, token, number))
 
 

@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import storage
-from megatron.checkpoint.checkpoint_folder import candidate_folders, iteration_folder, lost_tracker, saved_iterations
-from megatron.checkpoint.recovery import recover
-from megatron.checkpoint.storage import Retention, create_saving_folder, expired_iterations, publish, remove_expired
+from megatron.checkpoint import checkpoint_folder
+from megatron.checkpoint.checkpoint_folder import (
+    Retention,
+    candidate_folders,
+    create_saving_folder,
+    expired_iterations,
+    iteration_folder,
+    lost_tracker,
+    publish,
+    remove_expired,
+    saved_iterations,
+)
+from megatron.checkpoint.save import recover
 from megatron.core.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -92,7 +101,7 @@ def test_killed_at_any_rename_something_complete_is_found(
     folder = create_saving_folder(tmp_path, iteration)
     (folder / "index.json").write_text("new")
     calls = 0
-    real_rename, real_write = os.rename, storage.write_text
+    real_rename, real_write = os.rename, checkpoint_folder.write_text
 
     def count() -> None:
         nonlocal calls
@@ -109,8 +118,8 @@ def test_killed_at_any_rename_something_complete_is_found(
         real_write(path, text)
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage.os, "rename", rename)
-        patch.setattr(storage, "write_text", write)
+        patch.setattr(checkpoint_folder.os, "rename", rename)
+        patch.setattr(checkpoint_folder, "write_text", write)
         total = 4 if again else 3
         if step < total:
             with pytest.raises(Killed):
@@ -138,7 +147,7 @@ def test_a_refused_rename_puts_the_replaced_one_back(tmp_path: Path, monkeypatch
             raise OSError(28, "No space left on device")
         real_rename(source, target)
 
-    monkeypatch.setattr(storage.os, "rename", rename)
+    monkeypatch.setattr(checkpoint_folder.os, "rename", rename)
     with pytest.raises(OSError, match="No space left"):
         publish(tmp_path, 10)
     assert content(tmp_path) == [".iter_0000010.saving", "iter_0000010", TRACKER]
@@ -167,7 +176,7 @@ def test_recovery_leaves_what_is_not_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["1" * 400, "1" * 5000, "２０", "twenty"])
 def test_a_pending_tracker_that_names_no_iteration_is_removed(text: str, tmp_path: Path) -> None:
     save(tmp_path, 10)
-    (tmp_path / storage.PENDING_TRACKER).write_text(text)
+    (tmp_path / checkpoint_folder.PENDING_TRACKER).write_text(text)
     lines: list[str] = []
     recover(tmp_path, lines.append)
     assert content(tmp_path) == ["iter_0000010", TRACKER]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.load import read_common
-from megatron.checkpoint.recovery import prepare_save_directory
-from megatron.config.training_config import CheckpointConfig
+from megatron.checkpoint.save import prepare_save_directory
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.errors import CheckpointError, TokenizerError
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import (

@@ -12,18 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import storage
-from megatron.checkpoint.checkpoint_folder import saved_iterations
-from megatron.checkpoint.last_good import newest_known
+from megatron.checkpoint import checkpoint_folder
+from megatron.checkpoint.checkpoint_folder import newest_known, saved_iterations
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.training_config import CheckpointConfig
+from megatron.config.run_config import CheckpointConfig
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing import shard_file
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import TrainingError
-from megatron.core.parallel_sizes import ONE_RANK
+from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.random import RngStreams
@@ -218,7 +217,7 @@ def test_a_refusal_to_publish_is_said_too(tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(directory: Path, iteration: int, token: str) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(storage, "publish", refuse)
+    monkeypatch.setattr(checkpoint_folder, "publish", refuse)
     save(saver, 20)
     assert f"cannot write {tmp_path / 'iter_0000020'}: {os.strerror(errno.EDQUOT)}" in lines[-1]
     assert names(tmp_path) == ["iter_0000010", TRACKER]
@@ -282,7 +281,7 @@ def test_a_checkpoint_known_to_train_lets_older_ones_go(tmp_path: Path, monkeypa
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "remove_expired", refuse)
+        patch.setattr(checkpoint_folder, "remove_expired", refuse)
         assert saver.note_known(30, 2)
     assert lines[-1] == f"WARNING: could not remove an old checkpoint in {tmp_path}: Permission denied"
     assert newest_known(tmp_path) == 30

@@ -8,8 +8,8 @@ from typing import Any
 from megatron.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from megatron.checkpoint.save import CommonState
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.training_config import CheckpointConfig
-from megatron.core.dist_checkpointing.state_dict import CheckpointState
+from megatron.config.run_config import CheckpointConfig
+from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.parallel_state import describe_parallel_state
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.core.dist_checkpointing.toy import (

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.data_config import extra_validation_sets, read_data_list, read_per_split_lists
-from megatron.config.training_config import ValidationConfig
+from megatron.config.run_config import ValidationConfig, extra_validation_sets, read_data_list, read_per_split_lists
 from megatron.core.datasets.gpt_dataset_config import Blend, ValidationSet
 from megatron.core.errors import ConfigurationError
 from tests.unit.training.config.command_lines import write_data_set

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.config.arguments import all_flags, resolve_arguments
-from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, REASONS, refusal_reason
+from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, REASONS, ForeignFlag, foreign_flags, refusal_reason
 from megatron.config.run_config import command_line_fields
-from megatron.config.unknown_flags import ForeignFlag, foreign_flags
 from megatron.core.errors import ConfigurationError
 from tests.unit.training.config.command_lines import MINIMAL
 

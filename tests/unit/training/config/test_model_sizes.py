@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.arguments import resolve_arguments
 from megatron.core.device import Device
-from megatron.core.parallel_sizes import ParallelSizes
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.training.initialize import Runtime

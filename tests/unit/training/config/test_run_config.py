@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config.arguments import resolve_arguments
-from megatron.config.data_config import read_data_list, read_per_split_lists
 from megatron.config.resolution import resolve
-from megatron.config.run_config import RunConfig
+from megatron.config.run_config import RunConfig, read_data_list, read_per_split_lists
 from megatron.core.errors import ConfigurationError
 from tests.unit.training.config.command_lines import MINIMAL
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config.arguments import all_flags
-from megatron.config.unknown_flags import foreign_flags, unknown_flags
+from megatron.config.megatron_flags import foreign_flags, unknown_flags
 
 
 def answer(text: str) -> str:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.checkpoint.checkpoint_folder import TRACKER_FILE, iteration_folder, saved_iterations
-from megatron.checkpoint.last_good import ValidationWindow, is_known, mark_known, newest_known, point_tracker
-from megatron.checkpoint.storage import Retention, expired_iterations, remove_expired
+from megatron.checkpoint.checkpoint_folder import (
+    TRACKER_FILE,
+    Retention,
+    ValidationWindow,
+    expired_iterations,
+    is_known,
+    iteration_folder,
+    mark_known,
+    newest_known,
+    point_tracker,
+    remove_expired,
+    saved_iterations,
+)
 
 
 def observe(trial: ValidationWindow, outcomes: dict[int, bool]) -> dict[int, list[int]]:

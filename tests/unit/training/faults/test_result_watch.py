@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.config.resilience_config import FaultConfig
+from megatron.config.run_config import FaultConfig
 from megatron.training.fault_tolerance.anomaly_detector import ResultWatch
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.arguments import resolve_arguments
-from megatron.config.notes import machine_notes
+from megatron.config.resolution import machine_notes
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
 from megatron.training import initialize

@@ -10,17 +10,16 @@ import pytest
 
 from megatron.core.device import Device
 from megatron.core.main_grad import gradient_uses_of
+from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.chunk_parameters import chunk_parameters
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_sizes import ParallelSizes
-from megatron.core.parallel_state import describe_parallel_state
+from megatron.core.parallel_state import ExpertGroups, describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, spec_of
 from megatron.core.tensor_parallel.lora import LowRankAdapter
 from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.moe.expert_groups import ExpertGroups
 
 WHOLE_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.main_grad import MainGrad, attach_main_grad, main_grad_of
+from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex
 from megatron.core.models.fp8_layers import compute_in_float8
-from megatron.core.ops.fp8_config import Float8Config, Fp8TensorIndex
 from megatron.core.ops.fp8_quantizers import OPERANDS, Float8Recipe, Float8State, Fp8Quantizers
 from megatron.core.ops.fp8_tensor import SEGMENTS_OF_128, Quantized
 from megatron.core.process_group import single_rank_group

@@ -15,7 +15,7 @@ from megatron.training.fault_tolerance.inprocess_restart import RendezvousMember
 from megatron.training.fault_tolerance.rendezvous import GroupLinks, is_broken_communication
 from megatron.training.initialize import LaunchEnvironment, initialize_runtime
 from megatron.training.periodic_evals import SampleTexts, TaskScores
-from megatron.training.step_reduction import agree_to_exit
+from megatron.training.training_step import agree_to_exit
 from tests.unit.training.config.command_lines import MINIMAL
 
 
