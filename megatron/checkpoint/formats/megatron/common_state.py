@@ -14,9 +14,9 @@ from megatron.checkpoint.formats.megatron.arguments import PROGRESS, TRAIN_DATA,
 from megatron.checkpoint.formats.megatron.rank_files import RankFile, open_rank_files
 from megatron.checkpoint.formats.megatron.stored_optimizer import OptimizerScalars, optimizer_scalars
 from megatron.core.config_base import IDENTITY, config_to_dict, field_specs
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
-from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig
+from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, styles_unknown_to_megatron
 from megatron.core.tokenizers.tokenizer import read_json_object
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER
 
@@ -191,8 +191,14 @@ def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> d
 
 
 def stored_schedule(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our scheduler's state as ``opt_param_scheduler``."""
+    """Return our scheduler's state as ``opt_param_scheduler``.
+
+    Raises:
+        ConfigurationError: Megatron has no such schedule.
+    """
     schedule = state["schedule"]
+    if unknown := styles_unknown_to_megatron(schedule):
+        raise ConfigurationError(f"Megatron has no {', '.join(unknown)}; use the native format")
     return {
         "max_lr": schedule["max_lr"],
         "lr_warmup_steps": schedule["lr_warmup_steps"],
