@@ -166,7 +166,7 @@ def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> d
     """Return ``opt_param_scheduler`` as the state of our scheduler; lengths are in samples on both sides.
 
     Raises:
-        CheckpointError: it lacks a value.
+        CheckpointError: it lacks a value, or has a style that is not supported.
     """
     values: dict[str, Any] = {}
     for field, names in _SCHEDULE_NAMES.items():
@@ -182,12 +182,16 @@ def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> d
         values.setdefault("end_wd", weight_decay)
     values |= {"decoupled_max_lr": arguments.get("decoupled_lr"), "decoupled_min_lr": arguments.get("decoupled_min_lr")}
     values["init_lr"] = float(arguments.get("lr_warmup_init") or 0.0)
-    if values["lr_decay_style"] == "WSD":
+    if values.get("lr_decay_style") == "WSD":
         batch = int(arguments.get("global_batch_size") or 1)
         iterations, samples = arguments.get("lr_wsd_decay_iters"), arguments.get("lr_wsd_decay_samples")
         values["wsd_decay_steps"] = samples if samples is not None else (iterations or 0) * batch
         values["lr_wsd_decay_style"] = arguments.get("lr_wsd_decay_style") or "exponential"
-    return {"num_samples": int(position), "schedule": config_to_dict(ScheduleConfig(**values))}
+    try:
+        schedule = ScheduleConfig(**values)
+    except ConfigurationError as error:
+        raise CheckpointError(f"opt_param_scheduler: {error}") from error
+    return {"num_samples": int(position), "schedule": config_to_dict(schedule)}
 
 
 def stored_schedule(state: Mapping[str, Any]) -> dict[str, Any]:

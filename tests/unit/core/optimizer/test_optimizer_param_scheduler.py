@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.checkpoint.formats.megatron.common_state import stored_schedule
+from megatron.checkpoint.formats.megatron.common_state import schedule_state, stored_schedule
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
@@ -246,6 +246,13 @@ def test_megatrons_files_reject_a_schedule_that_megatron_does_not_have() -> None
     scheduler = OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0, lr_decay_style="minus_sqrt"))
     with pytest.raises(ConfigurationError, match="Megatron has no --lr-decay-style minus_sqrt; use the native format"):
         stored_schedule(scheduler.state_dict())
+
+
+def test_a_schedule_of_megatrons_files_that_is_not_known_is_rejected_by_name() -> None:
+    stored = {"max_lr": 1.0, "lr_decay_steps": 40, "num_steps": 8}
+    assert schedule_state(stored, {})["schedule"]["lr_decay_style"] == "linear"
+    with pytest.raises(CheckpointError, match="opt_param_scheduler: --lr-decay-style quadratic is unknown; possible: "):
+        schedule_state({**stored, "lr_decay_style": "quadratic"}, {})
 
 
 def test_the_optimizer_has_the_values_of_a_loaded_schedule() -> None:
