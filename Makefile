@@ -4,7 +4,7 @@ PYTHON = $(VENV)/bin/python
 # Each is a folder of scripts that import what lies beside them.
 SCRIPT_FOLDERS = benchmarks/data benchmarks/data/index benchmarks/step benchmarks/checkpointing
 
-.PHONY: help setup check format test test-long test-gpu docs clean
+.PHONY: help setup check format generate test test-long test-gpu docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -23,6 +23,13 @@ check: setup  ## lint, format, types and import contracts
 format: setup  ## rewrite the code in the project's style
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
+
+generate: setup  ## bring generated pages and the frozen lists of the tests up to date
+	$(PYTHON) tools/generate_argument_docs.py
+	$(PYTHON) -m tests.unit.training.config.mistakes
+	$(PYTHON) docs/scripts/list_refusals.py
+	$(PYTHON) docs/scripts/draw_parallelism.py
+	$(PYTHON) -m tests.unit.training.config.freeze
 
 test:  ## run the default tests
 	bash tests/run.sh

@@ -12,7 +12,7 @@ from megatron.core.config_base import field_specs
 from megatron.core.dist_checkpointing.planner import ShardedTensor
 from megatron.core.errors import CheckpointError
 from megatron.core.transformer.lora_targets import ADAPTERS, adapted_parts, plain_names
-from megatron.core.transformer.transformer_config import MoEConfig, moe_layers
+from megatron.core.transformer.transformer_config import GATED_ACTIVATIONS, MoEConfig, moe_layers
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _settings(config: Mapping[str, Any]) -> str | None:
     model = config.get("model", {})
     if not model.get("lora_rank"):
         return None
-    is_gated = any(model.get(name) for name in ("swiglu", "geglu", "quick_geglu"))
+    is_gated = any(model.get(name) for name in GATED_ACTIVATIONS)
     names = plain_names(adapted_parts(model["lora_target_modules"], is_gated))
     return (
         f"--lora-rank {model['lora_rank']} --lora-alpha {model['lora_alpha']} --lora-target-modules {' '.join(names)}"

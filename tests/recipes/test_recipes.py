@@ -57,6 +57,84 @@ sharded = make_cell("gpt2", Layout(tp=2, dp=2, sharding="optim"), extra=["--para
 config = resolve_cell(sharded.flags, 4, "float32")
 assert record_step(config, 0, *parts) == step_traffic(config, 0, (9, 0))
 """,
+    "linear_feature": """
+import torch
+from megatron.core.process_group import single_rank_group
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+for kind in (ColumnParallelLinear, RowParallelLinear):
+    layer = kind(5, 3, single_rank_group(), has_scale=True, dtype=torch.float64)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(4, 2, 5, dtype=torch.float64)
+    expected = (x @ layer.weight.t()) * layer.scale + layer.bias
+    torch.testing.assert_close(layer(x), expected)
+    leaves = [layer.weight, layer.scale, layer.bias]
+    weights = torch.randn_like(expected)
+    for one, other in zip(*(torch.autograd.grad((y * weights).sum(), leaves) for y in (layer(x), expected))):
+        torch.testing.assert_close(one, other)
+check_feature(flags, "--linear-output-scale", {2: 144 + 48 + 192 + 48, 3: 144 + 48 + 2 * 96 + 48})
+""",
+    "attention_feature": """
+import torch
+from megatron.core.ops.attention_pattern import CAUSAL
+from megatron.core.process_group import single_rank_group
+from megatron.core.transformer.attention import SelfAttention
+plain, gated = (parse_arguments([*flags, *more]).model for more in ((), ("--attention-output-gate",)))
+layers = [SelfAttention(config, 0, single_rank_group(), "cpu").eval() for config in (plain, gated)]
+for layer in layers:
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(parameter.numel()))
+    torch.nn.init.zeros_(layer.linear_proj.bias)
+x = torch.randn(5, 2, plain.hidden_size)
+torch.nn.init.zeros_(layers[1].linear_gate.weight)
+torch.testing.assert_close(layers[1](x, CAUSAL, None).hidden, layers[0](x, CAUSAL, None).hidden / 2)
+torch.nn.init.normal_(layers[1].linear_gate.weight)
+context = layers[0]._context(x, CAUSAL, None, None, None)
+expected = layers[0].linear_proj(context * torch.sigmoid(x @ layers[1].linear_gate.weight.t()))
+torch.testing.assert_close(layers[1](x, CAUSAL, None).hidden, expected)
+check_feature(flags, "--attention-output-gate", {2: 48 * 48, 3: 48 * 48})
+""",
+    "learning_rate_schedule": """
+from megatron.checkpoint.formats.megatron.common_state import stored_schedule
+from megatron.core.errors import ConfigurationError
+from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, learning_rate
+config = parse_arguments([*flags, "--lr-decay-style", "quadratic"])
+assert config.scheduler.lr_decay_style == "quadratic"
+schedule = ScheduleConfig(max_lr=1.0, min_lr=0.2, lr_warmup_steps=10, lr_decay_steps=110, lr_decay_style="quadratic")
+rates = [learning_rate(schedule, count) for count in (5, 10, 60, 110, 200)]
+assert all(abs(one - other) < 1e-12 for one, other in zip(rates, (0.5, 1.0, 0.4, 0.2, 0.2), strict=True)), rates
+saved = ["--save", "x", "--ckpt-format", "torch"]
+check_rejected([*flags, *saved, "--lr-decay-style", "quadratic"], "--lr-decay-style quadratic")
+try:
+    stored_schedule({"num_samples": 0, "schedule": vars(schedule)})
+except ConfigurationError as error:
+    assert str(error) == "Megatron has no --lr-decay-style quadratic; use the native format"
+else:
+    raise AssertionError("Megatron has no such schedule")
+""",
+    "library_optimizer": """
+import torch
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer, examine_rule
+from megatron.core.optimizer.optimizer_config import state_bytes
+config = parse_arguments([*flags, "--optimizer", "adafactor"]).optimizer
+assert not examine_rule(config).is_elementwise
+assert examine_rule(config).unsaved == ()
+assert state_bytes(config, is_matrix=True) == 0
+start = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+own, theirs = start.clone().flatten(), start.clone().requires_grad_()
+optimizer = InnerOptimizer(config, [([own], 1.0)], shapes={id(own): start.shape})
+reference = torch.optim.Adafactor([theirs], lr=0.02, weight_decay=0.1)
+optimizer.set_learning_rate(0.02, 0.1)
+for seed in range(3):
+    gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+    own.grad, theirs.grad = gradient.flatten() * 8, gradient.clone()
+    optimizer.step([own], grad_multiplier=0.125)
+    reference.step()
+torch.testing.assert_close(own.view(6, 4), theirs.detach(), rtol=0, atol=0)
+assert sorted(optimizer.names_of_state(own)) == ["col_var", "row_var"]
+saved = ["--save", "x", "--ckpt-format", "torch_dist"]
+check_rejected([*flags, *saved, "--optimizer", "adafactor"], "--optimizer adafactor")
+""",
     "checkpoint_format": """
 from megatron.cli import convert
 from megatron.cli import diff_checkpoints as diff
@@ -117,6 +195,7 @@ torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-3)
 grads = torch.autograd.grad(actual.sum(), [first.weight, first.bias, second.weight, second.bias])
 for one, other in zip(grads, torch.autograd.grad(expected.sum(), leaves)):
     torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-3)
+check_other_formats(flags, ["--mish"], "activation 'mish'")
 """,
     "normalization": """
 import torch
@@ -127,6 +206,7 @@ options = {"partial_gradient": False, "centered_weight": True, "dtype": torch.fl
 norm = Norm("MeanAbsNorm", 4, 0.0, single_rank_group(), **options)
 torch.nn.init.zeros_(norm.weight)
 assert norm(torch.tensor([1.0, -3.0, 0.0, 4.0], dtype=torch.float64)).tolist() == [0.5, -1.5, 0.0, 2.0]
+check_other_formats(flags, ["--normalization", "MeanAbsNorm"], "normalization 'MeanAbsNorm'")
 """,
     "optimizer": """
 import torch
@@ -157,8 +237,9 @@ assert tokenizer.tokenize("aé") == [97, 195, 169]
 assert tokenizer.detokenize([*tokenizer.tokenize("aé"), tokenizer.eod_id]) == "aé"
 """,
 }
-TRAINED = ("flag", "layer_kind", "model", "checkpoint_format", "family")
-"""Recipes whose use takes the longest; their patches are held against the files by default."""
+TRAINED = ("flag", "layer_kind", "linear_feature", "attention_feature", "model", "checkpoint_format", "family")
+"""Recipes whose use takes the longest; by default their patches are only compared with the files."""
+MOST_FILES = 5
 PREAMBLE = """
 import pathlib, sys
 import megatron
@@ -167,6 +248,7 @@ from megatron.config.arguments import parse_arguments
 assert pathlib.Path(megatron.__file__).is_relative_to(pathlib.Path.cwd()), megatron.__file__
 flags = sys.argv[1:]
 """
+CHECKS = "from tests.recipes.checks import check_feature, check_other_formats, check_rejected\n"
 
 
 def files_named(recipe: str) -> set[str]:
@@ -188,9 +270,11 @@ def test_a_recipe_touches_the_files_that_it_names(recipe: str) -> None:
     patch = PATCHES / f"{recipe}.patch"
     touched = set(re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert touched == files_named(recipe)
+    assert len(touched) <= MOST_FILES
+    assert not any(path.startswith("megatron/planner/") for path in touched)
     command = ["git", "apply", "--check", str(patch)]
     checked = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, f"{checked.stderr}mend the recipe and its patch"
+    assert checked.returncode == 0, f"{checked.stderr}fix the recipe and its patch"
 
 
 @pytest.mark.parametrize(
@@ -205,5 +289,6 @@ def test_what_a_recipe_adds_works(recipe: str, tmp_path: Path) -> None:
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
     command = ["git", "apply", str(patch)]
     applied = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert applied.returncode == 0, f"{applied.stderr}mend the recipe and its patch"
-    run_command([sys.executable, "-B", "-c", PREAMBLE + USES[recipe], REPOSITORY, *MINIMAL], cwd=tmp_path).check()
+    assert applied.returncode == 0, f"{applied.stderr}fix the recipe and its patch"
+    program = PREAMBLE + (CHECKS if "check_" in USES[recipe] else "") + USES[recipe]
+    run_command([sys.executable, "-B", "-c", program, REPOSITORY, *MINIMAL], cwd=tmp_path).check()

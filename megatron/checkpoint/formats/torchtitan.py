@@ -134,7 +134,11 @@ def find_links(config: GPTConfig, entries: Mapping[str, StoredEntry], place: Pat
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape; the first ones are named.
     """
-    links = [replace(link, foreign=_their_name(link.foreign)) for link in LlamaFamily().links(config)]
+    links = list(LlamaFamily().links(config))
+    unnamed = sorted({link.foreign for link in links if not _has_name(link.foreign)})
+    if unnamed:
+        raise CheckpointError(f"{place}: torchtitan's format has no tensor for {_listed(unnamed)}")
+    links = [replace(link, foreign=_their_name(link.foreign)) for link in links]
     shapes = shapes_of((link.foreign, link.foreign_box) for link in links)
     missing, unexpected = sorted(shapes.keys() - entries.keys()), sorted(entries.keys() - shapes.keys())
     problems = [f"missing: {_listed(missing)}"] if missing else []
@@ -163,6 +167,11 @@ def _matrix(shapes: Mapping[str, tuple[int, ...]], name: str, place: Path) -> tu
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" * (len(names) > _MOST_NAMED))
+
+
+def _has_name(name: str) -> bool:
+    layer = _LAYER.fullmatch(name)
+    return (name.removesuffix(".weight") if layer is None else layer[2]) in _THEIRS
 
 
 def _their_name(name: str) -> str:

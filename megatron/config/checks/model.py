@@ -14,6 +14,7 @@ from megatron.core.errors import ConfigurationError, choices
 from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.models.gpt.gpt_config import STRETCH_FIELDS, GPTConfig, flags_without_argument
 from megatron.core.transformer.lora_targets import adapted_parts
+from megatron.core.transformer.transformer_config import GATED_ACTIVATIONS
 
 _MOST_VALUES = 10**13
 """More than a rank can hold of anything: the memory of twenty GPUs of 2 TB."""
@@ -272,7 +273,7 @@ MODEL_CHECKS = (
     Check(("ckpt_format", "num_experts", "expert_tensor_parallel_size"), _check_format),
     Check(("num_layers", "window_size", "window_attn_skip_freq"), _check_windows),
     Check(("num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers"), _check_recompute),
-    Check(("lora_rank", "lora_target_modules", "swiglu", "geglu", "quick_geglu"), _check_adapted_layers),
+    Check(("lora_rank", "lora_target_modules", *GATED_ACTIVATIONS), _check_adapted_layers),
     Check(("lora_rank", *LAYOUT_FIELDS), _check_adapted_stages),
     Check(("lora_rank", "cuda_graph_impl", "save", "ckpt_format", "decoupled_lr"), _check_beside_adapters),
 )

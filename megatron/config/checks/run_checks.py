@@ -18,6 +18,7 @@ from megatron.core.errors import ConfigurationError, DataError, StorageError, ch
 from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.object_store import PACKAGES, is_url, url_problem
 from megatron.core.optimizer.optimizer_config import parse_override
+from megatron.core.optimizer.optimizer_param_scheduler import styles_unknown_to_megatron
 
 _LENGTHS = (
     "train_iters",
@@ -156,6 +157,19 @@ def _check_wsd(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_decay_format(config: RunConfig) -> Iterator[str]:
+    form, schedule = config.checkpoint.ckpt_format, config.scheduler
+    styles = {"lr_decay_style": schedule.lr_decay_style}
+    if schedule.lr_decay_style == "WSD":
+        styles["lr_wsd_decay_style"] = schedule.lr_wsd_decay_style
+    unknown = styles_unknown_to_megatron(styles)
+    if form in ("torch", "torch_dist") and config.checkpoint.save and unknown:
+        yield (
+            f"--ckpt-format {form} cannot hold {', '.join(unknown)}, which Megatron does not have; leave it out for "
+            "the native format, or choose a style that Megatron has"
+        )
+
+
 def _check_weight_decay(config: RunConfig) -> Iterator[str]:
     schedule = config.scheduler
     start, end = schedule.start_weight_decay, schedule.end_weight_decay
@@ -265,6 +279,7 @@ OPTIMIZER_CHECKS = (
     Check(_LENGTHS, _check_units),
     Check((*_LENGTHS, "global_batch_size", "micro_batch_size"), _check_warmup),
     Check((*_LENGTHS, "lr_decay_style", "global_batch_size", "micro_batch_size"), _check_wsd),
+    Check(("lr_decay_style", "lr_wsd_decay_style", "ckpt_format", "save"), _check_decay_format),
     Check(("start_weight_decay", "end_weight_decay", "weight_decay"), _check_weight_decay),
     Check(("overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload"), _check_gather),
     Check(("fp8_param_gather", "main_params_dtype"), _check_float8_gather),

@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from megatron.core.config_base import config_from_dict, config_to_dict
 from megatron.core.errors import CheckpointError, ConfigurationError
+
+DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
+    {
+        "linear": lambda ratio: 1.0 - ratio,
+        "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
+        "exponential": lambda ratio: 2.0 * math.pow(0.5, ratio) - 1.0,
+        "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
+    }
+)
+"""Styles by name: the share of a decay that remains after a ratio of its length."""
+_STYLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "lr_decay_style": ("constant", "inverse-square-root", "WSD", *DECAYS),
+        "lr_wsd_decay_style": tuple(DECAYS),
+        "wd_incr_style": ("constant", "linear", "cosine"),
+    }
+)
+_FLAGS = {"wd_incr_style": "weight_decay_incr_style"}
+_IN_MEGATRON: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        "lr_wsd_decay_style": ("exponential", "linear", "cosine", "minus_sqrt"),
+    }
+)
+
+
+def styles_unknown_to_megatron(styles: Mapping[str, Any]) -> list[str]:
+    """Return, as they are typed, the styles of a schedule that Megatron-LM does not have and its files cannot hold."""
+    return [
+        f"--{name.replace('_', '-')} {styles[name]}"
+        for name, known in _IN_MEGATRON.items()
+        if styles.get(name) not in (None, *known)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +71,11 @@ class ScheduleConfig:
     decoupled_min_lr: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a learning-rate schedule without a value at some sample."""
+        """Refuse a style that there is not, and a learning-rate schedule without a value at some sample."""
+        for name, styles in _STYLES.items():
+            if getattr(self, name) not in styles:
+                flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+                raise ConfigurationError(f"{flag} {getattr(self, name)} is unknown; possible: {', '.join(styles)}")
         if self.lr_decay_style == "WSD" and self.wsd_decay_steps is None:
             raise ConfigurationError(
                 "--lr-decay-style WSD needs the length of its decay; give --lr-wsd-decay-iters or "
@@ -68,9 +106,9 @@ def learning_rate(config: ScheduleConfig, num_samples: int) -> float:
         ratio = 0.0
         if num_samples > decay_start:
             ratio = (num_samples - decay_start) / config.wsd_decay_steps
-        remaining = _remaining(config.lr_wsd_decay_style, ratio)
+        remaining = DECAYS[config.lr_wsd_decay_style](ratio)
     else:
-        remaining = _remaining(config.lr_decay_style, (num_samples - config.lr_warmup_steps) / decay_length)
+        remaining = DECAYS[config.lr_decay_style]((num_samples - config.lr_warmup_steps) / decay_length)
     return config.min_lr + remaining * (config.max_lr - config.min_lr)
 
 
@@ -80,18 +118,6 @@ def decoupled_learning_rate(config: ScheduleConfig, num_samples: int) -> float |
         return None
     min_lr = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
     return learning_rate(replace(config, max_lr=config.decoupled_max_lr, min_lr=min_lr), num_samples)
-
-
-def _remaining(style: str, ratio: float) -> float:
-    """Return which share of a decay is still to come after ``ratio`` of its length."""
-    if style == "linear":
-        return 1.0 - ratio
-    if style == "cosine":
-        return 0.5 * (math.cos(math.pi * ratio) + 1.0)
-    if style == "exponential":
-        return 2.0 * math.pow(0.5, ratio) - 1.0
-    assert style == "minus_sqrt", style
-    return 1.0 - math.sqrt(ratio)
 
 
 def weight_decay(config: ScheduleConfig, num_samples: int) -> float:

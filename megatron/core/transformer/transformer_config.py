@@ -327,6 +327,11 @@ def _layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
     return parse_layer_pattern(text, num_layers)
 
 
+GATED_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu")
+_PLAIN_ACTIVATIONS = ("squared_relu",)
+"""Activations that have a flag of their name; without any of these flags the activation is a GELU."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(
     ModelParallelConfig,
@@ -546,16 +551,9 @@ class TransformerConfig(
 
     @property
     def activation(self) -> str:
-        """Return the activation: swiglu, geglu, quick_geglu, squared_relu, gelu_tanh or gelu (the exact form)."""
-        if self.swiglu:
-            return "swiglu"
-        if self.geglu:
-            return "geglu"
-        if self.quick_geglu:
-            return "quick_geglu"
-        if self.squared_relu:
-            return "squared_relu"
-        return "gelu_tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu"
+        """Return the activation: one with a flag of its name, gelu_tanh or gelu (the exact form)."""
+        chosen = next((name for name in (*GATED_ACTIVATIONS, *_PLAIN_ACTIVATIONS) if getattr(self, name)), None)
+        return chosen or ("gelu_tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu")
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
@@ -577,7 +575,7 @@ class TransformerConfig(
 
     @property
     def is_gated(self) -> bool:
-        return self.swiglu or self.geglu or self.quick_geglu
+        return self.activation in GATED_ACTIVATIONS
 
     @property
     def has_dropout(self) -> bool:

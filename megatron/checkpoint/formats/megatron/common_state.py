@@ -14,9 +14,9 @@ from megatron.checkpoint.formats.megatron.arguments import PROGRESS, TRAIN_DATA,
 from megatron.checkpoint.formats.megatron.rank_files import RankFile, open_rank_files
 from megatron.checkpoint.formats.megatron.stored_optimizer import OptimizerScalars, optimizer_scalars
 from megatron.core.config_base import IDENTITY, config_to_dict, field_specs
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
-from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig
+from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, styles_unknown_to_megatron
 from megatron.core.tokenizers.tokenizer import read_json_object
 from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER
 
@@ -166,7 +166,7 @@ def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> d
     """Return ``opt_param_scheduler`` as the state of our scheduler; lengths are in samples on both sides.
 
     Raises:
-        CheckpointError: it lacks a value.
+        CheckpointError: it lacks a value, or has a style that is not supported.
     """
     values: dict[str, Any] = {}
     for field, names in _SCHEDULE_NAMES.items():
@@ -182,17 +182,27 @@ def schedule_state(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> d
         values.setdefault("end_wd", weight_decay)
     values |= {"decoupled_max_lr": arguments.get("decoupled_lr"), "decoupled_min_lr": arguments.get("decoupled_min_lr")}
     values["init_lr"] = float(arguments.get("lr_warmup_init") or 0.0)
-    if values["lr_decay_style"] == "WSD":
+    if values.get("lr_decay_style") == "WSD":
         batch = int(arguments.get("global_batch_size") or 1)
         iterations, samples = arguments.get("lr_wsd_decay_iters"), arguments.get("lr_wsd_decay_samples")
         values["wsd_decay_steps"] = samples if samples is not None else (iterations or 0) * batch
         values["lr_wsd_decay_style"] = arguments.get("lr_wsd_decay_style") or "exponential"
-    return {"num_samples": int(position), "schedule": config_to_dict(ScheduleConfig(**values))}
+    try:
+        schedule = ScheduleConfig(**values)
+    except ConfigurationError as error:
+        raise CheckpointError(f"opt_param_scheduler: {error}") from error
+    return {"num_samples": int(position), "schedule": config_to_dict(schedule)}
 
 
 def stored_schedule(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our scheduler's state as ``opt_param_scheduler``."""
+    """Return our scheduler's state as ``opt_param_scheduler``.
+
+    Raises:
+        ConfigurationError: Megatron has no such schedule.
+    """
     schedule = state["schedule"]
+    if unknown := styles_unknown_to_megatron(schedule):
+        raise ConfigurationError(f"Megatron has no {', '.join(unknown)}; use the native format")
     return {
         "max_lr": schedule["max_lr"],
         "lr_warmup_steps": schedule["lr_warmup_steps"],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
-from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, field_specs, flag
+from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, flag
 from megatron.core.transformer.transformer_config import LatentConfig, MoEConfig, PredictionConfig, TransformerConfig
 
 
@@ -148,6 +148,14 @@ STRETCH_FIELDS = (
 _OF_LATENT = {field.name for field in dataclasses.fields(LatentConfig)} - {"yarn_correction_range_round_to_int"}
 """Fields that they hold where attention is latent; Megatron's always blends between whole channels."""
 
+_VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "position_embedding_type": ("learned_absolute", "rope", "none"),
+    "softmax_type": ("vanilla", "off-by-one", "learnable"),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+}
+"""Choices that Megatron has too; a choice that is added here has no place in its files."""
+
 
 def flags_without_argument(model: GPTConfig) -> list[str]:
     """Return, as they are typed, the flags that make a model which the ``args`` of Megatron's files cannot describe."""
@@ -159,11 +167,12 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
         held = ("rope_type", *STRETCH_FIELDS)
     elif model.rope_type == "rope":
         held = ("rope_type",)  # What rotary positions are anyway.
-    return [
-        spec.typed(getattr(model, spec.name))
-        for spec in specs
-        if not spec.options.in_args
-        and spec.name not in _SPELLED_OTHERWISE
-        and spec.name not in held
-        and getattr(model, spec.name) != spec.default
-    ]
+
+    def is_held(spec: FieldSpec) -> bool:
+        value = getattr(model, spec.name)
+        if value not in _VALUES_IN_ARGS.get(spec.name, (value,)):
+            return False
+        has_argument = spec.options.in_args or spec.name in _SPELLED_OTHERWISE or spec.name in held
+        return bool(has_argument) or value == spec.default
+
+    return [spec.typed(getattr(model, spec.name)) for spec in specs if not is_held(spec)]

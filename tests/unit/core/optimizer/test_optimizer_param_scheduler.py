@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.checkpoint.formats.megatron.common_state import schedule_state, stored_schedule
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
@@ -221,6 +222,37 @@ def test_a_weight_decay_that_rises_over_no_samples_is_the_last_one_and_over_one_
 def test_a_decay_over_one_sample_starts_at_the_largest_rate(style: str) -> None:
     config = ScheduleConfig(max_lr=1.0, min_lr=0.25, lr_warmup_steps=0, lr_decay_steps=1, lr_decay_style=style)
     assert rates(config, 0, 2) == [1.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("lr_decay_style", r"--lr-decay-style quadratic is unknown; possible: constant, .*cosine"),
+        ("lr_wsd_decay_style", r"--lr-wsd-decay-style quadratic is unknown; possible: linear, "),
+        ("wd_incr_style", r"--weight-decay-incr-style quadratic is unknown; possible: constant, linear, cosine"),
+    ],
+)
+def test_a_style_of_another_program_is_rejected_by_name(field: str, message: str) -> None:
+    state = OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0)).state_dict()
+    stored = {**state, "schedule": {**state["schedule"], field: "quadratic"}}
+    with pytest.raises(ConfigurationError, match=message):
+        OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0)).load_state_dict(stored)
+
+
+def test_megatrons_files_reject_a_schedule_that_megatron_does_not_have() -> None:
+    scheduler = OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0))
+    assert stored_schedule(scheduler.state_dict())["lr_decay_style"] == "linear"
+    # The shapes of the last part of WSD are no decay styles of their own in Megatron.
+    scheduler = OptimizerParamScheduler(Recorder(), ScheduleConfig(max_lr=1.0, lr_decay_style="minus_sqrt"))
+    with pytest.raises(ConfigurationError, match="Megatron has no --lr-decay-style minus_sqrt; use the native format"):
+        stored_schedule(scheduler.state_dict())
+
+
+def test_a_schedule_of_megatrons_files_that_is_not_known_is_rejected_by_name() -> None:
+    stored = {"max_lr": 1.0, "lr_decay_steps": 40, "num_steps": 8}
+    assert schedule_state(stored, {})["schedule"]["lr_decay_style"] == "linear"
+    with pytest.raises(CheckpointError, match="opt_param_scheduler: --lr-decay-style quadratic is unknown; possible: "):
+        schedule_state({**stored, "lr_decay_style": "quadratic"}, {})
 
 
 def test_the_optimizer_has_the_values_of_a_loaded_schedule() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.checkpoint_source import CheckpointSource
+from megatron.checkpoint.formats.megatron.torch_dist_writer import write_torch_dist
 from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource, write_megatron_torch
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig
@@ -117,6 +119,18 @@ def test_a_model_that_arguments_cannot_describe_is_refused(tmp_path: Path) -> No
     ):
         write_megatron_torch(source, tmp_path, 12)
     assert not list(tmp_path.glob("*/*/*.pt"))
+
+
+@pytest.mark.parametrize("write", [write_megatron_torch, write_torch_dist])
+def test_the_state_of_an_optimizer_that_megatron_does_not_have_is_rejected_by_name(
+    write: Callable[[CheckpointSource, Path, int], Path], tmp_path: Path
+) -> None:
+    source = MemorySource(SMALL)
+    config = source.common["config"]
+    source.common = {**source.common, "config": {**config, "optimizer": {**config["optimizer"], "optimizer": "lion"}}}
+    with pytest.raises(ConfigurationError, match="no place for the state of --optimizer lion; use the native format"):
+        write(source, tmp_path, 3)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.full

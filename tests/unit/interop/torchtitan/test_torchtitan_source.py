@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron.checkpoint.checkpoint_folder import detect_format
+from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
+from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
 from megatron.checkpoint.formats.torchtitan import TorchtitanSource
 from megatron.checkpoint.inference_model import streamed_logits
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
+from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.sharding import Box
 from tests.harness.distributed import run_distributed
 from tests.harness.titan_llama import TOLD, make_weights, reference_logits, save_run, save_weights
@@ -128,6 +132,20 @@ def test_another_kind_of_model_is_named(tmp_path: Path) -> None:
         "layers.1.attention.wo.weight: shape [5, 7] in the files, [48, 48] by",
     ):
         assert problem in str(caught.value)
+
+
+def test_a_tensor_of_a_family_that_the_format_does_not_have_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = LlamaFamily.links
+
+    def with_gate(self: LlamaFamily, config: GPTConfig) -> Iterator[TensorLink]:
+        yield from links(self, config)
+        yield whole("model.gate.weight", "model.layers.0.self_attn.gate.weight", (3,))
+
+    monkeypatch.setattr(LlamaFamily, "links", with_gate)
+    with pytest.raises(CheckpointError, match=r"has no tensor for model\.layers\.0\.self_attn\.gate"):
+        TorchtitanSource(folder, TOLD)
 
 
 def test_damage_is_found(tmp_path: Path) -> None:

@@ -60,6 +60,9 @@ def test_shape_of_what_stages_hand_on() -> None:
         ({"window_size": "3,0", "num_experts": 4}, []),
         ({"multi_latent_attention": True, "kv_lora_rank": 8}, []),
         ({"kv_lora_rank": 8}, ["--kv-lora-rank 8"]),
+        # A choice that Megatron does not have, of a field that it has.
+        ({"normalization": "MeanAbsNorm"}, ["--normalization MeanAbsNorm"]),
+        ({"num_experts": 4, "moe_router_score_function": "relu"}, ["--moe-router-score-function relu"]),
     ],
 )
 def test_flags_that_the_arguments_of_megatrons_files_cannot_hold(fields: dict[str, Any], flags: list[str]) -> None:
