@@ -19,7 +19,8 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.ops.attention_backend import PLAIN_BACKENDS, AttentionCall, select_attention_core
 from megatron.core.ops.attention_block import AttentionBlocks
 from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dot_product_attention import AttentionInputs
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.fp8_quantizers import Fp8Quantizers
 from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.precision import dtype_from_name
@@ -335,9 +336,16 @@ class SelfAttention(nn.Module):
         if self.training and self.dropout > 0.0:
             of_weights = require_keys(dropout).of_attention(self.layer_number, self.dropout, self.heads)
         sinks = self.core_attention()
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+        ) -> torch.Tensor:
+            return self._attend(AttentionInputs(query, key, value, pattern, of_weights, sinks))
+
+        # Recompute keeps the tensors that it is given, and no others.
         if self.recompute_core and self.training:
-            return recompute(self._attend, query, key, value, pattern, of_weights, sinks)
-        return self._attend(query, key, value, pattern, of_weights, sinks)
+            return recompute(attend, query, key, value, sinks)
+        return attend(query, key, value, sinks)
 
     def _query_key_value(
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
@@ -370,15 +378,7 @@ class SelfAttention(nn.Module):
         bias = self.linear_qkv.bias if isinstance(self.linear_qkv, ColumnParallelLinear) else None
         return bias if bias is not None and bias.requires_grad and runs_on_triton(x, bias) else None
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pattern: AttentionPattern,
-        dropout: AttentionDropout | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * d]``."""
-        context = self.core(query, key, value, pattern, dropout, sinks=sinks)
+        context = self.core(inputs)
         return context.reshape(*context.shape[:2], -1)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dot_product_attention import AttentionInputs
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.fp8_quantizers import Fp8Quantizers
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -190,15 +191,7 @@ class LatentAttention(SelfAttention):
         missing = self.padded_width - heads.shape[-1]
         return F.pad(heads, (0, missing)) if missing else heads
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pattern: AttentionPattern,
-        dropout: AttentionDropout | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * v]``."""
-        context = self.core(query, key, value, pattern, dropout, sinks=sinks)[..., : self.value_width]
+        context = self.core(inputs)[..., : self.value_width]
         return context.reshape(*context.shape[:2], -1)
