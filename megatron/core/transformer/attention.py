@@ -25,7 +25,7 @@ from megatron.core.ops.fp8_quantizers import Fp8Quantizers
 from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
-from megatron.core.sharding import Box, ParamSpec, Piece, even_pieces
+from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, even_pieces, spec_of
 from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -81,19 +81,18 @@ def make_query_key_value(config: TransformerConfig, tp: Group, device: torch.dev
     a group: each has its own query heads and a copy of the group's key and value.
     """
     if config.num_query_groups % tp.size == 0:
-        return ColumnParallelLinear(
+        linear = ColumnParallelLinear(
             config.hidden_size,
             config.query_projection_size + 2 * config.kv_projection_size,
             tp,
-            has_bias=config.has_qkv_bias,
-            sequence_parallel=config.sequence_parallel,
+            config=config,
             init_std=config.init_method_std,
-            dtype=dtype_from_name(config.params_dtype),
+            bias=config.has_qkv_bias,
             device=device,
-            library=config.cpu_matmul,
-            overlap=linear_overlap(config, "qkv"),
-            fused_rows=_rows_of_a_group(config),
+            tp_comm_buffer_name="qkv",
         )
+        attach_spec(linear.weight, replace(spec_of(linear.weight), fused_rows=_rows_of_a_group(config)))
+        return linear
     return SharedGroupQueryKeyValue(config, tp, device)
 
 
@@ -246,13 +245,11 @@ class SelfAttention(nn.Module):
             config.context_size,
             config.hidden_size,
             tp,
-            has_bias=config.add_bias_linear,
-            sequence_parallel=config.sequence_parallel,
+            config=config,
             init_std=config.output_init_method_std,
-            dtype=dtype_from_name(config.params_dtype),
+            bias=config.add_bias_linear,
             device=device,
-            library=config.cpu_matmul,
-            overlap=linear_overlap(config, "proj"),
+            tp_comm_buffer_name="proj",
         )
         self._add_projections(config, tp, device)
 

@@ -78,17 +78,15 @@ class LatentAttention(SelfAttention):
         self.plain_width, self.value_width = config.qk_head_dim, config.v_head_dim
         self.padded_width = config.latent_head_width
 
-        def up(in_features: int, head_width: int) -> ColumnParallelLinear:
+        def up(input_size: int, head_width: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(
-                in_features,
+                input_size,
                 config.num_attention_heads * head_width,
                 tp,
-                has_bias=False,
-                sequence_parallel=config.sequence_parallel,
+                config=config,
                 init_std=config.init_method_std,
-                dtype=dtype_from_name(config.params_dtype),
+                bias=False,
                 device=device,
-                library=config.cpu_matmul,
             )
 
         def norm(width: int) -> nn.Module:

@@ -22,7 +22,6 @@ from megatron.core.models.model import Model
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples
 from megatron.core.parallel_state import ParallelState
-from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, spec_of, tie_over_pipeline
 from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
@@ -150,14 +149,12 @@ class GPTModel(Model):
                 config.hidden_size,
                 config.vocab_size,
                 tp,
-                has_bias=False,
-                sequence_parallel=config.sequence_parallel,
+                config=config,
                 init_std=config.embedding_init_std if is_tied else config.init_method_std,
-                dtype=dtype_from_name(config.params_dtype),
+                bias=False,
                 device=device,
-                padded_out_features=config.padded_vocab_size,
-                library=config.cpu_matmul,
-                overlap=linear_overlap(config, "output"),
+                padded_output_size=config.padded_vocab_size,
+                tp_comm_buffer_name="output",
             )
         if self.embedding is not None:
             # As embedding, as that of further tokens, and as output layer.
