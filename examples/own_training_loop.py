@@ -40,7 +40,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = HEADS // tp.size
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.qkv = ColumnParallelLinear(WIDTH, 3 * WIDTH, tp, num_stacked=3)
+        self.qkv = ColumnParallelLinear(WIDTH, 3 * WIDTH, tp, stride=3)
         self.projection = RowParallelLinear(WIDTH, WIDTH, tp)
         self.fc1 = ColumnParallelLinear(WIDTH, 4 * WIDTH, tp, skip_bias_add=True)
         self.fc2 = RowParallelLinear(4 * WIDTH, WIDTH, tp)
@@ -65,7 +65,7 @@ class SmallGPT(nn.Module):
         self.embedding = VocabParallelEmbedding(VOCAB, VOCAB, WIDTH, tp)
         self.position = nn.Parameter(torch.zeros(LENGTH, 1, WIDTH))
         self.blocks = nn.Sequential(*(Block(tp) for _ in range(LAYERS)), nn.LayerNorm(WIDTH))
-        self.output = ColumnParallelLinear(WIDTH, VOCAB, tp, has_bias=False)
+        self.output = ColumnParallelLinear(WIDTH, VOCAB, tp, bias=False)
         for name, layer in self.named_modules():
             for parameter in layer.parameters(recurse=False) if isinstance(layer, PARALLEL_LAYERS) else ():
                 # The values follow from the seed, the name and the place in the whole weight, at any layout.

@@ -19,7 +19,7 @@ from megatron.core.device import Device
 from megatron.core.ops.attention_backend import load_flash_attention, select_attention_core
 from megatron.core.ops.attention_block import AttentionBlocks, BlockMask
 from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dot_product_attention import fused_attention, plain_attention
+from megatron.core.ops.dot_product_attention import AttentionInputs, fused_attention, plain_attention
 from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, drop_hidden, keyed_dropout
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.gemm import linear
@@ -74,7 +74,7 @@ def kernel_pairs(device: Device, dtype: torch.dtype, sizes: KernelSizes) -> Iter
     packed = AttentionPattern(document_ids=is_second.long().expand(batch, length))
 
     def attention(core: Kernel, pattern: AttentionPattern) -> Kernel:
-        return lambda query, key, value: core(query, key, value, pattern, None)
+        return lambda query, key, value: core(AttentionInputs(query, key, value, pattern))
 
     for name, pattern in (("causal", causal), ("documents", packed)):
         plain = attention(plain_attention, pattern)

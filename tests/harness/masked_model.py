@@ -20,7 +20,6 @@ from megatron.core.models.model import Model
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.dropout import keys_of_rank
@@ -63,12 +62,11 @@ class MaskedModel(Model):
                 config.hidden_size,
                 config.vocab_size,
                 tp,
-                has_bias=True,
-                sequence_parallel=config.sequence_parallel,
+                config=config,
                 init_std=config.init_method_std,
-                dtype=dtype_from_name(config.params_dtype),
+                bias=True,
                 device=device,
-                padded_out_features=config.padded_vocab_size,
+                padded_output_size=config.padded_vocab_size,
             )
         self.name_parameters()
         self.initialize_parameters(seed)

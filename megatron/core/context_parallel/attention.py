@@ -27,7 +27,7 @@ from megatron.core.context_parallel.partition import (
 from megatron.core.ops.attention_block import AttentionBlocks, BlockMask, merge_block
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.attention_sinks import merge_sinks, sinks_gradient
-from megatron.core.ops.dot_product_attention import AttentionCore
+from megatron.core.ops.dot_product_attention import AttentionCore, AttentionInputs
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
@@ -49,30 +49,23 @@ class AllGatherAttention:
     cp: Group
     core: AttentionCore
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pattern: AttentionPattern,
-        dropout: AttentionDropout | None,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         """Return the attention output."""
-        both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), self.cp)
+        pattern, device = inputs.pattern, inputs.query.device
+        both = gather_from_sequence_parallel_region(torch.stack((inputs.key, inputs.value), dim=1), self.cp)
         keys, values = to_sequence_order(both, self.cp.size, dim=0).unbind(dim=1)
         chunk = chunk_length(keys.shape[0], self.cp.size)
         context = []
-        for queries, index in zip(query.chunk(2), chunks_of(self.cp.rank, self.cp.size)):
+        for queries, index in zip(inputs.query.chunk(2), chunks_of(self.cp.rank, self.cp.size)):
             start, end = index * chunk, (index + 1) * chunk
             first = 0 if pattern.window is None else max(0, start + 1 - pattern.window)
             last = end if pattern.is_causal else keys.shape[0]
-            part, of_part = pattern.part(range(start, end), range(first, last)), None
+            part, dropout = pattern.part(range(start, end), range(first, last)), inputs.dropout
             if dropout:
-                positions = torch.arange(last, device=query.device)
-                of_part = dropout.of_chunk(index, positions[start:end], positions[first:])
-            context.append(self.core(queries, keys[first:last], values[first:last], part, of_part, sinks=sinks))
+                positions = torch.arange(last, device=device)
+                dropout = dropout.of_chunk(index, positions[start:end], positions[first:])
+            heads = (queries, keys[first:last], values[first:last])
+            context.append(self.core(AttentionInputs(*heads, part, dropout, inputs.sinks)))
         return torch.cat(context)
 
 
@@ -89,17 +82,9 @@ class UlyssesAttention:
     cp: Group
     core: AttentionCore
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pattern: AttentionPattern,
-        dropout: AttentionDropout | None,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         """Return the attention output."""
+        query, key, value = inputs.heads
         size, num_heads, num_groups = self.cp.size, query.shape[2], key.shape[2]
         copies = copies_of_key_value_heads(num_heads, num_groups, size)
         assert copies is not None, f"{num_heads} heads in {num_groups} groups cannot be shared by {size} ranks"
@@ -111,11 +96,12 @@ class UlyssesAttention:
         received = _all_to_all(torch.cat(shares, dim=3).movedim(2, 0), self.cp).flatten(0, 1)
         queries, keys, values = torch.split(to_sequence_order(received, size, dim=0), widths, dim=2)
         own = slice(self.cp.rank * widths[0], (self.cp.rank + 1) * widths[0])
+        dropout = inputs.dropout
         if dropout:
             positions = torch.arange(size * local_length, device=query.device)
             dropout = replace(dropout, queries=positions, heads=dropout.heads[own])
-        of_heads = None if sinks is None else sinks[own]
-        context = self.core(queries, keys, values, pattern, dropout, sinks=of_heads)
+        sinks = None if inputs.sinks is None else inputs.sinks[own]
+        context = self.core(AttentionInputs(queries, keys, values, inputs.pattern, dropout, sinks))
         context = to_rank_order(context, size, dim=0)
         received = _all_to_all(context.view(size, local_length, *context.shape[1:]), self.cp)
         return received.movedim(0, 2).flatten(2, 3)
@@ -153,19 +139,10 @@ class RingAttention:
     cp: Group
     blocks: AttentionBlocks
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pattern: AttentionPattern,
-        dropout: AttentionDropout | None,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         """Return the attention output."""
-        ring = _Ring(self.cp, self.blocks, pattern, dropout)
-        output: torch.Tensor = _RingFunction.apply(query, key, value, sinks, ring)  # type: ignore[no-untyped-call]
+        ring = _Ring(self.cp, self.blocks, inputs.pattern, inputs.dropout)
+        output: torch.Tensor = _RingFunction.apply(*inputs.heads, inputs.sinks, ring)  # type: ignore[no-untyped-call]
         return output
 
 

@@ -22,13 +22,14 @@ from megatron.core.ops.attention_block import widest_flash_head
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.attention_sinks import attend_in_blocks, torch_flash_with_sinks
 from megatron.core.ops.dot_product_attention import (
+    AttentionCore,
+    AttentionInputs,
     drawing_as,
     fused_attention,
     masked_attention,
     plain_attention,
     torch_flash_attention,
 )
-from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.flex_attention import BLOCK_SIZE, BlockMaskCache, attend_by_blocks, load_flex_attention
 from megatron.core.ops.transformer_engine import TransformerEngine, transformer_engine_for
 
@@ -36,25 +37,10 @@ _BROKEN = (ImportError, OSError, AttributeError, RuntimeError)
 
 
 class FlashAttention(Protocol):
-    """Attention over a flash-attn package, in float16 or bfloat16 on CUDA."""
+    """Attention by a flash-attn package, in float16 or bfloat16 on CUDA."""
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool,
-        window: int | None,
-        softcap: float | None,
-        dropout: float,
-    ) -> torch.Tensor:
-        """Return the attention output; the queries are the last positions of the keys.
-
-        With a ``window`` a query looks back at so many keys, its own among them.
-
-        Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]`` ``-> [sq, b, n, d]``.
-        """
+    def __call__(self, inputs: AttentionInputs, softcap: float | None) -> torch.Tensor:
+        """Return the attention output, of scores kept within ``softcap`` of 0; queries are at the end of the keys."""
 
 
 @functools.cache
@@ -93,26 +79,20 @@ def _load(module_name: str, package: str, *, takes_dropout: bool, is_determinist
     if is_deterministic and "deterministic" not in inspect.signature(flash_attn_func).parameters:
         return None
 
-    def flash_attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool,
-        window: int | None,
-        softcap: float | None,
-        dropout: float,
-    ) -> torch.Tensor:
+    def flash_attention(inputs: AttentionInputs, softcap: float | None) -> torch.Tensor:
+        assert inputs.sinks is None, "the packages have no sinks"
+        is_causal, window = inputs.pattern.is_causal, inputs.pattern.window
         options: dict[str, Any] = {"causal": is_causal}
         if takes_dropout:
-            options["dropout_p"] = dropout
+            options["dropout_p"] = inputs.dropout_probability
         if is_deterministic:
             options["deterministic"] = True
         if window is not None:
             options["window_size"] = (window - 1, 0 if is_causal else -1)
         if softcap is not None:
             options["softcap"] = softcap
-        context = flash_attn_func(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), **options)
+        with drawing_as(inputs.dropout, inputs.query.device):
+            context = flash_attn_func(*(tensor.transpose(0, 1) for tensor in inputs.heads), **options)
         # Early versions of flash-attn 3 return the log-sum-exps too.
         output: torch.Tensor = context[0] if isinstance(context, tuple) else context
         return output.transpose(0, 1)
@@ -170,12 +150,12 @@ class AttentionCall:
 class AttentionKernel:
     """Name a kernel, say which calls it can compute, and compute them.
 
-    It is asked for calls with sinks where it ``takes_sinks``, and is then called as an `AttentionCore`.
+    It is asked for calls with sinks only if it ``takes_sinks``.
     """
 
     name: str
     can: Callable[[AttentionCall], bool]
-    compute: Callable[..., torch.Tensor]
+    compute: AttentionCore
     takes_sinks: bool = False
 
 
@@ -186,28 +166,17 @@ class AttentionKernels:
     kernels: tuple[AttentionKernel, ...]
     has_softcap: bool = False
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pattern: AttentionPattern,
-        dropout: AttentionDropout | None,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         """Return the attention output, as every `AttentionCore` does."""
+        query = inputs.query
         call = AttentionCall(
-            *(query.dtype, query.shape[3], query.shape[0], key.shape[0], pattern),
-            has_groups=key.shape[2] != query.shape[2],
-            has_dropout=dropout is not None,
+            *(query.dtype, query.shape[3], inputs.num_queries, inputs.num_keys, inputs.pattern),
+            has_groups=inputs.has_groups,
+            has_dropout=inputs.dropout is not None,
             has_softcap=self.has_softcap,
-            has_sinks=sinks is not None,
+            has_sinks=inputs.sinks is not None,
         )
-        compute = self.choose(call).compute
-        if sinks is None:
-            return compute(query, key, value, pattern, dropout)
-        return compute(query, key, value, pattern, dropout, sinks=sinks)
+        return self.choose(call).compute(inputs)
 
     def choose(self, call: AttentionCall) -> AttentionKernel:
         """Return the kernel that computes a call."""
@@ -278,7 +247,7 @@ def _kernels_of_engine(engine: TransformerEngine, device: torch.device) -> list[
     if has_no_kernel or capability < _FIRST_WITH_FLASH:
         return []
 
-    return [AttentionKernel("transformer-engine", _fits_engine, _by_package(engine.attend))]
+    return [AttentionKernel("transformer-engine", _fits_engine, engine.attend)]
 
 
 def _fits_engine(call: AttentionCall) -> bool:
@@ -304,11 +273,11 @@ def _packages(device: torch.device, softcap: float | None) -> list[AttentionKern
     kernels = []
     if is_hopper and not is_deterministic and (version_3 := load_flash_attention_3()) is not None:
         can = _without_dropout(fits)
-        kernels.append(AttentionKernel("flash-attn 3", can, _by_package(version_3, softcap=softcap)))
+        kernels.append(AttentionKernel("flash-attn 3", can, partial(version_3, softcap=softcap)))
     is_ampere = capability is None or capability >= _FIRST_WITH_FLASH
     if is_ampere and (version_2 := load_flash_attention(is_deterministic=is_deterministic)) is not None:
         can = fits if softcap is None else _without_dropout(fits)
-        kernels.append(AttentionKernel("flash-attn 2", can, _by_package(version_2, softcap=softcap)))
+        kernels.append(AttentionKernel("flash-attn 2", can, partial(version_2, softcap=softcap)))
     return kernels
 
 
@@ -337,20 +306,7 @@ def _kernels_of_torch(device: torch.device, softcap: float | None) -> list[Atten
     ]
     flex = load_flex_attention()
     if flex is not None:
-        masks = BlockMaskCache()
-
-        def compute(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            pattern: AttentionPattern,
-            dropout: AttentionDropout | None,
-            *,
-            sinks: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            assert not dropout, "FlexAttention has no dropout"
-            return attend_by_blocks(flex, masks, query, key, value, pattern, softcap, sinks=sinks)
-
+        compute = partial(attend_by_blocks, flex, BlockMaskCache(), softcap=softcap)
         kernels.append(AttentionKernel("FlexAttention", _fits_flex, compute, takes_sinks=True))
     kernels.append(AttentionKernel(f"{SDPA} with a mask", lambda call: not call.has_softcap, masked_attention))
     return kernels
@@ -367,23 +323,3 @@ def _fits_flex(call: AttentionCall) -> bool:
 
 def _without_dropout(can: Callable[[AttentionCall], bool]) -> Callable[[AttentionCall], bool]:
     return lambda call: can(call) and not call.has_dropout
-
-
-def _by_package(attend: Callable[..., torch.Tensor], **options: float | None) -> Callable[..., torch.Tensor]:
-    def compute(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pattern: AttentionPattern,
-        dropout: AttentionDropout | None,
-    ) -> torch.Tensor:
-        with drawing_as(dropout, query.device):
-            return attend(
-                *(query, key, value),
-                is_causal=pattern.is_causal,
-                window=pattern.window,
-                dropout=dropout.probability if dropout else 0.0,
-                **options,
-            )
-
-    return compute

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from megatron.core.ops.attention_block import AttentionBlocks, BlockMask
-from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dot_product_attention import drawing_as
-from megatron.core.ops.dropout import AttentionDropout
+from megatron.core.ops.dot_product_attention import AttentionInputs, drawing_as
 from megatron.core.precision import arithmetic_dtype
 
 
@@ -42,25 +40,14 @@ def sinks_gradient(
     return -(shares * row_sums).sum(dim=(0, 2)).to(sinks.dtype)
 
 
-def attend_in_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pattern: AttentionPattern,
-    dropout: AttentionDropout | None,
-    *,
-    sinks: torch.Tensor,
-) -> torch.Tensor:
-    """Compute attention as one block: by torch's flash kernels where they can, else so many queries at a time.
-
-    Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]``, ``sinks: [n]`` ``-> [sq, b, n, d]``.
-    """
-    num_queries, num_keys = query.shape[0], key.shape[0]
+def attend_in_blocks(inputs: AttentionInputs) -> torch.Tensor:
+    """Compute attention as one block: by torch's flash kernels where they can, else so many queries at a time."""
+    pattern, num_queries, num_keys = inputs.pattern, inputs.num_queries, inputs.num_keys
     needs_no_matrix = pattern.is_plain_causal and num_queries in (1, num_keys)
-    visible = None if needs_no_matrix else pattern.matrix(num_queries, num_keys, query.device)
-    mask = BlockMask(visible, needs_no_matrix and num_queries > 1, dropout)
-    heads_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-    context: torch.Tensor = _BlockWithSinks.apply(*heads_first, sinks, mask)  # type: ignore[no-untyped-call]
+    visible = None if needs_no_matrix else pattern.matrix(num_queries, num_keys, inputs.query.device)
+    mask = BlockMask(visible, needs_no_matrix and num_queries > 1, inputs.dropout)
+    heads_first = (tensor.permute(1, 2, 0, 3) for tensor in inputs.heads)
+    context: torch.Tensor = _BlockWithSinks.apply(*heads_first, inputs.sinks, mask)  # type: ignore[no-untyped-call]
     return context.permute(2, 0, 1, 3)
 
 
@@ -87,20 +74,13 @@ class _BlockWithSinks(torch.autograd.Function):
         return *grads, of_sinks, None
 
 
-def torch_flash_with_sinks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pattern: AttentionPattern,
-    dropout: AttentionDropout | None,
-    *,
-    sinks: torch.Tensor,
-) -> torch.Tensor:
+def torch_flash_with_sinks(inputs: AttentionInputs) -> torch.Tensor:
     """Compute attention by torch's flash kernel for CUDA, as `torch_flash_attention` does, which names its limits."""
-    with drawing_as(dropout, query.device):
+    pattern = inputs.pattern
+    with drawing_as(inputs.dropout, inputs.query.device):
         context: torch.Tensor = _FlashWithSinks.apply(  # type: ignore[no-untyped-call]
-            *(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), sinks),
-            *(pattern.is_causal, pattern.window, dropout.probability if dropout else 0.0),
+            *(*(tensor.transpose(0, 1) for tensor in inputs.heads), inputs.sinks),
+            *(pattern.is_causal, pattern.window, inputs.dropout_probability),
         )
     return context.transpose(0, 1)
 

@@ -6,6 +6,7 @@ Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; Dao et al. 2022, https://
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,45 +18,61 @@ from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.precision import arithmetic_dtype
 
 
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The arguments of attention: ``sinks`` are scores of one more key per head, whose value is 0.
+
+    Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]``, ``sinks: [n]``.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    pattern: AttentionPattern
+    dropout: AttentionDropout | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def num_queries(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def num_keys(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def heads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def dropout_probability(self) -> float:
+        return self.dropout.probability if self.dropout else 0.0
+
+    @property
+    def has_groups(self) -> bool:
+        """Tell whether several query heads share a key-value head."""
+        return self.key.shape[2] != self.query.shape[2]
+
+
 class AttentionCore(Protocol):
     """Attention of queries to keys and values, whatever computes it."""
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pattern: AttentionPattern,
-        dropout: AttentionDropout | None,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the attention output; ``sinks`` are scores of one more key of each head, whose value is 0.
-
-        Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]``, ``sinks: [n]`` ``-> [sq, b, n, d]``.
-        """
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
+        """Return the attention output. Shapes: ``-> [sq, b, n, d]``."""
 
 
-def plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pattern: AttentionPattern,
-    dropout: AttentionDropout | None,
-    softcap: float | None = None,
-    *,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def plain_attention(inputs: AttentionInputs, softcap: float | None = None) -> torch.Tensor:
     """Compute attention step by step with the softmax in at least float32: the oracle of the fused kernels.
 
-    With ``softcap`` the scores are kept within that number of 0, by a tanh. ``sinks`` are scores of one more key of
-    each head, whose value is 0.
+    With ``softcap`` the scores are kept within that number of 0, by a tanh.
     """
+    query, key, value = inputs.heads
     groups = key.shape[2]
     heads_per_group = query.shape[2] // groups
     key = key.repeat_interleave(heads_per_group, dim=2)
     value = value.repeat_interleave(heads_per_group, dim=2)
-    visible = pattern.matrix(query.shape[0], key.shape[0], query.device)
+    visible = inputs.pattern.matrix(inputs.num_queries, inputs.num_keys, query.device)
     # A product of float16 heads can pass its largest number, 65,504, before it is scaled.
     wide = arithmetic_dtype(query.dtype)
     scores = torch.einsum("qbnd,kbnd->bnqk", query.to(wide), key.to(wide)) * query.shape[-1] ** -0.5
@@ -63,64 +80,54 @@ def plain_attention(
         scores = torch.tanh(scores / softcap) * softcap
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        of_sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    if inputs.sinks is not None:
+        of_sinks = inputs.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, of_sinks), dim=-1)
     weights = torch.softmax(scores, dim=-1).to(query.dtype)
-    if sinks is not None:
+    if inputs.sinks is not None:
         weights = weights[..., :-1]
-    if dropout:
-        weights = dropout.drop(weights)
+    if inputs.dropout:
+        weights = inputs.dropout.drop(weights)
     return torch.einsum("bnqk,kbnd->qbnd", weights, value)
 
 
-def fused_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pattern: AttentionPattern,
-    dropout: AttentionDropout | None,
-) -> torch.Tensor:
+def fused_attention(inputs: AttentionInputs) -> torch.Tensor:
     """Compute attention by torch's scaled_dot_product_attention, which picks the kernel.
 
     With dropout on CPU it has none but the plain steps, and the plain core takes its place: that drops the same weights
     at every layout.
     """
-    if dropout and query.device.type == "cpu":
-        return plain_attention(query, key, value, pattern, dropout)
-    num_queries, num_keys = query.shape[0], key.shape[0]
+    assert inputs.sinks is None, "the kernels have no sinks"
+    query, key, value = inputs.heads
+    pattern = inputs.pattern
+    if inputs.dropout and query.device.type == "cpu":
+        return plain_attention(inputs)
+    num_queries, num_keys = inputs.num_queries, inputs.num_keys
     # The kernels' own causal rule is that of as many queries as keys; a single query sees all keys.
     needs_no_matrix = pattern.is_plain_causal and num_queries in (1, num_keys)
-    with drawing_as(dropout, query.device):
+    with drawing_as(inputs.dropout, query.device):
         context = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
+            *(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)),
             attn_mask=None if needs_no_matrix else pattern.matrix(num_queries, num_keys, query.device),
-            dropout_p=dropout.probability if dropout else 0.0,
+            dropout_p=inputs.dropout_probability,
             is_causal=needs_no_matrix and num_queries > 1,
-            enable_gqa=key.shape[2] != query.shape[2],
+            enable_gqa=inputs.has_groups,
         )
     return context.permute(2, 0, 1, 3)
 
 
-def torch_flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pattern: AttentionPattern,
-    dropout: AttentionDropout | None,
-) -> torch.Tensor:
+def torch_flash_attention(inputs: AttentionInputs) -> torch.Tensor:
     """Compute attention by torch's flash kernel for CUDA, which knows windows and queries at the end of more keys.
 
     Key-value heads are not repeated. The kernel takes float16 and bfloat16, heads whose width is a multiple of 8, and
     no documents.
     """
-    probability = dropout.probability if dropout else 0.0
-    with drawing_as(dropout, query.device):
+    assert inputs.sinks is None, "the kernel has no sinks"
+    pattern, lengths = inputs.pattern, (inputs.num_queries, inputs.num_keys)
+    with drawing_as(inputs.dropout, inputs.query.device):
         output, *_ = torch.ops.aten._flash_attention_forward(
-            *(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)),
-            *(None, None, query.shape[0], key.shape[0], probability, pattern.is_causal, False),
+            *(tensor.transpose(0, 1) for tensor in inputs.heads),
+            *(None, None, *lengths, inputs.dropout_probability, pattern.is_causal, False),
             window_size_left=-1 if pattern.window is None else pattern.window - 1,
             window_size_right=0 if pattern.is_causal else -1,
         )
@@ -128,19 +135,15 @@ def torch_flash_attention(
     return context.transpose(0, 1)
 
 
-def masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pattern: AttentionPattern,
-    dropout: AttentionDropout | None,
-) -> torch.Tensor:
+def masked_attention(inputs: AttentionInputs) -> torch.Tensor:
     """Compute attention by torch's scaled_dot_product_attention with a mask where one is needed, for CUDA.
 
     Key-value heads are repeated: of torch's kernels none takes both a mask and groups, and without a kernel the scores
     of all heads are in memory. The layers share the mask of documents.
     """
-    num_queries, num_keys = query.shape[0], key.shape[0]
+    assert inputs.sinks is None, "the kernels have no sinks"
+    query, key, value = inputs.heads
+    pattern, num_queries, num_keys = inputs.pattern, inputs.num_queries, inputs.num_keys
     heads_per_group = query.shape[2] // key.shape[2]
     key, value = (tensor.repeat_interleave(heads_per_group, dim=2) for tensor in (key, value))
     mask: torch.Tensor | None = None
@@ -152,13 +155,11 @@ def masked_attention(
             ("added", num_queries, query.dtype),
             lambda: _added(pattern.matrix(num_queries, num_keys, query.device), query.dtype),
         )
-    with drawing_as(dropout, query.device):
+    with drawing_as(inputs.dropout, query.device):
         context = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
+            *(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)),
             attn_mask=mask,
-            dropout_p=dropout.probability if dropout else 0.0,
+            dropout_p=inputs.dropout_probability,
             is_causal=is_causal,
         )
     return context.permute(2, 0, 1, 3)

@@ -15,6 +15,7 @@ from torch.utils._triton import has_triton_package
 
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.attention_sinks import merge_sinks
+from megatron.core.ops.dot_product_attention import AttentionInputs
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
@@ -75,37 +76,28 @@ class BlockMaskCache:
 
 
 def attend_by_blocks(
-    flex: Callable[..., Any],
-    masks: BlockMaskCache,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pattern: AttentionPattern,
-    softcap: float | None,
-    *,
-    sinks: torch.Tensor | None = None,
+    flex: Callable[..., Any], masks: BlockMaskCache, inputs: AttentionInputs, softcap: float | None
 ) -> torch.Tensor:
     """Compute attention by ``flex``; key-value heads are not repeated.
 
-    With ``sinks`` it is asked for the log-sum-exp of its rows too, whose gradient it takes back.
-
-    Shapes: ``query: [sq, b, n, d]``, ``key, value: [sk, b, g, d]``, ``sinks: [n]`` ``-> [sq, b, n, d]``; both lengths
-    are multiples of the masks' block size.
+    With sinks it is asked for the log-sum-exp of its rows too, whose gradient it takes back. The numbers of queries and
+    of keys are multiples of the masks' block size.
     """
-    block_mask = masks.get(pattern, query.shape[0], key.shape[0], query.device)
+    assert not inputs.dropout, "FlexAttention has no dropout"
+    block_mask = masks.get(inputs.pattern, inputs.num_queries, inputs.num_keys, inputs.query.device)
     call = functools.partial(
         flex,
-        *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+        *(tensor.permute(1, 2, 0, 3) for tensor in inputs.heads),
         score_mod=None if softcap is None else _capped(softcap),
         block_mask=block_mask,
-        enable_gqa=key.shape[2] != query.shape[2],
+        enable_gqa=inputs.has_groups,
     )
     context: torch.Tensor
-    if sinks is None:
+    if inputs.sinks is None:
         context = call()
     else:
         context, rows = call(return_aux=_row_sums_too())
-        context, _ = merge_sinks(context, rows.lse, sinks)
+        context, _ = merge_sinks(context, rows.lse, inputs.sinks)
     return context.permute(2, 0, 1, 3)
 
 

@@ -11,6 +11,8 @@ from typing import cast
 import torch
 from torch import nn
 
+from megatron.core.ops.dot_product_attention import AttentionInputs, drawing_as
+
 TRANSFORMER_ENGINE = "transformer_engine"
 """The value of ``--transformer-impl`` that asks for it."""
 
@@ -28,31 +30,24 @@ class TransformerEngine:
         self._norms: dict[str, Callable[..., nn.Module]] = {"LayerNorm": layer_norm, "RMSNorm": rms_norm}
         self._attention = functools.cache(functools.partial(attention, qkv_format="sbhd"))
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool,
-        window: int | None,
-        dropout: float,
-    ) -> torch.Tensor:
-        """Return the attention output, in float16 or bfloat16; with a ``window`` a query looks back at so many keys.
-
-        Shapes: ``query: [s, b, n, d]``, ``key, value: [s, b, g, d]`` ``-> [s, b, n, d]``.
-        """
-        assert window is None or is_causal, "its windows in both directions are other ones"
+    def attend(self, inputs: AttentionInputs) -> torch.Tensor:
+        """Return the attention output of as many queries as keys, in float16 or bfloat16."""
+        assert inputs.sinks is None, "the module is made without sinks"
+        (_, _, num_heads, head_dim), pattern = inputs.query.shape, inputs.pattern
+        assert pattern.window is None or pattern.is_causal, "its windows in both directions are other ones"
         module = self._attention(
-            *(query.shape[2], query.shape[3]), num_gqa_groups=key.shape[2], attention_dropout=dropout
+            *(num_heads, head_dim),
+            num_gqa_groups=inputs.key.shape[2],
+            attention_dropout=inputs.dropout_probability,
         )
-        context: torch.Tensor = module(
-            *(query, key, value),
-            attn_mask_type="causal" if is_causal else "no_mask",
-            window_size=None if window is None else (window - 1, 0),
-        )
+        with drawing_as(inputs.dropout, inputs.query.device):
+            context: torch.Tensor = module(
+                *inputs.heads,
+                attn_mask_type="causal" if pattern.is_causal else "no_mask",
+                window_size=None if pattern.window is None else (pattern.window - 1, 0),
+            )
         # The heads come back as one dimension.
-        return context.view(query.shape)
+        return context.view(inputs.query.shape)
 
     def make_norm(self, kind: str, width: int, epsilon: float, *, centered_weight: bool) -> EngineNorm | None:
         """Return a function that normalizes the last dim, or None where transformer-engine has no such norm."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron.core.optimizer.matrix_owners import MuonShardExchange, Stretch
+from megatron.core.optimizer.muon_shard_exchange import MuonShardExchange, ShardRange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.sharding import ParamSpec
 
@@ -68,15 +68,15 @@ _NOT_HIDDEN = ("word_embeddings.weight", "position_embeddings.weight", "output_l
 _IN_16_BITS = ("low", "medium")
 
 
-_Run = tuple[Stretch, tuple[int, ...]]
-"""Stretches that follow one another in a part, as one, and their lengths."""
+_Run = tuple[ShardRange, tuple[int, ...]]
+"""Contiguous ranges of a shard as one, and their lengths."""
 
 
-def runs_of(stretches: Iterable[Stretch]) -> list[_Run]:
-    """Return what some stretches cover in the fewest runs, without changing their order."""
-    runs: list[tuple[Stretch, list[int]]] = []
-    for at in stretches:
-        if runs and (runs[-1][0].part, runs[-1][0].end) == (at.part, at.start):
+def merge_contiguous(ranges: Iterable[ShardRange]) -> list[_Run]:
+    """Merge ranges of a shard that follow one another, without changing their order."""
+    runs: list[tuple[ShardRange, list[int]]] = []
+    for at in ranges:
+        if runs and (runs[-1][0].shard, runs[-1][0].end) == (at.shard, at.start):
             run, lengths = runs.pop()
             runs.append((replace(run, end=at.end), lengths))
         else:
@@ -93,11 +93,11 @@ def is_orthogonalized(spec: ParamSpec) -> bool:
 class Muon:
     """Update parts of matrices from their gradients, as `InnerOptimizer` does parts of any parameter.
 
-    The momentum lies where the parameter's part does; whole matrices exist on their owners only, those of one round at
+    The momentum lies where the parameter's part does; whole matrices exist on their owners only, those of one batch at
     a time (see `MuonShardExchange`). Decay is decoupled: a weight loses learning rate × decay of itself.
     ``multipliers`` are those of the weight decay, one for each parameter.
 
-    Every rank of the owners' groups must call ``step_if``, also one without parts.
+    Every rank of the exchange's groups must call ``step_if``, also one without parts.
     """
 
     decides_on_device = True
@@ -109,11 +109,11 @@ class Muon:
         config: OptimizerConfig,
         main_params: Sequence[torch.Tensor],
         multipliers: Sequence[float],
-        owners: MuonShardExchange,
+        exchange: MuonShardExchange,
     ) -> None:
         self._config = config
-        self._owners = owners
-        self._runs = [runs_of(matrices.stretches) for matrices in owners.rounds]
+        self._exchange = exchange
+        self._runs = [merge_contiguous(batch.shard_ranges) for batch in exchange.batches]
         self._multipliers = tuple(multipliers)
         self._momentum = {id(parameter): torch.zeros_like(parameter) for parameter in main_params}
         self._learning_rate = self._weight_decay = 0.0
@@ -131,24 +131,24 @@ class Muon:
     ) -> None:
         """Update from the gradients times a factor where ``is_finite`` is true; change nothing where it is not.
 
-        Gradients in another dtype than their parameter's are converted a round at a time.
+        Gradients in another dtype than their parameter's are converted one batch at a time.
 
         Shapes: ``is_finite: []`` of bool, ``gradients``: one of each parameter's, ``grad_multiplier: []`` float64.
         """
         factors = {dtype: grad_multiplier.to(dtype) for dtype in {parameter.dtype for parameter in parameters}}
-        for matrices, runs in zip(self._owners.rounds, self._runs, strict=True):
-            # What stands beside the momentum or the weights of a round ends with each of these calls.
+        for batch, runs in zip(self._exchange.batches, self._runs, strict=True):
+            # What stands beside the momentum or the weights of a batch ends with each of these calls.
             values: list[torch.Tensor] = []
             for at, lengths in runs:
-                parameter, factor = parameters[at.part], factors[parameters[at.part].dtype]
-                values += self._advance(parameter, gradients[at.part], at, factor, is_finite).split_with_sizes(lengths)
-            self._move(parameters, runs, matrices.compute(values, self._orthogonal), is_finite)
+                parameter, factor = parameters[at.shard], factors[parameters[at.shard].dtype]
+                values += self._advance(parameter, gradients[at.shard], at, factor, is_finite).split_with_sizes(lengths)
+            self._move(parameters, runs, batch.compute(values, self._orthogonal), is_finite)
 
     def _advance(
         self,
         parameter: torch.Tensor,
         gradient: torch.Tensor,
-        at: Stretch,
+        at: ShardRange,
         factor: torch.Tensor,
         is_finite: torch.Tensor,
     ) -> torch.Tensor:
@@ -167,11 +167,11 @@ class Muon:
         updates: list[torch.Tensor],
         is_finite: torch.Tensor,
     ) -> None:
-        """Decay the weights of some runs and subtract the updates of their stretches, where ``is_finite`` is true."""
+        """Decay the weights of some runs and subtract the updates of their ranges, where ``is_finite`` is true."""
         position = 0
         for at, lengths in runs:
-            parameter = parameters[at.part][at.start : at.end]
-            new = parameter * (1.0 - self._learning_rate * self._weight_decay * self._multipliers[at.part])
+            parameter = parameters[at.shard][at.start : at.end]
+            new = parameter * (1.0 - self._learning_rate * self._weight_decay * self._multipliers[at.shard])
             of_run = updates[position : position + len(lengths)]
             torch._foreach_add_(new.split_with_sizes(lengths), of_run, alpha=-self._learning_rate)
             torch.where(is_finite, new, parameter, out=parameter)

@@ -30,8 +30,8 @@ from megatron.core.optimizer.clip_grads import (
 from megatron.core.optimizer.cpu_offloading import HostOffload, split_groups
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer, UpdateRule, examine_rule
-from megatron.core.optimizer.matrix_owners import MuonShardExchange
 from megatron.core.optimizer.muon import is_orthogonalized
+from megatron.core.optimizer.muon_shard_exchange import MuonShardExchange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_rates import ParamRates, Rate
 from megatron.core.optimizer.quantized_state import QuantizedState
@@ -364,8 +364,8 @@ class MegatronOptimizer:
             for rate, chosen in several:
                 groups = self._groups_of(chosen)
                 parts = [part for parts, _ in groups for part in parts]
-                owners = MuonShardExchange(chosen, parts, model, replicas, is_sharded=is_sharded)
-                yield UpdateBucket(self.config, groups, owners=owners, rate=rate)
+                exchange = MuonShardExchange(chosen, parts, model, replicas, is_sharded=is_sharded)
+                yield UpdateBucket(self.config, groups, exchange=exchange, rate=rate)
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]

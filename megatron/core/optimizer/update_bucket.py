@@ -11,8 +11,8 @@ import torch
 
 from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
-from megatron.core.optimizer.matrix_owners import MuonShardExchange
 from megatron.core.optimizer.muon import Muon
+from megatron.core.optimizer.muon_shard_exchange import MuonShardExchange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_rates import COMMON_RATE, Rate
 from megatron.core.optimizer.quantized_state import QuantizedState, RemainderTensor, make_moment
@@ -55,7 +55,7 @@ class UpdateBucket:
 
     On the device the main parameters are the model's own or float32 copies; ``on_host`` makes all of them copies in the
     machine's memory. All parts have the learning rate that ``rate`` says. With the configuration's narrow types, state
-    is stored in these between two steps. With ``owners`` the parts are of matrices, and updated by Muon. A rule that is
+    is stored in these between two steps. With ``exchange`` Muon updates the parts, which are matrices. A rule that is
     not elementwise is given whole parameters in their shape (see `UpdateRule`).
     """
 
@@ -67,7 +67,7 @@ class UpdateBucket:
         *,
         on_host: bool = False,
         rate: Rate = COMMON_RATE,
-        owners: MuonShardExchange | None = None,
+        exchange: MuonShardExchange | None = None,
         is_elementwise: bool = True,
     ) -> None:
         self.rate = rate
@@ -75,7 +75,7 @@ class UpdateBucket:
         self.parts = [part for parts, _ in pairs for part in parts]
         self.main_params = [part.main_param for part in self.parts]
         self.inner: InnerOptimizer | Muon
-        if owners is None:
+        if exchange is None:
             shapes = {id(p.main_param): p.part.parameter.shape for p in self.parts if p.is_whole}
             self.inner = InnerOptimizer(
                 config,
@@ -85,7 +85,7 @@ class UpdateBucket:
             )
         else:
             multipliers = [multiplier for parts, multiplier in pairs for _ in parts]
-            self.inner = Muon(config, self.main_params, multipliers, owners)
+            self.inner = Muon(config, self.main_params, multipliers, exchange)
         self._with_copy = [part for part in self.parts if part.has_main_copy]
         self._compact: dict[int, QuantizedState] = {}
         if config.use_precision_aware_optimizer:

@@ -40,9 +40,12 @@ WHOLE = LinearOverlap()
 """Nothing goes in chunks."""
 
 
-def linear_overlap(config: ModelParallelConfig, name: LinearName) -> LinearOverlap:
-    """Return how a layer's linear map communicates, by the configuration's switches and its file's methods."""
-    if not config.tp_comm_overlap:
+def linear_overlap(config: ModelParallelConfig, name: LinearName | None) -> LinearOverlap:
+    """Return how a layer's linear map communicates, by the configuration's switches and its file's methods.
+
+    A layer without a name overlaps nothing.
+    """
+    if name is None or not config.tp_comm_overlap:
         return WHOLE
     methods = dict(entry.split("=") for entry in config.tp_comm_overlap_methods)
 

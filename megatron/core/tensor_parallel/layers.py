@@ -23,11 +23,13 @@ from megatron.core.collectives import (
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory import ReusedMemory
 from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.fp8_quantizers import Fp8Quantizers
 from megatron.core.ops.gemm import add_rows, linear, product
+from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
-from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearOverlap
+from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearName, LinearOverlap, linear_overlap
 from megatron.core.tensor_parallel.float8_linear import float8_linear
 from megatron.core.tensor_parallel.mappings import (
     InputRegion,
@@ -161,6 +163,7 @@ def tensor_parallel_linear(
 
 DEFAULT_INIT_STD = 0.02
 """Standard deviation of a weight's initial values where a model says no other."""
+_DEFAULTS = ModelParallelConfig()
 
 
 def make_parameter(
@@ -175,11 +178,13 @@ def make_parameter(
 class ColumnParallelLinear(nn.Module):
     """Multiply by a weight whose output features are sharded over the tensor-parallel group.
 
-    ``num_stacked`` counts equal tensors that the output features stack (2 for ``[gate; up]``); each is sharded on its
-    own. ``padded_out_features`` pads the output features before sharding (a vocabulary). ``gather_output`` gives every
+    The arguments are those of Megatron-LM. ``config`` gives the dtype, sequence parallelism and the library on CPU.
+    ``tp_comm_buffer_name`` is the layer's name for ``--tp-comm-overlap``; a layer without a name overlaps nothing.
+    ``init_std`` is instead of an ``init_method``: initial values follow from the parameter's description.
+    ``stride`` counts equal tensors that the output features stack (2 for ``[gate; up]``); each is sharded on its own.
+    ``padded_output_size`` pads the output features before sharding (a vocabulary). ``gather_output`` gives every
     rank all output features, without padding. ``skip_bias_add`` leaves the bias to the caller: forward then returns
     ``(output, bias)``, the bias as wide as the output, or None where the layer has none.
-    ``fused_rows`` are the rows of each of several matrices in the weight, where these take turns (see `ParamSpec`).
 
     The parameters are empty until `initialize_module` or a checkpoint fills them.
 
@@ -193,54 +198,51 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
-        tp: Group,
+        input_size: int,
+        output_size: int,
+        tp_group: Group,
         *,
-        has_bias: bool = True,
-        sequence_parallel: bool = False,
+        config: ModelParallelConfig = _DEFAULTS,
         init_std: float = DEFAULT_INIT_STD,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        num_stacked: int = 1,
-        padded_out_features: int | None = None,
-        library: str = "auto",
-        overlap: LinearOverlap = WHOLE,
+        bias: bool = True,
         gather_output: bool = False,
+        stride: int = 1,
         skip_bias_add: bool = False,
-        fused_rows: tuple[int, ...] = (),
+        tp_comm_buffer_name: LinearName | None = None,
+        padded_output_size: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        _check_even_shards("output features", padded_out_features or out_features, tp, num_stacked)
-        if gather_output and (sequence_parallel or num_stacked > 1):
+        padded_size = padded_output_size or output_size
+        _check_even_shards("output features", padded_size, tp_group, stride)
+        if gather_output and (config.sequence_parallel or stride > 1):
             raise ConfigurationError(
                 "gather_output gives every rank the whole output: it cannot be combined with sequence_parallel=True or "
-                f"num_stacked above 1, here {sequence_parallel} and {num_stacked}; drop one of them"
+                f"stride above 1, here {config.sequence_parallel} and {stride}; drop one of them"
             )
-        self.tp = tp
-        self.out_features = out_features
+        self.tp = tp_group
+        self.output_size = output_size
         self.gather_output = gather_output
         self.skip_bias_add = skip_bias_add
-        self.product_library = library
-        self.overlap = overlap
+        self.product_library = config.cpu_matmul
+        self.overlap = linear_overlap(config, tp_comm_buffer_name)
         self.quantizers: Fp8Quantizers | None = None
-        self.region = InputRegion.SEQUENCE if sequence_parallel else InputRegion.REPLICATED
-        out_per_rank = (padded_out_features or out_features) // tp.size
+        self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
+        dtype, own_size = dtype_from_name(config.params_dtype), padded_size // tp_group.size
 
         def pieces(shape: tuple[int, ...]) -> tuple[Piece, ...]:
-            if num_stacked > 1:
-                return stacked_pieces(shape, 0, tp.rank, tp.size, num_stacked)
-            return even_pieces(shape, 0, tp.rank, tp.size, padded_out_features)
+            if stride > 1:
+                return stacked_pieces(shape, 0, tp_group.rank, tp_group.size, stride)
+            return even_pieces(shape, 0, tp_group.rank, tp_group.size, padded_output_size)
 
-        shape = (out_features, in_features)
-        if num_stacked > 1:
-            fused_rows = (out_features // num_stacked,) * num_stacked
+        shape = (output_size, input_size)
+        fused_rows = (output_size // stride,) * stride if stride > 1 else ()
         spec = ParamSpec("weight", shape, pieces(shape), init_std=init_std, fused_rows=fused_rows)
-        self.weight = make_parameter((out_per_rank, in_features), spec, dtype, device)
+        self.weight = make_parameter((own_size, input_size), spec, dtype, device)
         self.bias: nn.Parameter | None = None
-        if has_bias:
-            bias_spec = ParamSpec("bias", (out_features,), pieces((out_features,)))
-            self.bias = make_parameter((out_per_rank,), bias_spec, dtype, device)
+        if bias:
+            bias_spec = ParamSpec("bias", (output_size,), pieces((output_size,)))
+            self.bias = make_parameter((own_size,), bias_spec, dtype, device)
 
     def forward(
         self, x: torch.Tensor, *, gives_bias_gradient: bool = True, memory: ReusedMemory | None = None
@@ -267,7 +269,7 @@ class ColumnParallelLinear(nn.Module):
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.gather_output:
             return tensor
-        return gather_from_tensor_model_parallel_region(tensor, self.tp)[..., : self.out_features]
+        return gather_from_tensor_model_parallel_region(tensor, self.tp)[..., : self.output_size]
 
 
 class RowParallelLinear(nn.Module):
@@ -275,7 +277,7 @@ class RowParallelLinear(nn.Module):
 
     The input is this rank's part of the features; without ``input_is_parallel`` it is all of them, on every rank.
     ``skip_bias_add`` leaves the bias to the caller: forward then returns ``(output, bias)``, the bias as wide as the
-    output, or None where the layer has none.
+    output, or None where the layer has none. `ColumnParallelLinear` describes the other arguments.
 
     The parameters are empty until `initialize_module` or a checkpoint fills them.
 
@@ -289,46 +291,40 @@ class RowParallelLinear(nn.Module):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
-        tp: Group,
+        input_size: int,
+        output_size: int,
+        tp_group: Group,
         *,
-        has_bias: bool = True,
-        sequence_parallel: bool = False,
+        config: ModelParallelConfig = _DEFAULTS,
         init_std: float = DEFAULT_INIT_STD,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        library: str = "auto",
-        overlap: LinearOverlap = WHOLE,
+        bias: bool = True,
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
+        tp_comm_buffer_name: LinearName | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        _check_even_shards("input features", in_features, tp)
-        if sequence_parallel and not input_is_parallel:
+        _check_even_shards("input features", input_size, tp_group)
+        if config.sequence_parallel and not input_is_parallel:
             raise ConfigurationError(
                 "input_is_parallel=False takes a whole input, which sequence_parallel=True does not have; drop one"
             )
-        self.tp = tp
+        self.tp = tp_group
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
-        self.product_library = library
-        self.overlap = overlap
+        self.product_library = config.cpu_matmul
+        self.overlap = linear_overlap(config, tp_comm_buffer_name)
         self.quantizers: Fp8Quantizers | None = None
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel = config.sequence_parallel
         # On a CPU the bias is added to a scattered sum: runs there keep their last bits.
         self.brings_bias_into_sum = torch.device(device).type == "cuda"
-        shape = (out_features, in_features)
-        spec = ParamSpec("weight", shape, even_pieces(shape, 1, tp.rank, tp.size), init_std=init_std)
-        self.weight = make_parameter((out_features, in_features // tp.size), spec, dtype, device)
+        dtype, shape = dtype_from_name(config.params_dtype), (output_size, input_size)
+        spec = ParamSpec("weight", shape, even_pieces(shape, 1, tp_group.rank, tp_group.size), init_std=init_std)
+        self.weight = make_parameter((output_size, input_size // tp_group.size), spec, dtype, device)
         self.bias: nn.Parameter | None = None
-        if has_bias:
-            self.bias = make_parameter(
-                (out_features,),
-                replicated_spec("bias", (out_features,), tp, sequence_parallel),
-                dtype,
-                device,
-            )
+        if bias:
+            bias_spec = replicated_spec("bias", (output_size,), tp_group, config.sequence_parallel)
+            self.bias = make_parameter((output_size,), bias_spec, dtype, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return the summed output: this rank's part of the sequence under sequence parallelism.
@@ -377,9 +373,9 @@ class RowParallelLinear(nn.Module):
         return output if bias is None or in_sum is not None else output + bias
 
 
-def _check_even_shards(side: str, features: int, tp: Group, num_stacked: int = 1) -> None:
-    if features % (tp.size * num_stacked):
-        stacked = f" x {num_stacked} stacked tensors" if num_stacked > 1 else ""
+def _check_even_shards(side: str, features: int, tp: Group, stride: int = 1) -> None:
+    if features % (tp.size * stride):
+        stacked = f" x {stride} stacked tensors" if stride > 1 else ""
         raise ConfigurationError(
             f"{features} {side} are not divisible by tensor-parallel size {tp.size}{stacked}; pad them or "
             "change the number of processes"

@@ -19,12 +19,13 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.ops.attention_backend import PLAIN_BACKENDS, AttentionCall, select_attention_core
 from megatron.core.ops.attention_block import AttentionBlocks
 from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dot_product_attention import AttentionInputs
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.fp8_quantizers import Fp8Quantizers
 from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
-from megatron.core.sharding import Box, ParamSpec, Piece, even_pieces
+from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, even_pieces, spec_of
 from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -80,19 +81,18 @@ def make_query_key_value(config: TransformerConfig, tp: Group, device: torch.dev
     a group: each has its own query heads and a copy of the group's key and value.
     """
     if config.num_query_groups % tp.size == 0:
-        return ColumnParallelLinear(
+        linear = ColumnParallelLinear(
             config.hidden_size,
             config.query_projection_size + 2 * config.kv_projection_size,
             tp,
-            has_bias=config.has_qkv_bias,
-            sequence_parallel=config.sequence_parallel,
+            config=config,
             init_std=config.init_method_std,
-            dtype=dtype_from_name(config.params_dtype),
+            bias=config.has_qkv_bias,
             device=device,
-            library=config.cpu_matmul,
-            overlap=linear_overlap(config, "qkv"),
-            fused_rows=_rows_of_a_group(config),
+            tp_comm_buffer_name="qkv",
         )
+        attach_spec(linear.weight, replace(spec_of(linear.weight), fused_rows=_rows_of_a_group(config)))
+        return linear
     return SharedGroupQueryKeyValue(config, tp, device)
 
 
@@ -245,13 +245,11 @@ class SelfAttention(nn.Module):
             config.context_size,
             config.hidden_size,
             tp,
-            has_bias=config.add_bias_linear,
-            sequence_parallel=config.sequence_parallel,
+            config=config,
             init_std=config.output_init_method_std,
-            dtype=dtype_from_name(config.params_dtype),
+            bias=config.add_bias_linear,
             device=device,
-            library=config.cpu_matmul,
-            overlap=linear_overlap(config, "proj"),
+            tp_comm_buffer_name="proj",
         )
         self._add_projections(config, tp, device)
 
@@ -335,9 +333,16 @@ class SelfAttention(nn.Module):
         if self.training and self.dropout > 0.0:
             of_weights = require_keys(dropout).of_attention(self.layer_number, self.dropout, self.heads)
         sinks = self.core_attention()
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+        ) -> torch.Tensor:
+            return self._attend(AttentionInputs(query, key, value, pattern, of_weights, sinks))
+
+        # Recompute keeps the tensors that it is given, and no others.
         if self.recompute_core and self.training:
-            return recompute(self._attend, query, key, value, pattern, of_weights, sinks)
-        return self._attend(query, key, value, pattern, of_weights, sinks)
+            return recompute(attend, query, key, value, sinks)
+        return attend(query, key, value, sinks)
 
     def _query_key_value(
         self, x: torch.Tensor, angles: RotaryAngles | None, cache: KeyValueCache | None
@@ -370,15 +375,7 @@ class SelfAttention(nn.Module):
         bias = self.linear_qkv.bias if isinstance(self.linear_qkv, ColumnParallelLinear) else None
         return bias if bias is not None and bias.requires_grad and runs_on_triton(x, bias) else None
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pattern: AttentionPattern,
-        dropout: AttentionDropout | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * d]``."""
-        context = self.core(query, key, value, pattern, dropout, sinks=sinks)
+        context = self.core(inputs)
         return context.reshape(*context.shape[:2], -1)

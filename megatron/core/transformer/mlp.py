@@ -12,9 +12,7 @@ from torch import nn
 from megatron.core.layer_output import LayerOutput
 from megatron.core.ops.gated_activation import gated_activation
 from megatron.core.ops.triton_support import runs_on_triton
-from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -33,35 +31,30 @@ class MLP(nn.Module):
 
     def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
-        dtype = dtype_from_name(config.params_dtype)
-        num_stacked = 2 if config.is_gated else 1
+        stride = 2 if config.is_gated else 1
         self.kind = config.activation
         self.is_gated = config.is_gated
         self.activation = activation_of(config)
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
-            config.ffn_hidden_size * num_stacked,
+            config.ffn_hidden_size * stride,
             tp,
-            has_bias=config.add_bias_linear,
-            sequence_parallel=config.sequence_parallel,
+            config=config,
             init_std=config.init_method_std,
-            dtype=dtype,
+            bias=config.add_bias_linear,
             device=device,
-            num_stacked=num_stacked,
-            library=config.cpu_matmul,
-            overlap=linear_overlap(config, "fc1"),
+            stride=stride,
+            tp_comm_buffer_name="fc1",
         )
         self.linear_fc2 = RowParallelLinear(
             config.ffn_hidden_size,
             config.hidden_size,
             tp,
-            has_bias=config.add_bias_linear,
-            sequence_parallel=config.sequence_parallel,
+            config=config,
             init_std=config.output_init_method_std,
-            dtype=dtype,
+            bias=config.add_bias_linear,
             device=device,
-            library=config.cpu_matmul,
-            overlap=linear_overlap(config, "fc2"),
+            tp_comm_buffer_name="fc2",
         )
 
     def forward(self, x: torch.Tensor) -> LayerOutput:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dropout import AttentionDropout, DropoutKeys
+from megatron.core.ops.dot_product_attention import AttentionInputs
+from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.ops.fp8_quantizers import Fp8Quantizers
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
@@ -77,17 +78,15 @@ class LatentAttention(SelfAttention):
         self.plain_width, self.value_width = config.qk_head_dim, config.v_head_dim
         self.padded_width = config.latent_head_width
 
-        def up(in_features: int, head_width: int) -> ColumnParallelLinear:
+        def up(input_size: int, head_width: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(
-                in_features,
+                input_size,
                 config.num_attention_heads * head_width,
                 tp,
-                has_bias=False,
-                sequence_parallel=config.sequence_parallel,
+                config=config,
                 init_std=config.init_method_std,
-                dtype=dtype_from_name(config.params_dtype),
+                bias=False,
                 device=device,
-                library=config.cpu_matmul,
             )
 
         def norm(width: int) -> nn.Module:
@@ -190,15 +189,7 @@ class LatentAttention(SelfAttention):
         missing = self.padded_width - heads.shape[-1]
         return F.pad(heads, (0, missing)) if missing else heads
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pattern: AttentionPattern,
-        dropout: AttentionDropout | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _attend(self, inputs: AttentionInputs) -> torch.Tensor:
         """Shapes: ``query: [s, b, n/tp, d] -> [s, b, n/tp * v]``."""
-        context = self.core(query, key, value, pattern, dropout, sinks=sinks)[..., : self.value_width]
+        context = self.core(inputs)[..., : self.value_width]
         return context.reshape(*context.shape[:2], -1)

@@ -19,7 +19,6 @@ from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.dropout import DropoutKeys
 from megatron.core.parallel_state import ExpertGroups
-from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -133,12 +132,10 @@ class MTPLayer(nn.Module):
             2 * config.hidden_size,
             config.hidden_size,
             tp,
-            has_bias=False,
-            sequence_parallel=config.sequence_parallel,
+            config=config,
             init_std=config.init_method_std,
-            dtype=dtype_from_name(config.params_dtype),
+            bias=False,
             device=device,
-            library=config.cpu_matmul,
             gather_output=not config.sequence_parallel,
         )
         self.embedding_dropout = HiddenDropout(config.hidden_dropout)

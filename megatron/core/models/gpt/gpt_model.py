@@ -233,14 +233,12 @@ class GPTModel(Model):
                 config.hidden_size,
                 config.vocab_size,
                 tp,
-                has_bias=False,
-                sequence_parallel=config.sequence_parallel,
+                config=config,
                 init_std=config.embedding_init_std if is_tied else config.init_method_std,
-                dtype=dtype_from_name(config.params_dtype),
+                bias=False,
                 device=device,
-                padded_out_features=config.padded_vocab_size,
-                library=config.cpu_matmul,
-                overlap=linear_overlap(config, "output"),
+                padded_output_size=config.padded_vocab_size,
+                tp_comm_buffer_name="output",
             )
         if self.embedding is not None:
             # As embedding, as that of further tokens, and as output layer.

@@ -20,7 +20,7 @@ from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.ops.attention_backend import select_attention_core
 from megatron.core.ops.attention_block import AttentionBlocks
 from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dot_product_attention import plain_attention
+from megatron.core.ops.dot_product_attention import AttentionInputs, plain_attention
 from megatron.core.ops.dropout import AttentionDropout, DropoutSamples
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group, single_rank_group
@@ -104,7 +104,7 @@ def whole_attention(case: Case, dtype: torch.dtype, dropout: float = 0.0) -> lis
     """Return the output and the gradients of query, key and value."""
     *leaves, grad = (tensor.requires_grad_() for tensor in inputs(case, dtype))
     sinks = sinks_of(case, dtype)
-    output = plain_attention(*leaves, pattern_of(case), dropout_of(case, dropout), sinks=sinks)
+    output = plain_attention(AttentionInputs(*leaves, pattern_of(case), dropout_of(case, dropout), sinks=sinks))
     output.backward(grad.detach())
     leaves += [] if sinks is None else [sinks]
     return [output.detach().numpy(), *(leaf.grad.numpy() for leaf in leaves if leaf.grad is not None)]
@@ -121,7 +121,7 @@ def cut_attention(case: Case, exchange: str, cp: Group, dtype: torch.dtype, drop
     core = with_context_parallel(select_attention_core("auto", "cpu"), name, cp, plain_blocks=bool(plain))
     *leaves, grad = (cut_sequence(tensor, cp, dim=0).requires_grad_() for tensor in inputs(case, dtype))
     sinks = sinks_of(case, dtype)
-    output = core(*leaves, pattern_of(case), dropout_of(case, dropout, cp), sinks=sinks)
+    output = core(AttentionInputs(*leaves, pattern_of(case), dropout_of(case, dropout, cp), sinks=sinks))
     output.backward(grad.detach())
     tensors = [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
     found = [gathered(tensor, cp) for tensor in tensors]
@@ -200,7 +200,7 @@ def test_one_rank_alone_computes_whole_attention(name: str, dropout: float, exch
     }
     *leaves, grad = (tensor.requires_grad_() for tensor in inputs(case, torch.float64))
     sinks = sinks_of(case, torch.float64)
-    output = exchanges[exchange]()(*leaves, pattern_of(case), dropout_of(case, dropout), sinks=sinks)
+    output = exchanges[exchange]()(AttentionInputs(*leaves, pattern_of(case), dropout_of(case, dropout), sinks=sinks))
     output.backward(grad.detach())
     leaves += [] if sinks is None else [sinks]
     tensors = [output.detach().numpy(), *(leaf.grad.numpy() for leaf in leaves if leaf.grad is not None)]

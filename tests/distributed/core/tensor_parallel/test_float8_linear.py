@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex
+from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex, ModelParallelConfig
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
@@ -29,8 +29,9 @@ def run_pair(
 ) -> dict[str, Any]:
     """Run two steps, and return of the second what comes out, all gradients, and what delayed scaling saw."""
     tp = tensor_parallel_group()
-    shared: dict[str, Any] = {"has_bias": True, "sequence_parallel": sequence_parallel}
-    first, second = ColumnParallelLinear(WIDTH, INNER, tp, **shared), RowParallelLinear(INNER, WIDTH, tp, **shared)
+    of_layers = ModelParallelConfig(sequence_parallel=sequence_parallel)
+    first = ColumnParallelLinear(WIDTH, INNER, tp, config=of_layers)
+    second = RowParallelLinear(INNER, WIDTH, tp, config=of_layers)
     second.brings_bias_into_sum = brings_bias
     layers = torch.nn.ModuleList((first, second))
     load_global_weights(layers, lambda spec: whole_numbers(len(spec.global_shape), *spec.global_shape).numpy())  # type: ignore[arg-type]
@@ -87,7 +88,7 @@ def test_two_ranks_compute_the_bits_of_one(
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_weight_gradient_outside_fp8_is_a_product_of_unrounded_values(recipe: str) -> None:
-    layer = ColumnParallelLinear(WIDTH, INNER, tensor_parallel_group(), has_bias=False)
+    layer = ColumnParallelLinear(WIDTH, INNER, tensor_parallel_group(), bias=False)
     recipe_of_layer = Float8Recipe.of(Float8Config(fp8_format="hybrid", fp8_recipe=recipe, fp8_wgrad=False))
     layer.quantizers = Fp8Quantizers(recipe_of_layer, None, (0, 0))
     # These values are rounded in fp8, and sums of their products are exact in float32.

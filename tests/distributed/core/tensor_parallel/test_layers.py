@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.main_grad import MainGrad, attach_main_grad
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -36,17 +37,15 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def column(tp: Group, sequence_parallel: bool, num_stacked: int = 1, has_bias: bool = True) -> ColumnParallelLinear:
+def column(tp: Group, sequence_parallel: bool, stride: int = 1, bias: bool = True) -> ColumnParallelLinear:
     layer = ColumnParallelLinear(
         WIDTH,
         16,
         tp,
-        has_bias=has_bias,
-        sequence_parallel=sequence_parallel,
+        config=ModelParallelConfig(params_dtype="float64", sequence_parallel=sequence_parallel),
         init_std=0.1,
-        dtype=torch.float64,
-        device="cpu",
-        num_stacked=num_stacked,
+        bias=bias,
+        stride=stride,
     )
     fill(layer)
     return layer
@@ -57,11 +56,8 @@ def row(tp: Group, sequence_parallel: bool) -> RowParallelLinear:
         16,
         WIDTH,
         tp,
-        has_bias=True,
-        sequence_parallel=sequence_parallel,
+        config=ModelParallelConfig(params_dtype="float64", sequence_parallel=sequence_parallel),
         init_std=0.1,
-        dtype=torch.float64,
-        device="cpu",
     )
     fill(layer)
     return layer
@@ -133,7 +129,7 @@ def test_a_bias_in_the_sum_costs_no_pass() -> None:
 
 
 def stacked_output() -> torch.Tensor:
-    layer = column(tensor_parallel_group(), False, num_stacked=2)
+    layer = column(tensor_parallel_group(), False, stride=2)
     return layer(torch.linspace(-1, 1, WIDTH, dtype=torch.float64).expand(2, 1, WIDTH)).detach().clone()
 
 
@@ -156,7 +152,7 @@ def test_one_rank_equals_plain_products() -> None:
 
 
 def test_frozen_weight_and_input_get_no_gradient() -> None:
-    layer = column(single_rank_group(), False, has_bias=False)
+    layer = column(single_rank_group(), False, bias=False)
     x = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
     layer(x).sum().backward()
     assert layer.weight.grad is not None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from megatron.core import collectives
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_group import CollectiveCall, Group
 from megatron.core.tensor_parallel import overlapped_linear, symmetric_memory
 from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearOverlap
@@ -31,9 +30,10 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 
 def run_pair(tp: Group, overlap: LinearOverlap, brings_bias: bool) -> dict[str, torch.Tensor]:
     """Run a column-parallel layer and a row-parallel one under sequence parallelism, forward and backward."""
-    shared: dict[str, Any] = {"has_bias": True, "sequence_parallel": True, "init_std": 0.1, "overlap": overlap}
-    shared |= {"dtype": torch.float64, "device": "cpu"}
-    first, second = ColumnParallelLinear(WIDTH, INNER, tp, **shared), RowParallelLinear(INNER, WIDTH, tp, **shared)
+    config = ModelParallelConfig(params_dtype="float64", sequence_parallel=True)
+    first = ColumnParallelLinear(WIDTH, INNER, tp, config=config)
+    second = RowParallelLinear(INNER, WIDTH, tp, config=config)
+    first.overlap = second.overlap = overlap
     second.brings_bias_into_sum = brings_bias
     with torch.no_grad():
         for seed, parameter in enumerate((*first.parameters(), *second.parameters())):

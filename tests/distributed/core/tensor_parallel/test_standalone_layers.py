@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.errors import ConfigurationError
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -17,6 +18,8 @@ from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import Fragment, fragments, named_values, reassemble, tensor_parallel_group
 
 LENGTH, BATCH, INNER, OUTER = 4, 3, 6, 10
+FLOAT64 = ModelParallelConfig(params_dtype="float64")
+SEQUENCE_PARALLEL = ModelParallelConfig(sequence_parallel=True)
 TWO_RANKS = Group(axes=("tp",), ranks=(0, 1), rank=0)
 Result = tuple[list[torch.Tensor], torch.Tensor, list[Fragment]]
 
@@ -28,12 +31,12 @@ def values(*shape: int, seed: int) -> torch.Tensor:
 def run_layer(kind: str, settings: dict[str, Any]) -> Result:
     """Return what a layer gives (one tensor or two), the input's gradient, and the parameters' by their place."""
     tp = tensor_parallel_group()
-    widths = {"in_features": INNER, "out_features": OUTER}
+    widths = {"input_size": INNER, "output_size": OUTER}
     layer: Any
     if kind == "column":
-        layer = ColumnParallelLinear(**widths, tp=tp, dtype=torch.float64, **settings)
+        layer = ColumnParallelLinear(**widths, tp_group=tp, config=FLOAT64, **settings)
     else:
-        layer = RowParallelLinear(**widths, tp=tp, dtype=torch.float64, **settings)
+        layer = RowParallelLinear(**widths, tp_group=tp, config=FLOAT64, **settings)
     fill(layer)
     x = values(LENGTH, BATCH, INNER, seed=1)
     if kind == "row" and settings.get("input_is_parallel", True):
@@ -51,7 +54,7 @@ def run_layer(kind: str, settings: dict[str, Any]) -> Result:
 
 def plain() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return a plain map's product, its bias, the input's gradient and the parameters'."""
-    layer = ColumnParallelLinear(INNER, OUTER, single_rank_group(), dtype=torch.float64)
+    layer = ColumnParallelLinear(INNER, OUTER, single_rank_group(), config=FLOAT64)
     weight = torch.from_numpy(named_values(spec_of(layer.weight))).requires_grad_()
     assert layer.bias is not None
     bias = torch.from_numpy(named_values(spec_of(layer.bias))).requires_grad_()
@@ -67,7 +70,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("column", {"gather_output": True}),
     ("column", {"skip_bias_add": True}),
     ("column", {"gather_output": True, "skip_bias_add": True}),
-    ("column", {"gather_output": True, "padded_out_features": 12}),
+    ("column", {"gather_output": True, "padded_output_size": 12}),
     ("row", {"input_is_parallel": False}),
     ("row", {"skip_bias_add": True}),
     ("row", {"input_is_parallel": False, "skip_bias_add": True}),
@@ -101,8 +104,8 @@ def test_every_flag_gives_what_a_plain_product_gives() -> None:
 
 def test_a_layer_without_a_bias_gives_none_for_it() -> None:
     for layer in (
-        ColumnParallelLinear(INNER, OUTER, single_rank_group(), has_bias=False, skip_bias_add=True),
-        RowParallelLinear(INNER, OUTER, single_rank_group(), has_bias=False, skip_bias_add=True),
+        ColumnParallelLinear(INNER, OUTER, single_rank_group(), bias=False, skip_bias_add=True),
+        RowParallelLinear(INNER, OUTER, single_rank_group(), bias=False, skip_bias_add=True),
     ):
         output, bias = layer(torch.zeros(LENGTH, BATCH, INNER))
         assert output.shape == (LENGTH, BATCH, OUTER)
@@ -112,14 +115,14 @@ def test_a_layer_without_a_bias_gives_none_for_it() -> None:
 @pytest.mark.parametrize(
     ("layer", "settings", "message"),
     [
-        (ColumnParallelLinear, {"out_features": 7}, "7 output features are not divisible by tensor-parallel size 2;"),
-        (ColumnParallelLinear, {"num_stacked": 2}, "10 output features .* size 2 x 2 stacked tensors;"),
-        (ColumnParallelLinear, {"gather_output": True, "sequence_parallel": True}, "here True and 1; drop one"),
-        (RowParallelLinear, {"in_features": 5}, "5 input features are not divisible by tensor-parallel size 2;"),
-        (RowParallelLinear, {"input_is_parallel": False, "sequence_parallel": True}, "input_is_parallel=False takes"),
+        (ColumnParallelLinear, {"output_size": 7}, "7 output features are not divisible by tensor-parallel size 2;"),
+        (ColumnParallelLinear, {"stride": 2}, "10 output features .* size 2 x 2 stacked tensors;"),
+        (ColumnParallelLinear, {"gather_output": True, "config": SEQUENCE_PARALLEL}, "here True and 1; drop one"),
+        (RowParallelLinear, {"input_size": 5}, "5 input features are not divisible by tensor-parallel size 2;"),
+        (RowParallelLinear, {"input_is_parallel": False, "config": SEQUENCE_PARALLEL}, "input_is_parallel=False takes"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(layer: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
-        layer(**{"in_features": INNER, "out_features": OUTER, "tp": TWO_RANKS} | settings)
+        layer(**{"input_size": INNER, "output_size": OUTER, "tp_group": TWO_RANKS} | settings)
     assert "\n" not in str(caught.value)

@@ -62,13 +62,13 @@ SMALL_PROGRAMS: dict[str, dict[str, Any]] = {
 
 
 def make_sizes_small() -> None:
-    """Let a small model have many update buckets, rounds of matrices, messages, slabs and blocks of attention."""
+    """Let a small model have many update buckets, batches of matrices, messages, slabs and blocks of attention."""
     for name, values in SMALL.items():
         _set_all(name, values)
     update_bucket = importlib.import_module("megatron.core.optimizer.update_bucket")
     update_bucket.cut_into_buckets.__defaults__ = (2000,)
-    owners = importlib.import_module("megatron.core.optimizer.matrix_owners").MuonShardExchange
-    owners.__init__.__kwdefaults__["round_bytes"] = 16_000
+    exchange = importlib.import_module("megatron.core.optimizer.muon_shard_exchange").MuonShardExchange
+    exchange.__init__.__kwdefaults__["batch_bytes"] = 16_000
     importlib.import_module("megatron.core.dist_checkpointing.planner").SavePlanner.__init__.__defaults__ = (4096,)
     kernel = importlib.import_module("megatron.core.ops.attention_block").AttentionBlocks
     kernel.__init__.__defaults__ = (*kernel.__init__.__defaults__[:-1], 1000)

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.core.ops.attention_backend import AttentionCall, select_attention_core
 from megatron.core.ops.attention_block import AttentionBlocks, BlockMask
 from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.ops.dot_product_attention import AttentionCore, AttentionInputs
 from tests.gpu.window.clock import KernelClock
 from tests.gpu.window.shapes import AttentionShape, attention_shapes
 from tests.gpu.window.window import Unsupported, Window
@@ -64,7 +65,13 @@ def _kinds(window: Window, shape: AttentionShape) -> Iterator[tuple[str, Attend,
             has_softcap=core is capped,
             has_sinks=has_sinks,
         )
-        yield f"{name} ({core.choose(call).name})", partial(core, pattern=pattern, dropout=None), has_sinks
+        yield f"{name} ({core.choose(call).name})", partial(_by_core, core, pattern), has_sinks
+
+
+def _by_core(
+    core: AttentionCore, pattern: AttentionPattern, *heads: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    return core(AttentionInputs(*heads, pattern, sinks=sinks))
 
 
 def _by_backend(backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from megatron.core.ops.attention_block import (
     takes_cudnn,
 )
 from megatron.core.ops.attention_pattern import CAUSAL
-from megatron.core.ops.dot_product_attention import plain_attention
+from megatron.core.ops.dot_product_attention import AttentionInputs, plain_attention
 from megatron.core.ops.dropout import AttentionDropout, DropoutSamples
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 4, 8, 10
@@ -179,7 +179,7 @@ def test_scores_in_memory_do_not_grow_with_the_block() -> None:
 def test_a_block_of_everything_is_plain_attention() -> None:
     query, key, value, _ = make_tensors(2, LENGTH)
     sequence_first = [tensor.permute(2, 0, 1, 3) for tensor in (query, key, value)]
-    expected = plain_attention(*sequence_first, CAUSAL, None).permute(1, 2, 0, 3)
+    expected = plain_attention(AttentionInputs(*sequence_first, CAUSAL)).permute(1, 2, 0, 3)
     output, _ = plain_block(query, key, value, BlockMask(is_causal=True))
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-14)
 

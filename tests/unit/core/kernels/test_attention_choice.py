@@ -16,6 +16,7 @@ from megatron.core.context_parallel.partition import chunks_of
 from megatron.core.ops import attention_backend
 from megatron.core.ops.attention_backend import SDPA, STEP_BY_STEP, AttentionCall, select_attention_core
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops.dot_product_attention import AttentionInputs
 from megatron.core.transformer.attention import describe_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -134,7 +135,9 @@ def test_memory_is_linear_in_the_sequence_and_the_host_does_not_wait(name: str, 
         parts = [(range(end - chunk, end), range(end if whole.is_causal else length)) for end in ends]
     with _Largest() as largest:
         for queries, keys in parts:
-            output = core(*(query[: len(queries)], key[: len(keys)], key[: len(keys)], whole.part(queries, keys)), None)
+            output = core(
+                AttentionInputs(*(query[: len(queries)], key[: len(keys)], key[: len(keys)], whole.part(queries, keys)))
+            )
             assert output.shape == (len(queries), BATCH, HEADS, WIDTH)
     assert largest.elements <= query.numel() < length * length
 

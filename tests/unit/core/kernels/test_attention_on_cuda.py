@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.ops.attention_backend import select_attention_core
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.ops.dot_product_attention import plain_attention
+from megatron.core.ops.dot_product_attention import AttentionInputs, plain_attention
 
 BATCH, HEADS, GROUPS, WIDTH, LENGTH = 2, 4, 2, 64, 384
 STARTS = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
@@ -40,9 +40,9 @@ def test_kernels_are_close_to_plain_attention(name: str, backend: str, dtype: to
         for length, heads in shapes
     ]
     weights = torch.randn(num_queries, BATCH, HEADS, WIDTH, generator=generator).to("cuda", dtype)
-    output = select_attention_core(backend, "cuda", softcap)(*leaves, pattern, 0.0)
+    output = select_attention_core(backend, "cuda", softcap)(AttentionInputs(*leaves, pattern))
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = plain_attention(*exact, pattern, 0.0, softcap)
+    expected = plain_attention(AttentionInputs(*exact, pattern), softcap)
     tolerance = 3e-2 if dtype == torch.bfloat16 else 5e-3
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
     grads = torch.autograd.grad(output, leaves, weights)

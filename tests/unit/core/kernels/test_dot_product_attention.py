@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.ops.dot_product_attention import (
+    AttentionInputs,
     fused_attention,
     masked_attention,
     plain_attention,
@@ -60,7 +61,7 @@ def test_kernels_equal_the_definition(core, packed: bool, groups: int) -> None:
     if packed:
         ids = DOCUMENT_IDS.numpy()
         sees &= ids[:, :, None] == ids[:, None, :]
-    output = core(query, key, value, pattern, None)
+    output = core(AttentionInputs(query, key, value, pattern))
     assert output.dtype == torch.float64
     expected = one_query_at_a_time(query.numpy(), key.numpy(), value.numpy(), sees)
     np.testing.assert_allclose(output.numpy(), expected, rtol=1e-12, atol=1e-13)
@@ -71,8 +72,8 @@ def test_kernels_equal_the_definition(core, packed: bool, groups: int) -> None:
 def test_last_queries_of_a_cached_sequence(core, num_queries: int) -> None:
     """New positions see every position before them, and themselves."""
     query, key, value = tensors(9, 9, 2)
-    whole = core(query, key, value, CAUSAL, None)
-    last = core(query[-num_queries:], key, value, CAUSAL, None)
+    whole = core(AttentionInputs(query, key, value, CAUSAL))
+    last = core(AttentionInputs(query[-num_queries:], key, value, CAUSAL))
     torch.testing.assert_close(last, whole[-num_queries:])
 
 
@@ -90,7 +91,7 @@ def test_fused_attention_is_torchs_with_a_mask_only_where_it_needs_one(
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", compute)
     query, key, value = tensors(num_queries, 9, 2)
-    fused_attention(query, key, value, CAUSAL, None)
+    fused_attention(AttentionInputs(query, key, value, CAUSAL))
     (options,) = calls
     assert (options["attn_mask"] is not None, options["is_causal"]) == (has_mask, is_causal)
     assert (options["dropout_p"], options["enable_gqa"]) == (0.0, True)
@@ -111,7 +112,7 @@ def test_torchs_flash_kernel_is_given_lengths_and_windows(
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", compute)
     query, key, value = tensors(4, 9, 2)
-    assert torch.equal(torch_flash_attention(query, key, value, pattern, None), query)
+    assert torch.equal(torch_flash_attention(AttentionInputs(query, key, value, pattern)), query)
     shapes = ((BATCH, 4, HEADS, WIDTH), *[(BATCH, 9, 2, WIDTH)] * 2)
     assert calls == [(*shapes, None, None, 4, 9, 0.0, pattern.is_causal, False, *windows)]
 
@@ -124,7 +125,7 @@ def test_gradients_of_fused_attention_equal_plain_ones(packed: bool, groups: int
     gradients = []
     for core in CORES:
         leaves = [tensor.requires_grad_() for tensor in tensors(9, 9, groups)]
-        (core(*leaves, pattern, None) * weights).sum().backward()
+        (core(AttentionInputs(*leaves, pattern)) * weights).sum().backward()
         gradients.append([leaf.grad for leaf in leaves])
     plain, *others = gradients
     for fused in others:
@@ -135,8 +136,8 @@ def test_gradients_of_fused_attention_equal_plain_ones(packed: bool, groups: int
 @pytest.mark.parametrize("core", CORES)
 def test_low_precision_softmax_runs_in_float32(core) -> None:
     query, key, value = tensors(9, 9, 2, torch.bfloat16)
-    output = core(query, key, value, CAUSAL, None)
-    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, None)
+    output = core(AttentionInputs(query, key, value, CAUSAL))
+    exact = plain_attention(AttentionInputs(query.double(), key.double(), value.double(), CAUSAL))
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.02)
 
@@ -146,8 +147,8 @@ def test_float16_scores_do_not_overflow(core) -> None:
     """Query times key is above 65,504, float16's largest number, and stays so after the scaling."""
     query, key, value = (tensor.half() for tensor in tensors(9, 9, 2))
     query, key = query * 300, key * 300
-    exact = plain_attention(query.double(), key.double(), value.double(), CAUSAL, None)
-    output = core(query, key, value, CAUSAL, None)
+    exact = plain_attention(AttentionInputs(query.double(), key.double(), value.double(), CAUSAL))
+    output = core(AttentionInputs(query, key, value, CAUSAL))
     torch.testing.assert_close(output.double(), exact, rtol=0.002, atol=0.002)
 
 
@@ -158,10 +159,10 @@ def test_dropout_keeps_the_expected_value(core) -> None:
     for iteration in range(400):
         states = DropoutSamples.at(1, iteration, 0, BATCH, "cpu").states
         dropout = AttentionDropout(0.3, states, torch.arange(9), range(HEADS), seed=iteration)
-        outputs.append(core(query, key, value, CAUSAL, dropout))
+        outputs.append(core(AttentionInputs(query, key, value, CAUSAL, dropout)))
     outputs = torch.stack(outputs)
     assert outputs.std(dim=0).max() > 0.1
-    error = outputs.mean(dim=0) - plain_attention(query, key, value, CAUSAL, None)
+    error = outputs.mean(dim=0) - plain_attention(AttentionInputs(query, key, value, CAUSAL))
     assert (error.abs() / (outputs.std(dim=0) / 20).clamp_min(1e-3)).mean() < 1.5
 
 
@@ -172,4 +173,6 @@ def test_attention_in_both_directions(core, packed: bool) -> None:
     ids = DOCUMENT_IDS.numpy() if packed else np.zeros((BATCH, 9))
     pattern = AttentionPattern(is_causal=False, document_ids=DOCUMENT_IDS if packed else None)
     expected = one_query_at_a_time(query.numpy(), key.numpy(), value.numpy(), ids[:, :, None] == ids[:, None, :])
-    np.testing.assert_allclose(core(query, key, value, pattern, None).numpy(), expected, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(
+        core(AttentionInputs(query, key, value, pattern)).numpy(), expected, rtol=1e-12, atol=1e-13
+    )

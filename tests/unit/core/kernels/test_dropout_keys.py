@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.ops import dropout as dropout_keys
 from megatron.core.ops.attention_pattern import CAUSAL
-from megatron.core.ops.dot_product_attention import fused_attention, plain_attention
+from megatron.core.ops.dot_product_attention import AttentionInputs, fused_attention, plain_attention
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, DropoutSamples, drop_elements
 
 LENGTH, BATCH, WIDTH = 40, 6, 512
@@ -130,7 +130,9 @@ def test_attention_on_cpu_drops_the_same_weights_by_every_core() -> None:
     )
     expected = torch.einsum("bnqk,kbnd->qbnd", dropout.drop(weights), query)
     for core in (plain_attention, fused_attention):
-        torch.testing.assert_close(core(query, query, query, CAUSAL, dropout), expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            core(AttentionInputs(query, query, query, CAUSAL, dropout)), expected, rtol=1e-10, atol=1e-12
+        )
 
 
 def test_seeds_of_library_kernels_differ_by_layer_rank_micro_batch_and_chunk() -> None:

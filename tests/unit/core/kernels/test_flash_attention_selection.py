@@ -19,7 +19,7 @@ from megatron.core.ops.attention_backend import (
     select_attention_core,
 )
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.ops.dot_product_attention import fused_attention, plain_attention
+from megatron.core.ops.dot_product_attention import AttentionInputs, fused_attention, plain_attention
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, DropoutSamples
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -137,11 +137,11 @@ def test_package_computes_what_plain_attention_does(
         torch.randn(length, 3, heads, 8, generator=generator).bfloat16().requires_grad_()
         for length, heads in ((num_queries, 4), (7, 2), (7, 2))
     )
-    output = core(query, key, value, PATTERNS[name], None)
+    output = core(AttentionInputs(query, key, value, PATTERNS[name]))
     assert sys.modules["flash_attn"].calls == [
         {"q": (3, num_queries, 4, 8), "k": (3, 7, 2, 8), "dropout_p": 0.0, "causal": PATTERNS[name].is_causal}
     ]
-    exact = plain_attention(query.double(), key.double(), value.double(), PATTERNS[name], None, softcap)
+    exact = plain_attention(AttentionInputs(query.double(), key.double(), value.double(), PATTERNS[name]), softcap)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.02)
     grads = (torch.autograd.grad(out.double().square().sum(), (query, key, value)) for out in (output, exact))
@@ -156,17 +156,17 @@ def test_package_is_given_dropout_but_no_documents_no_masks_and_no_float32(
     core = select_attention_core("auto", "cuda")
     calls = sys.modules["flash_attn"].calls
     query, key = torch.randn(7, 3, 4, 6), torch.randn(7, 3, 2, 6)
-    output = core(query, key, key, CAUSAL, None)
-    torch.testing.assert_close(output, plain_attention(query, key, key, CAUSAL, None))
+    output = core(AttentionInputs(query, key, key, CAUSAL))
+    torch.testing.assert_close(output, plain_attention(AttentionInputs(query, key, key, CAUSAL)))
     low = query.bfloat16(), key.bfloat16(), key.bfloat16()
     mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]).expand(3, -1)
     for pattern in (AttentionPattern(mask=mask), AttentionPattern(document_ids=documents)):
-        given = core(*low, pattern, None)
-        wanted = plain_attention(query, key, key, pattern, None)
+        given = core(AttentionInputs(*low, pattern))
+        wanted = plain_attention(AttentionInputs(query, key, key, pattern))
         torch.testing.assert_close(given.float(), wanted, rtol=0.05, atol=0.05)
     assert calls == []
-    core(*low, CAUSAL, dropout_of(0, 0.25))
+    core(AttentionInputs(*low, CAUSAL, dropout_of(0, 0.25)))
     assert [call["dropout_p"] for call in calls] == [0.25]
 
 
@@ -179,7 +179,7 @@ def test_dropout_of_the_package_is_seeded_by_the_keys_and_leaves_the_generator_a
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    first, second, again = (core(*low, CAUSAL, dropout_of(iteration, 0.2)) for iteration in (0, 1, 0))
+    first, second, again = (core(AttentionInputs(*low, CAUSAL, dropout_of(iteration, 0.2))) for iteration in (0, 1, 0))
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     assert torch.equal(torch.rand(3), expected)
@@ -198,10 +198,10 @@ def test_version_3_comes_first_and_dropout_is_left_to_version_2(
     monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
     core = select_attention_core("flash", "cuda")
     low = [torch.randn(7, 3, 4, 8).bfloat16() for _ in range(3)]
-    output = core(*low, CAUSAL, None)
-    torch.testing.assert_close(output, fused_attention(*low, CAUSAL, None))
+    output = core(AttentionInputs(*low, CAUSAL))
+    torch.testing.assert_close(output, fused_attention(AttentionInputs(*low, CAUSAL)))
     assert sys.modules["flash_attn"].calls == []
-    core(*low, CAUSAL, dropout_of(0, 0.1))
+    core(AttentionInputs(*low, CAUSAL, dropout_of(0, 0.1)))
     assert len(sys.modules["flash_attn"].calls) == 1
     for capability, expected in (((9, 0), "flash-attn 3"), ((8, 0), "flash-attn 2"), ((7, 5), SDPA)):
         monkeypatch.setattr("megatron.core.ops.attention_backend.compute_capability", lambda _, c=capability: c)
@@ -225,7 +225,7 @@ def test_packages_give_the_same_bits_again_where_that_is_asked_for(
     install(monkeypatch, tmp_path, STAND_IN)
     (tmp_path / "flash_attn_interface.py").write_text(VERSION_3)
     core = select_attention_core("auto", "cuda")
-    core(*(torch.randn(7, 3, 4, 8).bfloat16() for _ in range(3)), CAUSAL, None)
+    core(AttentionInputs(*(torch.randn(7, 3, 4, 8).bfloat16() for _ in range(3)), CAUSAL))
     assert sys.modules["flash_attn"].calls == [
         {"q": (3, 7, 4, 8), "k": (3, 7, 4, 8), "dropout_p": 0.0, "causal": True, "deterministic": True}
     ]

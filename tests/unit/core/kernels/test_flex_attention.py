@@ -12,7 +12,7 @@ import torch._dynamo
 from torch.nn.attention import flex_attention as flex_module
 
 from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dot_product_attention import plain_attention
+from megatron.core.ops.dot_product_attention import AttentionInputs, plain_attention
 from megatron.core.ops.flex_attention import BlockMaskCache, attend_by_blocks, load_flex_attention, make_block_mask
 
 BATCH, LENGTH, BLOCK = 2, 32, 8
@@ -93,8 +93,8 @@ def test_outputs_and_gradients_are_those_of_plain_attention(
         for length, heads in ((len(queries), 6), (len(keys), 2), (len(keys), 2))
     ]
     weights = torch.randn(len(queries), BATCH, 6, 16, generator=generator, dtype=torch.float64)
-    output = attend_by_blocks(flex, BlockMaskCache(BLOCK), *leaves, pattern, softcap)
-    expected = plain_attention(*leaves, pattern, 0.0, softcap)
+    output = attend_by_blocks(flex, BlockMaskCache(BLOCK), AttentionInputs(*leaves, pattern), softcap)
+    expected = plain_attention(AttentionInputs(*leaves, pattern), softcap)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
     gradients = (torch.autograd.grad(result, leaves, weights) for result in (output, expected))
     for ours, wanted in zip(*gradients, strict=True):
@@ -106,8 +106,8 @@ def test_sinks_are_merged_by_the_sums_of_its_rows(flex: Callable[..., Any]) -> N
     shapes = ((LENGTH, BATCH, 6, 16), *[(LENGTH, BATCH, 2, 16)] * 2, (6,))
     leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     weights, pattern = torch.randn(shapes[0], generator=generator, dtype=torch.float64), PATTERNS["window of documents"]
-    output = attend_by_blocks(flex, BlockMaskCache(BLOCK), *leaves[:3], pattern, None, sinks=leaves[3])
-    expected = plain_attention(*leaves[:3], pattern, None, sinks=leaves[3])
+    output = attend_by_blocks(flex, BlockMaskCache(BLOCK), AttentionInputs(*leaves[:3], pattern, sinks=leaves[3]), None)
+    expected = plain_attention(AttentionInputs(*leaves[:3], pattern, sinks=leaves[3]))
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
     gradients = (torch.autograd.grad(result, leaves, weights) for result in (output, expected))
     for ours, wanted in zip(*gradients, strict=True):
@@ -124,7 +124,7 @@ def test_layers_share_the_blocks_of_documents_and_the_next_batch_does_not() -> N
     tensors = [torch.zeros(LENGTH, BATCH, 2, 16)] * 3
     batches = [AttentionPattern(document_ids=DOCUMENTS.clone()) for _ in range(2)]
     for pattern in (batches[0], batches[0], batches[1], batches[0].within(5), batches[0].within(5)):
-        attend_by_blocks(flex, BlockMaskCache(BLOCK), *tensors, pattern, None)
+        attend_by_blocks(flex, BlockMaskCache(BLOCK), AttentionInputs(*tensors, pattern), None)
     assert masks[0] is masks[1]
     assert masks[3] is masks[4]
     assert len({id(mask) for mask in masks}) == 3
@@ -185,7 +185,7 @@ def test_other_documents_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch, t
     for ids in (DOCUMENTS, DOCUMENTS.flip(0), SHUFFLED):
         tensors = [torch.randn(LENGTH, BATCH, 2, 16) for _ in range(3)]
         pattern = AttentionPattern(document_ids=ids)
-        output = attend_by_blocks(compiled, BlockMaskCache(BLOCK), *tensors, pattern, 2.0)
-        torch.testing.assert_close(output, plain_attention(*tensors, pattern, 0.0, 2.0))
+        output = attend_by_blocks(compiled, BlockMaskCache(BLOCK), AttentionInputs(*tensors, pattern), 2.0)
+        torch.testing.assert_close(output, plain_attention(AttentionInputs(*tensors, pattern), 2.0))
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert 0 < counts[0] == counts[1] == counts[2]

@@ -19,7 +19,7 @@ from megatron.core.ops.attention_backend import (
 from megatron.core.ops.attention_block import AttentionBlocks, BlockMask
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
 from megatron.core.ops.attention_sinks import torch_flash_with_sinks
-from megatron.core.ops.dot_product_attention import plain_attention
+from megatron.core.ops.dot_product_attention import AttentionInputs, plain_attention
 from megatron.core.ops.dropout import AttentionDropout
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 12, 3, 4, 2, 10
@@ -63,7 +63,7 @@ def by_the_definition(
 @pytest.mark.parametrize("name", PATTERNS)
 def test_outputs_and_gradients_are_those_of_one_more_summand(name: str, num_queries: int, backend: str) -> None:
     tensors, pattern = leaves(num_queries), PATTERNS[name]
-    output = select_attention_core(backend, "cpu")(*tensors[:3], pattern, None, sinks=tensors[3])
+    output = select_attention_core(backend, "cpu")(AttentionInputs(*tensors[:3], pattern, sinks=tensors[3]))
     expected = by_the_definition(*tensors[:3], pattern, tensors[3])
     found, wanted = with_gradients(output, tensors), with_gradients(expected, tensors)
     for ours, theirs in zip(found, wanted, strict=True):
@@ -75,20 +75,23 @@ def test_weights_are_dropped_after_the_sinks_had_their_share() -> None:
     positions = torch.arange(LENGTH)
     dropout = AttentionDropout(0.4, torch.arange(BATCH), positions, range(HEADS))
     outputs = [
-        with_gradients(select_attention_core(backend, "cpu")(*tensors[:3], CAUSAL, dropout, sinks=tensors[3]), tensors)
+        with_gradients(
+            select_attention_core(backend, "cpu")(AttentionInputs(*tensors[:3], CAUSAL, dropout, sinks=tensors[3])),
+            tensors,
+        )
         for backend in ("auto", "unfused")
     ]
     for ours, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-    undropped = plain_attention(*tensors[:3], CAUSAL, None, sinks=tensors[3])
+    undropped = plain_attention(AttentionInputs(*tensors[:3], CAUSAL, sinks=tensors[3]))
     assert (outputs[0][0] - undropped).abs().max() > 0.1
 
 
 def test_capped_scores_have_uncapped_sinks() -> None:
     query, key, value, sinks = leaves()
     core = select_attention_core("auto", "cpu", 1.5)
-    capped = core(query, key, value, CAUSAL, None, sinks=sinks)
-    torch.testing.assert_close(capped, plain_attention(query, key, value, CAUSAL, None, 1.5, sinks=sinks))
+    capped = core(AttentionInputs(query, key, value, CAUSAL, sinks=sinks))
+    torch.testing.assert_close(capped, plain_attention(AttentionInputs(query, key, value, CAUSAL, sinks=sinks), 1.5))
     assert capped[:, :, 1].abs().max() < 1e-15, "a sink of 40 leaves nothing to keys"
 
 
@@ -149,9 +152,9 @@ def test_the_flash_kernel_is_given_what_its_backward_pass_needs(name: str, monke
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     tensors = leaves()
-    output = torch_flash_with_sinks(*tensors[:3], pattern, None, sinks=tensors[3])
+    output = torch_flash_with_sinks(AttentionInputs(*tensors[:3], pattern, sinks=tensors[3]))
     found = with_gradients(output, tensors)
-    wanted = with_gradients(plain_attention(*tensors[:3], pattern, None, sinks=tensors[3]), tensors)
+    wanted = with_gradients(plain_attention(AttentionInputs(*tensors[:3], pattern, sinks=tensors[3])), tensors)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     assert seen == [(LENGTH, LENGTH, 3, 4)]

@@ -15,7 +15,7 @@ import torch
 from megatron.core.ops import transformer_engine
 from megatron.core.ops.attention_backend import SDPA, AttentionCall, select_attention_core
 from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.ops.dot_product_attention import plain_attention
+from megatron.core.ops.dot_product_attention import AttentionInputs, plain_attention
 from megatron.core.ops.dropout import AttentionDropout, DropoutKeys, DropoutSamples
 from megatron.core.ops.transformer_engine import load_transformer_engine, why_no_transformer_engine
 from megatron.core.process_group import single_rank_group
@@ -174,10 +174,10 @@ def test_its_attention_computes_what_plain_attention_does(
         torch.randn(LENGTH, 3, heads, 8, generator=generator).bfloat16().requires_grad_()
         for heads in (4, groups, groups)
     )
-    output = core(query, key, value, pattern, None)
+    output = core(AttentionInputs(query, key, value, pattern))
     mask = "causal" if pattern.is_causal else "no_mask"
     assert calls == [{"kind": "attention", "dropout": 0.0, "mask": mask}]
-    exact = plain_attention(query.double(), key.double(), value.double(), pattern, None)
+    exact = plain_attention(AttentionInputs(query.double(), key.double(), value.double(), pattern))
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.02)
     grads = (torch.autograd.grad(out.double().square().sum(), (query, key, value)) for out in (output, exact))
@@ -191,11 +191,11 @@ def test_its_dropout_is_seeded_by_the_keys_and_leaves_the_generator_alone(calls:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    first, second, again = (core(*low, CAUSAL, dropout_of(iteration, 0.25)) for iteration in (0, 1, 0))
+    first, second, again = (core(AttentionInputs(*low, CAUSAL, dropout_of(iteration, 0.25))) for iteration in (0, 1, 0))
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     assert torch.equal(torch.rand(3), expected)
-    core(*low, CAUSAL, None)
+    core(AttentionInputs(*low, CAUSAL))
     assert [call["dropout"] for call in calls] == [0.25, 0.25, 0.25, 0.0]
 
 

@@ -13,8 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
-from megatron.core.optimizer.matrix_owners import MuonShardExchange, _choose_owners, _choose_rounds, _in_order
 from megatron.core.optimizer.muon import COEFFICIENTS, Muon, is_orthogonalized, orthogonalize, update_scale
+from megatron.core.optimizer.muon_shard_exchange import (
+    MuonShardExchange,
+    RankCoordinates,
+    _choose_batches,
+    _choose_owners,
+    _largest_first,
+)
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
@@ -63,8 +69,8 @@ def muon_of(
     flat = weight.data.view(-1)
     part = ParamShard(weight, 0, weight.numel(), flat, torch.zeros_like(flat))
     alone = single_rank_group()
-    owners = MuonShardExchange([weight], [part], alone, alone, is_sharded=False)
-    return Muon(config, [flat], [1.0], owners), flat
+    exchange = MuonShardExchange([weight], [part], alone, alone, is_sharded=False)
+    return Muon(config, [flat], [1.0], exchange), flat
 
 
 def step(muon: Muon, weights: list[torch.Tensor], gradients: list[torch.Tensor], grad_multiplier: float = 1.0) -> None:
@@ -115,7 +121,7 @@ def test_fused_matrices_are_made_orthogonal_one_by_one() -> None:
 
 
 def test_each_expert_has_matrices_of_its_own() -> None:
-    """Three experts whose gate and up are stacked: six matrices, also where stretches cut them anywhere."""
+    """Three experts whose gate and up are stacked: six matrices, also where shards begin anywhere."""
     gradient = random(3, 8, 5)
     config = OptimizerConfig(optimizer="muon", muon_momentum=0.0)
     weight = torch.nn.Parameter(torch.zeros(3, 8, 5, dtype=torch.float64))
@@ -134,23 +140,23 @@ def test_each_expert_has_matrices_of_its_own() -> None:
             torch.testing.assert_close(-weight.detach()[expert, rows], expected)
 
 
-def test_rounds_bound_what_is_whole_and_change_no_bit() -> None:
-    """Thirty experts of 7 x 12, of which a round has three, in parts that end within one."""
+def test_batches_bound_the_memory_of_whole_matrices_and_change_no_bit() -> None:
+    """Thirty experts of 7 x 12, of which a batch has three, in parts that end within one."""
     shape, weights, num_wholes = (30, 7, 12), [], []
-    for round_bytes in (2**30, 3 * 7 * 12 * 4):
+    for batch_bytes in (2**30, 3 * 7 * 12 * 4):
         weight = torch.nn.Parameter(random(*shape).float())
         attach_spec(weight, ParamSpec("experts.weight", shape, full_pieces(shape), is_expert=True))
         flat, ends = weight.data.view(-1), (0, 1000, weight.numel())
         parts = [ParamShard(weight, a, b, flat[a:b], torch.zeros(b - a)) for a, b in pairwise(ends)]
         alone, main = single_rank_group(), [part.values for part in parts]
-        owners = MuonShardExchange([weight], parts, alone, alone, is_sharded=False, round_bytes=round_bytes)
-        muon = Muon(OptimizerConfig(optimizer="muon", muon_nesterov=True), main, [1.0, 0.5], owners)
+        exchange = MuonShardExchange([weight], parts, alone, alone, is_sharded=False, batch_bytes=batch_bytes)
+        muon = Muon(OptimizerConfig(optimizer="muon", muon_nesterov=True), main, [1.0, 0.5], exchange)
         muon.set_learning_rate(0.1, 0.3)
         for seed in (1, 2):
             gradient = random(*shape, seed=seed).float().view(-1)
             step(muon, main, [gradient[part.start : part.end] for part in parts], 0.5)
         weights.append(weight.detach())
-        num_wholes.append([sum(at.end - at.start for at in each.stretches) // (7 * 12) for each in owners.rounds])
+        num_wholes.append([sum(at.end - at.start for at in each.shard_ranges) // (7 * 12) for each in exchange.batches])
     assert num_wholes == [[30], [3] * 10]
     assert torch.equal(*weights)
 
@@ -171,7 +177,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("num_ranks", [4, 8, 32])
 @pytest.mark.parametrize("is_bucketed", [True, False])
-def test_owners_work_in_the_same_rounds(num_ranks: int, is_bucketed: bool) -> None:
+def test_owners_work_in_the_same_batches(num_ranks: int, is_bucketed: bool) -> None:
     """A model of 7B whose shards are of each bucket, or of a run of layers: most work is done by all owners at once."""
     width, inner = 4096, 11008
     of_layer = {"qkv": (3 * width, width), "proj": (width, width), "fc1": (2 * inner, width), "fc2": (width, inner)}
@@ -181,47 +187,47 @@ def test_owners_work_in_the_same_rounds(num_ranks: int, is_bucketed: bool) -> No
     for end in ends if is_bucketed else ends[-1:]:
         if end - cut[-1] >= 40_000_000 or end == ends[-1]:
             cut.append(end)
-    stretches: dict[str, dict[tuple[int, int], int]] = {name: {} for name in shapes}
-    for of_rank, (start, end) in zip(stretches.values(), pairwise(ends)):
+    num_held: dict[str, dict[RankCoordinates, int]] = {name: {} for name in shapes}
+    for of_rank, (start, end) in zip(num_held.values(), pairwise(ends)):
         bucket = max(number for number, first in enumerate(cut[:-1]) if first <= start)
         share = -(-(cut[bucket + 1] - cut[bucket]) // num_ranks)
         for rank in range(num_ranks):
             first = cut[bucket] + rank * share
             count = min(end, first + share) - max(start, first)
             if count > 0:
-                of_rank[rank, 0] = count
-    owner = _choose_owners(shapes, _in_order(shapes, stretches), [shapes], num_ranks)
+                of_rank[RankCoordinates(rank, 0)] = count
+    owner = _choose_owners(shapes, _largest_first(shapes, num_held), [shapes], num_ranks)
     most = 1 << 24
-    round_of = _choose_rounds(shapes, owner, stretches, most)
+    batch_of = _choose_batches(shapes, owner, num_held, most)
     done: Counter[tuple[int, tuple[int, int]]] = Counter()
     held: Counter[tuple[int, tuple[int, int]]] = Counter()
     for name, (rows, columns) in shapes.items():
-        done[round_of[name], owner[name]] += rows * columns * min(rows, columns)
-        for rank, count in stretches[name].items():
-            held[round_of[name], rank] += count
-    slowest = [max(work for (number, _), work in done.items() if number == each) for each in set(round_of.values())]
+        done[batch_of[name], owner[name]] += rows * columns * min(rows, columns)
+        for rank, count in num_held[name].items():
+            held[batch_of[name], rank] += count
+    slowest = [max(work for (number, _), work in done.items() if number == each) for each in set(batch_of.values())]
     assert sum(slowest) <= 2.0 * sum(done.values()) / num_ranks
     assert max(held.values()) <= max(most, 2 * inner * width)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_momentum_and_weights_of_a_round_are_updated_together(dtype: torch.dtype) -> None:
-    """Twelve experts in two rounds; a gradient in bfloat16 becomes float32 in each."""
+def test_momentum_and_weights_of_a_batch_are_updated_together(dtype: torch.dtype) -> None:
+    """Twelve experts in two batches; a gradient in bfloat16 becomes float32 in each."""
     shape = (12, 3, 5)
     weight = torch.nn.Parameter(torch.zeros(shape))
     attach_spec(weight, ParamSpec("experts.weight", shape, full_pieces(shape), is_expert=True))
     flat, alone = weight.data.view(-1), single_rank_group()
     parts = [ParamShard(weight, 0, weight.numel(), flat, torch.zeros_like(flat))]
-    owners = MuonShardExchange([weight], parts, alone, alone, is_sharded=False, round_bytes=6 * 3 * 5 * 4)
+    exchange = MuonShardExchange([weight], parts, alone, alone, is_sharded=False, batch_bytes=6 * 3 * 5 * 4)
     config = OptimizerConfig(optimizer="muon", muon_nesterov=True, muon_fp32_matmul_prec="highest")
-    muon = Muon(config, [flat], [1.0], owners)
+    muon = Muon(config, [flat], [1.0], exchange)
     gradient = random(weight.numel()).to(dtype)
     with Operators() as operators:
         step(muon, [flat], [gradient], 0.5)
     counts = operators.counts
     assert counts["aten.lerp.Scalar"] == counts["aten.where.self_out"] == 2 * 2
     assert counts["aten._foreach_add_.List"] == 2
-    # The factor of the gradients once, and their conversion once a round.
+    # The factor of the gradients once, and their conversion once per batch.
     assert counts["aten._to_copy.default"] == (1 if dtype is torch.float32 else 3)
 
 

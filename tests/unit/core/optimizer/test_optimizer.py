@@ -19,7 +19,7 @@ from megatron.core.errors import TrainingError
 from megatron.core.main_grad import main_grad_of
 from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
-from megatron.core.optimizer.matrix_owners import MuonShardExchange
+from megatron.core.optimizer.muon_shard_exchange import MuonShardExchange
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import describe_parallel_state

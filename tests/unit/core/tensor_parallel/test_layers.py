@@ -15,8 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
     ("options", "expected"),
     [
         ({}, ()),
-        ({"fused_rows": (4, 2, 2)}, (4, 2, 2)),
-        ({"num_stacked": 2}, (4, 4)),
+        ({"stride": 2}, (4, 4)),
     ],
 )
 def test_rows_of_several_matrices_in_one_weight(options: dict[str, object], expected: tuple[int, ...]) -> None:
@@ -60,7 +59,7 @@ def test_a_layer_leaves_its_bias_to_the_caller() -> None:
 
 def test_gathered_output_has_no_padding() -> None:
     tp = describe_parallel_state(0, 1).tp
-    layer = ColumnParallelLinear(4, 6, tp, padded_out_features=8, gather_output=True, has_bias=False)
+    layer = ColumnParallelLinear(4, 6, tp, padded_output_size=8, gather_output=True, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(8, 4))
     x = torch.randn(5, 2, 4)
@@ -73,9 +72,9 @@ def test_features_that_ranks_cannot_share_evenly_are_rejected() -> None:
     tp = describe_parallel_state(0, 2, ParallelSizes(tp=2)).tp
     for make in (
         lambda: ColumnParallelLinear(4, 7, tp),
-        lambda: ColumnParallelLinear(4, 6, tp, num_stacked=2),
+        lambda: ColumnParallelLinear(4, 6, tp, stride=2),
         lambda: RowParallelLinear(7, 4, tp),
     ):
         with pytest.raises(ConfigurationError, match="features"):
             make()
-    assert ColumnParallelLinear(4, 7, tp, padded_out_features=8).weight.shape == (4, 4)
+    assert ColumnParallelLinear(4, 7, tp, padded_output_size=8).weight.shape == (4, 4)

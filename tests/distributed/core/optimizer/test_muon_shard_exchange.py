@@ -1,4 +1,4 @@
-"""Whole matrices on their owners, in rounds in which some ranks hold nothing."""
+"""Whole matrices on their owners, in batches in which some ranks hold nothing."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ import torch
 
 from megatron.core.distributed.flat_parameters import ParamShard
 from megatron.core.model_parallel_config import ParallelSizes
-from megatron.core.optimizer.matrix_owners import MuonShardExchange
+from megatron.core.optimizer.muon_shard_exchange import MuonShardExchange
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, full_pieces
 from tests.harness.distributed import run_distributed
 
 SHAPES = ((4, 6), (5, 3), (2, 7), (3, 2))
-STRETCHES = (((0, 0, 10),), (), ((0, 10, 24), (1, 0, 15), (2, 0, 14), (3, 0, 6)))
+RANGES = (((0, 0, 10),), (), ((0, 10, 24), (1, 0, 15), (2, 0, 14), (3, 0, 6)))
 """What each data-parallel rank has of the matrices: (number of the matrix, start, end)."""
 
 
-def doubled(dtype: torch.dtype, round_bytes: int) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
+def doubled(dtype: torch.dtype, batch_bytes: int) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
     dp = create_parallel_state().dp
     parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     for number, parameter in enumerate(parameters):
         attach_spec(parameter, ParamSpec(f"{number}.weight", SHAPES[number], full_pieces(SHAPES[number])))
     parts, values = [], []
-    for number, start, end in STRETCHES[dp.rank]:
+    for number, start, end in RANGES[dp.rank]:
         flat = parameters[number].data.view(-1)[start:end]
         parts.append(ParamShard(parameters[number], start, end, flat, torch.zeros_like(flat)))
         # 1 + 2**-20 and the like are no numbers of bfloat16.
         values.append(1.0 + (100.0 * number + torch.arange(start, end, dtype=torch.float32)) * 2.0**-20)
-    owners = MuonShardExchange(parameters, parts, single_rank_group(), dp, is_sharded=True, round_bytes=round_bytes)
+    exchange = MuonShardExchange(parameters, parts, single_rank_group(), dp, is_sharded=True, batch_bytes=batch_bytes)
     results = [torch.zeros_like(each) for each in values]
-    for matrices in owners.rounds:
-        own = [values[at.part][at.start : at.end] for at in matrices.stretches]
-        for at, result in zip(matrices.stretches, matrices.compute(own, lambda matrix, _: 2.0 * matrix), strict=True):
-            results[at.part][at.start : at.end] += result
-    return len(owners.rounds), [2.0 * each for each in values], results
+    for batch in exchange.batches:
+        own = [values[at.shard][at.start : at.end] for at in batch.shard_ranges]
+        for at, result in zip(batch.shard_ranges, batch.compute(own, lambda matrix, _: 2.0 * matrix), strict=True):
+            results[at.shard][at.start : at.end] += result
+    return len(exchange.batches), [2.0 * each for each in values], results
 
 
-@pytest.mark.parametrize(("dtype", "round_bytes", "rounds"), [(torch.float32, 1, 4), (torch.bfloat16, 1000, 1)])
+@pytest.mark.parametrize(("dtype", "batch_bytes", "num_batches"), [(torch.float32, 1, 4), (torch.bfloat16, 1000, 1)])
 def test_ranks_without_any_part_of_a_matrix_compute_as_exactly_as_others(
-    dtype: torch.dtype, round_bytes: int, rounds: int
+    dtype: torch.dtype, batch_bytes: int, num_batches: int
 ) -> None:
-    """Three ranks own four matrices, of each of which the last holds something: one a round where rounds are small."""
-    for num_rounds, expected, found in run_distributed(3, doubled, dtype, round_bytes):
-        assert num_rounds == rounds
+    """Three ranks own four matrices, of all of which the last rank holds something, one per small batch."""
+    for found_batches, expected, found in run_distributed(3, doubled, dtype, batch_bytes):
+        assert found_batches == num_batches
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
@@ -57,8 +57,8 @@ def cubed(matrix: torch.Tensor) -> torch.Tensor:
     return matrix @ matrix.T @ matrix
 
 
-def cubed_in_rounds(round_bytes: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """Return how much of each round this rank holds, its result, and that of one process.
+def cubed_in_batches(batch_bytes: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Return how much of each batch this rank holds, its result, and that of one process.
 
     Two tensor-parallel ranks have half of the rows of each layer, and three experts or two. Of all that, one after
     another, the data-parallel ranks have a half each.
@@ -86,26 +86,26 @@ def cubed_in_rounds(round_bytes: int) -> tuple[list[int], torch.Tensor, torch.Te
             parts.append(ParamShard(parameter, start, end, flat, torch.zeros_like(flat)))
             values_of.append(value.reshape(-1)[start:end])
             expected_of.append(result.reshape(-1)[start:end])
-    owners = MuonShardExchange(parameters, parts, state.tp, state.dp, is_sharded=True, round_bytes=round_bytes)
+    exchange = MuonShardExchange(parameters, parts, state.tp, state.dp, is_sharded=True, batch_bytes=batch_bytes)
     found = [torch.zeros_like(each) for each in values_of]
-    for matrices in owners.rounds:
-        own = [values_of[at.part][at.start : at.end] for at in matrices.stretches]
-        for at, result in zip(matrices.stretches, matrices.compute(own, lambda each, _: cubed(each)), strict=True):
-            found[at.part][at.start : at.end] = result
-    held = [sum(at.end - at.start for at in matrices.stretches) for matrices in owners.rounds]
+    for batch in exchange.batches:
+        own = [values_of[at.shard][at.start : at.end] for at in batch.shard_ranges]
+        for at, result in zip(batch.shard_ranges, batch.compute(own, lambda each, _: cubed(each)), strict=True):
+            found[at.shard][at.start : at.end] = result
+    held = [sum(at.end - at.start for at in batch.shard_ranges) for batch in exchange.batches]
     return held, torch.cat(found), torch.cat(expected_of)
 
 
-def test_rounds_bound_what_each_rank_holds_over_tensor_and_expert_parallel_ranks() -> None:
+def test_batches_bound_what_each_rank_holds_over_tensor_and_expert_parallel_ranks() -> None:
     """Layers of 30 numbers, of which ranks hold 15, and experts of 28; data-parallel ranks hold six layers or more."""
-    at_once = run_distributed(4, cubed_in_rounds, 2**20)
+    at_once = run_distributed(4, cubed_in_batches, 2**20)
     assert [len(held) for held, _, _ in at_once] == [1] * 4
     for most, some_have_nothing in ((30, False), (56, True)):
-        in_rounds = run_distributed(4, cubed_in_rounds, most * 8)
-        assert all(max(held) <= most for held, _, _ in in_rounds)
-        assert {len(held) for held, _, _ in in_rounds} == {5}
-        assert any(0 in held for held, _, _ in in_rounds) == some_have_nothing
-        for (_, one, expected), (_, other, _) in zip(at_once, in_rounds, strict=True):
+        in_batches = run_distributed(4, cubed_in_batches, most * 8)
+        assert all(max(held) <= most for held, _, _ in in_batches)
+        assert {len(held) for held, _, _ in in_batches} == {5}
+        assert any(0 in held for held, _, _ in in_batches) == some_have_nothing
+        for (_, one, expected), (_, other, _) in zip(at_once, in_batches, strict=True):
             assert torch.equal(one, other)
             torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
 
@@ -122,8 +122,8 @@ def cubed_of_replicas() -> list[tuple[torch.Tensor, torch.Tensor]]:
         flat = parameter.data.view(-1)
         parameters.append(parameter)
         parts.append(ParamShard(parameter, 0, flat.numel(), flat, torch.zeros_like(flat)))
-    (matrices,) = MuonShardExchange(parameters, parts, state.tp, state.dp, is_sharded=False).rounds
-    results = matrices.compute([part.values.clone() for part in parts], lambda each, _: cubed(each))
+    (batch,) = MuonShardExchange(parameters, parts, state.tp, state.dp, is_sharded=False).batches
+    results = batch.compute([part.values.clone() for part in parts], lambda each, _: cubed(each))
     return [(result.view(value.shape), cubed(value)) for result, value in zip(results, values, strict=True)]
 
 

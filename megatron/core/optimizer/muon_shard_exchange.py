@@ -1,0 +1,465 @@
+"""Whole matrices for Muon: ranks send their shards of each matrix to one owner, which updates it and sends shards back.
+
+An update rule that needs a whole matrix is so computed once per matrix instead of once per rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapreplace
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from megatron.core.collectives import all_gather_objects, all_to_all_rows
+from megatron.core.distributed.flat_parameters import ParamShard
+from megatron.core.precision import arithmetic_dtype
+from megatron.core.process_group import Group
+from megatron.core.sharding import Box, ParamSpec, Piece, spec_of
+
+Item = TypeVar("Item")
+Compute = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+"""Return a matrix of the same shape from a matrix and its ``fused_rows``."""
+BATCH_BYTES = 2**26
+"""The matrices of a batch, in bytes per owner."""
+
+
+class RankCoordinates(NamedTuple):
+    """A rank's rank within the data-parallel group, and within the group that shards the model."""
+
+    dp: int
+    model: int
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """The elements ``[start, end)`` of one of this rank's parameter shards, all of one matrix."""
+
+    shard: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class MatrixRange:
+    """The elements ``[start, end)`` of a flattened local matrix."""
+
+    matrix: int
+    start: int
+    end: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class LocalMatrix:
+    """What this rank's local tensors have of one matrix: a local tensor of its own, or one expert's part of one.
+
+    ``start`` is where it begins in the elements of ``parameter``; ``spec`` describes the matrix.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    shape: tuple[int, ...]
+    spec: ParamSpec
+
+    @property
+    def num_elements(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True)
+class MatrixPiece:
+    """A piece of a matrix in a local matrix of some model-parallel rank; of equal copies one ``is_sender``."""
+
+    matrix: int
+    piece: Piece
+    is_sender: bool
+
+    @property
+    def num_elements(self) -> int:
+        return self.piece.global_box.num_elements
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Who holds and who owns what, equal for all batches of an exchange.
+
+    ``pieces`` are those of each model-parallel rank by the matrix's name. ``empty`` has no elements, and the dtype and
+    the device of everything that is sent.
+    """
+
+    matrices: Sequence[LocalMatrix]
+    pieces: Sequence[Mapping[str, Sequence[MatrixPiece]]]
+    owners: Mapping[str, RankCoordinates]
+    model: Group
+    dp: Group
+    is_sharded: bool
+    empty: torch.Tensor
+
+    def owner_of(self, index: int) -> RankCoordinates:
+        return self.owners[self.matrices[index].spec.name]
+
+
+class MuonShardExchange:
+    """Choose the owner of each matrix, and divide the matrices into ``batches`` that are exchanged together.
+
+    ``parameters`` are this rank's local tensors, the same ones in the same order on all ranks of ``dp``; several may be
+    pieces of one matrix, and experts have one matrix each. Ranks of ``model`` have pieces of the same matrices, or
+    other experts' matrices. ``shards`` are this rank's elements of the parameters: all of each, or with ``is_sharded``
+    shards, which on the ranks of ``dp`` together are the whole. Owners are chosen among the ranks that have a piece,
+    so that the work, about rows · columns · the smaller of them, is balanced over these ranks.
+
+    Batches bound the memory of whole matrices. In each an owner has ``batch_bytes`` of matrices at most, or one matrix
+    that is larger. A rank has ``batch_bytes`` of a batch's shards at most, or as much as the largest matrix. If all
+    ranks of ``dp`` hold all elements, the owners share ``batch_bytes``, but each has one matrix at least.
+
+    All ranks of both groups must construct it together.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        shards: Sequence[ParamShard],
+        model: Group,
+        dp: Group,
+        *,
+        is_sharded: bool,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
+        matrices = [matrix for parameter in parameters for matrix in _local_matrices(parameter)]
+        held = list(_matrix_ranges(matrices, shards))
+        own_ranges = [matrix_range for _, matrix_range in held]
+        # Ranks that are not sharded hold the same ranges: one list stands for all of them.
+        ranges = all_gather_objects(own_ranges, dp) if is_sharded else [own_ranges]
+        pieces = all_gather_objects(_pieces_by_name(matrices), model)
+        shapes, num_held = _gather_sizes(matrices, ranges if is_sharded else [], model)
+        owners = _choose_owners(shapes, _largest_first(shapes, num_held), pieces, dp.size)
+        self.batches: tuple[ExchangeBatch, ...] = ()
+        if not matrices:
+            return
+        # Not of the values that are exchanged: a rank that has none receives those of others.
+        first = matrices[0].parameter
+        empty = torch.empty(0, dtype=arithmetic_dtype(first.dtype), device=first.device)
+        layout = _Layout(matrices, pieces, owners, model, dp, is_sharded, empty)
+        most_elements = batch_bytes // empty.itemsize // (1 if is_sharded else dp.size)
+        batch_by_name = _choose_batches(shapes, owners, num_held, most_elements)
+        num_batches = max(batch_by_name.values()) + 1
+        batch_of = [batch_by_name[matrix.spec.name] for matrix in matrices]
+        indices_by_batch = _by_batch(num_batches, ((batch_of[index], index) for index in range(len(matrices))))
+        held_by_batch = _by_batch(num_batches, ((batch_of[pair[1].matrix], pair[0]) for pair in held))
+        ranges_by_batch = [_by_batch(num_batches, ((batch_of[r.matrix], r) for r in of_rank)) for of_rank in ranges]
+        self.batches = tuple(
+            ExchangeBatch(
+                layout,
+                indices_by_batch[number],
+                held_by_batch[number],
+                [of_rank[number] for of_rank in ranges_by_batch] * (dp.size // len(ranges)),
+            )
+            for number in range(num_batches)
+        )
+
+
+class ExchangeBatch:
+    """Exchange the shards of some matrices: to the owners, and back when these have computed.
+
+    Two exchanges lead to a whole matrix. The first, over data-parallel ranks, makes local matrices of shards, all of
+    one matrix on the data-parallel rank of its owner. The second, over model-parallel ranks, sends their pieces to the
+    owner. The same two lead back.
+
+    ``indices`` are the numbers of the batch's local matrices. ``shard_ranges`` are the batch's elements of this rank's
+    shards, in the shards' order, and ``ranges`` the same elements by local matrix for each data-parallel rank.
+    """
+
+    def __init__(
+        self,
+        layout: _Layout,
+        indices: Sequence[int],
+        shard_ranges: Sequence[ShardRange],
+        ranges: Sequence[Sequence[MatrixRange]],
+    ) -> None:
+        self.shard_ranges = tuple(shard_ranges)
+        self._layout, self._ranges = layout, ranges
+        # Of the matrices with an owner on this data-parallel rank: their descriptions, their names by the owner's
+        # model-parallel rank, and the numbers of their local matrices.
+        self._specs: dict[str, ParamSpec] = {}
+        self._owned_names: list[list[str]] = [[] for _ in range(layout.model.size)]
+        self._owned_indices: set[int] = set()
+        for index in indices:
+            spec, owner = layout.matrices[index].spec, layout.owner_of(index)
+            if owner.dp != layout.dp.rank:
+                continue
+            self._owned_indices.add(index)
+            if spec.name not in self._specs:
+                self._specs[spec.name] = spec
+                self._owned_names[owner.model].append(spec.name)
+        # The numbers of this rank's ranges, by the data-parallel rank that they are sent to.
+        self._sent_ranges: list[list[int]] = [[] for _ in range(layout.dp.size)]
+        for number, matrix_range in enumerate(ranges[layout.dp.rank]):
+            self._sent_ranges[layout.owner_of(matrix_range.matrix).dp].append(number)
+
+    def compute(self, values: list[torch.Tensor], function: Compute) -> list[torch.Tensor]:
+        """Return the elements of the shard ranges after the function was applied to the whole matrices.
+
+        Collective over both groups. Elements outside every piece come back as zero. ``values`` is emptied, so that its
+        memory is free while matrices are whole.
+
+        Shapes: ``values``: one ``[end - start]`` for each shard range, in their dtype of arithmetic.
+        """
+        local = self._gather_shards(values)
+        values.clear()
+        matrices = self._gather_pieces(local)
+        for name in matrices:
+            matrices[name] = function(matrices[name], self._specs[name].fused_rows).contiguous()
+        self._return_pieces(matrices, local)
+        del matrices
+        return self._return_shards(local)
+
+    def _gather_shards(self, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Exchange shards over data-parallel ranks, and return the local matrices that are owned on this one.
+
+        Shapes: ``[rows, columns]`` for each local matrix.
+        """
+        layout = self._layout
+        flat = {index: layout.empty.new_zeros(layout.matrices[index].num_elements) for index in self._owned_indices}
+        if layout.is_sharded and layout.dp.size > 1:
+            sent = [[values[number] for number in numbers] for numbers in self._sent_ranges]
+            received = [self._owned_ranges(rank) for rank in range(layout.dp.size)]
+            ranges = list(chain.from_iterable(received))
+            values = _exchange(sent, _lengths(received), layout.dp, layout.empty)
+        else:
+            own = zip(self._ranges[layout.dp.rank], values, strict=True)
+            owned = [(each, value) for each, value in own if each.matrix in self._owned_indices]
+            ranges, values = [each for each, _ in owned], [value for _, value in owned]
+        for each, value in zip(ranges, values, strict=True):
+            flat[each.matrix][each.start : each.end] = value
+        return {index: elements.view(layout.matrices[index].shape) for index, elements in flat.items()}
+
+    def _gather_pieces(self, local: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Exchange pieces of local matrices over model-parallel ranks, and return the matrices that this rank owns."""
+        layout = self._layout
+        rank, empty = layout.model.rank, layout.empty
+        sent = [
+            [local[each.matrix][each.piece.local_box.slices].reshape(-1) for _, each in self._senders(rank, names)]
+            for names in self._owned_names
+        ]
+        owned = self._owned_names[rank]
+        received = [self._senders(sender, owned) for sender in range(layout.model.size)]
+        values = _exchange(sent, _piece_lengths(received), layout.model, empty)
+        matrices = {name: empty.new_zeros(self._specs[name].global_shape) for name in owned}
+        for (name, each), value in zip(chain.from_iterable(received), values, strict=True):
+            matrices[name][each.piece.global_box.slices] = value.view(each.piece.global_box.shape)
+        return matrices
+
+    def _return_pieces(self, matrices: Mapping[str, torch.Tensor], local: Mapping[int, torch.Tensor]) -> None:
+        """Exchange pieces of whole matrices over model-parallel ranks, and write this rank's into local matrices."""
+        layout = self._layout
+        rank = layout.model.rank
+        sent = [
+            [
+                matrices[name][each.piece.global_box.slices].reshape(-1)
+                for name, each in self._pieces(receiver, self._owned_names[rank])
+            ]
+            for receiver in range(layout.model.size)
+        ]
+        received = [self._pieces(rank, names) for names in self._owned_names]
+        values = _exchange(sent, _piece_lengths(received), layout.model, layout.empty)
+        for matrix in local.values():
+            matrix.zero_()
+        for (_, each), value in zip(chain.from_iterable(received), values, strict=True):
+            local[each.matrix][each.piece.local_box.slices] = value.view(each.piece.global_box.shape)
+
+    def _return_shards(self, local: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Exchange shards of local matrices over data-parallel ranks, and return this rank's."""
+        layout = self._layout
+        flat = {index: matrix.view(-1) for index, matrix in local.items()}
+        sent = [
+            [flat[each.matrix][each.start : each.end] for each in self._owned_ranges(rank)]
+            for rank in range(layout.dp.size)
+        ]
+        own = self._ranges[layout.dp.rank]
+        received = [[own[number] for number in numbers] for numbers in self._sent_ranges]
+        values = _exchange(sent, _lengths(received), layout.dp, layout.empty)
+        result = [layout.empty] * len(own)
+        for number, value in zip(chain.from_iterable(self._sent_ranges), values, strict=True):
+            result[number] = value
+        return result
+
+    def _owned_ranges(self, dp_rank: int) -> list[MatrixRange]:
+        """Return the ranges of a data-parallel rank whose matrix is owned on this one."""
+        return [each for each in self._ranges[dp_rank] if each.matrix in self._owned_indices]
+
+    def _pieces(self, model_rank: int, names: Iterable[str]) -> list[tuple[str, MatrixPiece]]:
+        """Return the pieces that a model-parallel rank has of some matrices, each with its matrix's name."""
+        pieces = self._layout.pieces[model_rank]
+        return [(name, each) for name in names for each in pieces.get(name, ())]
+
+    def _senders(self, model_rank: int, names: Iterable[str]) -> list[tuple[str, MatrixPiece]]:
+        return [(name, each) for name, each in self._pieces(model_rank, names) if each.is_sender]
+
+
+def _local_matrices(parameter: torch.nn.Parameter) -> Iterator[LocalMatrix]:
+    """Yield the matrices of a local tensor: itself, or one per expert, with the expert's number among all experts."""
+    spec = spec_of(parameter)
+    if parameter.dim() == 2:
+        yield LocalMatrix(parameter, 0, tuple(parameter.shape), spec)
+        return
+    shape = tuple(parameter.shape[1:])
+    for position in range(parameter.shape[0]):
+        held = spec.within(Box((position, 0, 0), (1, *shape))).pieces
+        pieces = tuple(
+            Piece(Box(piece.global_box.offset[1:], piece.global_box.shape[1:]), piece.local_offset[1:])
+            for piece in held
+        )
+        name = f"{spec.name}.{held[0].global_box.offset[0]}"
+        of_expert = replace(spec, name=name, global_shape=spec.global_shape[1:], pieces=pieces)
+        yield LocalMatrix(parameter, position * shape[0] * shape[1], shape, of_expert)
+
+
+def _matrix_ranges(
+    matrices: Sequence[LocalMatrix], shards: Sequence[ParamShard]
+) -> Iterator[tuple[ShardRange, MatrixRange]]:
+    """Yield what shards and matrices have in common, as a range of each, in the order of the shards."""
+    of_parameter: dict[int, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        of_parameter.setdefault(id(matrix.parameter), []).append(index)
+    for number, shard in enumerate(shards):
+        for index in of_parameter[id(shard.parameter)]:
+            offset = matrices[index].start
+            start, end = max(shard.start, offset), min(shard.end, offset + matrices[index].num_elements)
+            if start < end:
+                yield (
+                    ShardRange(number, start - shard.start, end - shard.start),
+                    MatrixRange(index, start - offset, end - offset),
+                )
+
+
+def _pieces_by_name(matrices: Sequence[LocalMatrix]) -> dict[str, list[MatrixPiece]]:
+    """Return the pieces of this rank's local matrices by the matrix's name; a matrix of padding has none."""
+    by_name: dict[str, list[MatrixPiece]] = {}
+    for index, matrix in enumerate(matrices):
+        pieces = [MatrixPiece(index, piece, matrix.spec.is_owner) for piece in matrix.spec.pieces]
+        by_name.setdefault(matrix.spec.name, []).extend(pieces)
+    return by_name
+
+
+def _gather_sizes(
+    matrices: Sequence[LocalMatrix], ranges: Sequence[Sequence[MatrixRange]], model: Group
+) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[RankCoordinates, int]]]:
+    """Return the shape of every matrix of the model, and how many elements of it which rank holds; collective.
+
+    ``ranges`` are those of each data-parallel rank, and none for ranks that are not sharded.
+    """
+    described = {matrix.spec.name: (matrix.spec.global_shape, Counter[int]()) for matrix in matrices}
+    for dp_rank, of_rank in enumerate(ranges):
+        for each in of_rank:
+            described[matrices[each.matrix].spec.name][1][dp_rank] += each.num_elements
+    shapes: dict[str, tuple[int, ...]] = {}
+    num_held: dict[str, dict[RankCoordinates, int]] = {}
+    for model_rank, of_matrices in enumerate(all_gather_objects(described, model)):
+        for name, (shape, counts) in of_matrices.items():
+            shapes[name] = shape
+            by_rank = num_held.setdefault(name, {})
+            by_rank.update({RankCoordinates(dp_rank, model_rank): count for dp_rank, count in counts.items()})
+    return shapes, num_held
+
+
+def _work(shape: tuple[int, ...]) -> int:
+    return shape[0] * shape[1] * min(shape)
+
+
+def _largest_first(
+    shapes: Mapping[str, tuple[int, ...]], num_held: Mapping[str, Mapping[RankCoordinates, int]]
+) -> list[str]:
+    """Return the names of the matrices, the most work first; equal ones of each rank that holds them in turns.
+
+    ``num_held`` says how many elements of a matrix the ranks hold. A matrix counts as that rank's which holds most.
+    """
+    seen = Counter[tuple[int, RankCoordinates]]()
+    keys = {}
+    # Shorter names first: where only numbers in them differ, that is the order of the numbers.
+    for name in sorted(shapes, key=lambda name: (len(name), name)):
+        nobody = (0, RankCoordinates(0, 0))
+        (_, holder) = min(((-count, rank) for rank, count in num_held[name].items()), default=nobody)
+        work = _work(shapes[name])
+        keys[name] = (-work, seen[work, holder], holder)
+        seen[work, holder] += 1
+    return sorted(keys, key=lambda name: keys[name])
+
+
+def _choose_owners(
+    shapes: Mapping[str, tuple[int, ...]], order: Sequence[str], held: Sequence[Mapping[str, object]], dp_size: int
+) -> dict[str, RankCoordinates]:
+    """Return each matrix's owner, chosen in this order: the rank with least work of those that have a piece of it.
+
+    ``held`` has the names of the matrices of which each model-parallel rank has a piece.
+    """
+    # Of equal ones the first in this order: neighbors in the model go to different data-parallel ranks.
+    loads = [[(0, d) for d in range(dp_size)] for _ in held]
+    owners: dict[str, RankCoordinates] = {}
+    for name in order:
+        (load, t, d) = min((loads[t][0][0], t, loads[t][0][1]) for t, names in enumerate(held) if name in names)
+        heapreplace(loads[t], (load + _work(shapes[name]), d))
+        owners[name] = RankCoordinates(d, t)
+    return owners
+
+
+def _choose_batches(
+    shapes: Mapping[str, tuple[int, ...]],
+    owners: Mapping[str, RankCoordinates],
+    num_held: Mapping[str, Mapping[RankCoordinates, int]],
+    most_elements: int,
+) -> dict[str, int]:
+    """Return the number of each matrix's batch: the first with room for it, so that owners work at the same time.
+
+    In a batch an owner has ``most_elements`` at most, or one matrix, and a rank holds ``most_elements`` at most, or as
+    much as the largest matrix. Owners were chosen in the same order, so that a batch's matrices are of about one size.
+    """
+    taken: Counter[tuple[int, str, RankCoordinates]] = Counter()
+    found: dict[str, int] = {}
+    for name, owner in owners.items():
+        size = shapes[name][0] * shapes[name][1]
+        needed = {("whole", owner): size}
+        needed |= {("held", holder): count for holder, count in num_held[name].items()}
+        number, most = 0, max(most_elements, size)
+        while any((held := taken[(number, *key)]) and held + count > most for key, count in needed.items()):
+            number += 1
+        for key, count in needed.items():
+            taken[(number, *key)] += count
+        found[name] = number
+    return found
+
+
+def _by_batch(num_batches: int, numbered: Iterable[tuple[int, Item]]) -> list[list[Item]]:
+    """Return the list of each batch, from items that come with the number of their batch."""
+    lists: list[list[Item]] = [[] for _ in range(num_batches)]
+    for number, item in numbered:
+        lists[number].append(item)
+    return lists
+
+
+def _lengths(ranges: Sequence[Sequence[MatrixRange]]) -> list[list[int]]:
+    return [[each.num_elements for each in of_rank] for of_rank in ranges]
+
+
+def _piece_lengths(pieces: Sequence[Sequence[tuple[str, MatrixPiece]]]) -> list[list[int]]:
+    return [[each.num_elements for _, each in of_rank] for of_rank in pieces]
+
+
+def _exchange(
+    sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[int]], group: Group, empty: torch.Tensor
+) -> list[torch.Tensor]:
+    """Give each rank of the group the flat tensors of its list, and return those that all ranks have sent here.
+
+    ``received`` has the lengths of the tensors that each rank sends here.
+    """
+    flat = [tensor for tensors in sent for tensor in tensors]
+    buffer = torch.cat(flat) if flat else empty
+    counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+    buffer, _ = all_to_all_rows(buffer, counts, [sum(lengths) for lengths in received], group)
+    return list(buffer.split_with_sizes([length for lengths in received for length in lengths]))
