@@ -17,7 +17,7 @@ from megatron.config.run_config import (
     read_per_split_lists,
 )
 from megatron.core.batch_size_rampup import read_batch_size_schedule
-from megatron.core.config_base import field_specs
+from megatron.core.config_base import FieldSpec, field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.model_parallel_config import Float8Config
 from megatron.core.object_store import as_path
@@ -108,21 +108,12 @@ def _routing_notes(config: RunConfig) -> list[str]:
     ]
 
 
-_TO_LOGGERS = (
-    "tensorboard_log_interval",
-    "log_timers_to_tensorboard",
-    "log_batch_size_to_tensorboard",
-    "log_learning_rate_to_tensorboard",
-    "log_loss_scale_to_tensorboard",
-    "log_validation_ppl_to_tensorboard",
-    "log_memory_to_tensorboard",
-    "log_world_size_to_tensorboard",
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Idle:
-    """Hold fields that count for nothing where the condition holds; ``reason`` completes "has no effect"."""
+    """Fields that have no effect under a condition of several fields; ``reason`` completes "has no effect".
+
+    A condition of one other field, or on none of some being given, is at the field: see `idle_with`.
+    """
 
     fields: tuple[str, ...]
     condition: Callable[[RunConfig], bool]
@@ -130,20 +121,6 @@ class _Idle:
 
 
 _IDLE = (
-    _Idle(
-        (
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-            "microbatch_group_size_per_virtual_pipeline_stage",
-        ),
-        lambda config: config.model.pipeline_model_parallel_size == 1,
-        "with --pipeline-model-parallel-size 1",
-    ),
-    _Idle(
-        ("cp_comm_type",),
-        lambda config: config.model.context_parallel_size == 1,
-        "with --context-parallel-size 1",
-    ),
     _Idle(
         (
             "overlap_grad_reduce",
@@ -159,11 +136,6 @@ _IDLE = (
         ("check_weight_hash_across_dp_replicas_interval",),
         lambda config: config.ddp.shards_weights and config.parallel_sizes.num_replicas > 1,
         "with --data-parallel-sharding-strategy optim_grads_params, under which ranks hold no copies to compare",
-    ),
-    _Idle(
-        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-        lambda config: not config.model.fp16,
-        "without --fp16",
     ),
     _Idle(
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
@@ -213,7 +185,6 @@ _IDLE = (
         ),
         "on fewer layers than that: all of them rotate queries and keys",
     ),
-    _Idle(("sgd_momentum",), lambda config: config.optimizer.optimizer != "sgd", "without --optimizer sgd"),
     _Idle(
         ("adam_beta1", "adam_beta2", "adam_eps"),
         lambda config: config.optimizer.elementwise != "adam",
@@ -221,11 +192,6 @@ _IDLE = (
     ),
     _Idle(
         ("lion_beta1", "lion_beta2"), lambda config: config.optimizer.elementwise != "lion", "without --optimizer lion"
-    ),
-    _Idle(
-        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-        lambda config: config.scheduler.lr_decay_style != "WSD",
-        "without --lr-decay-style WSD",
     ),
     _Idle(
         ("lr_warmup_init",),
@@ -249,48 +215,10 @@ _IDLE = (
         "with --lora-rank: no weight of the model itself is trained",
     ),
     _Idle(
-        ("result_rejected_tracker_filename",),
-        lambda config: config.faults.rerun_mode == "disabled",
-        "with --rerun-mode disabled",
-    ),
-    _Idle(
-        ("spike_budget",),
-        lambda config: config.faults.spike_policy == "stop",
-        "with --spike-policy stop: the first spike ends the run",
-    ),
-    _Idle(
         ("max_consecutive_skipped_iterations",),
         lambda config: config.ddp.check_for_nan_in_loss_and_grad and not config.model.fp16,
         "without --fp16: the first gradient that is not finite ends the run or follows --spike-policy; "
         "--no-check-for-nan-in-loss-and-grad skips it",
-    ),
-    _Idle(("override_opt_param_scheduler",), lambda config: config.checkpoint.load is None, "without --load DIR"),
-    _Idle(
-        ("tensorboard_queue_size",),
-        lambda config: config.logging.tensorboard_dir is None,
-        "without --tensorboard-dir DIR",
-    ),
-    _Idle(
-        _TO_LOGGERS,
-        lambda config: (
-            not (config.logging.tensorboard_dir or config.logging.wandb_project or config.logging.mlflow_experiment)
-        ),
-        "without --tensorboard-dir DIR, --wandb-project NAME or --mlflow-experiment NAME",
-    ),
-    _Idle(
-        ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
-        lambda config: not config.logging.wandb_project,
-        "without --wandb-project NAME",
-    ),
-    _Idle(
-        ("mlflow_run_name", "mlflow_tracking_uri"),
-        lambda config: not config.logging.mlflow_experiment,
-        "without --mlflow-experiment NAME",
-    ),
-    _Idle(
-        ("exit_signal_handler",),
-        lambda config: config.training.exit_signal == "SIGTERM",
-        "with --exit-signal SIGTERM: a checkpoint is always saved on it",
     ),
 )
 
@@ -298,12 +226,21 @@ _IDLE = (
 def idle_flags(config: RunConfig) -> Iterator[str]:
     """Yield a line for each flag that is given and counts for nothing, because another one is, or is not, given."""
     fields = {spec.name: (spec, value) for spec, value in config.flags()}
+    given = {name: spec for name, (spec, value) in fields.items() if value != spec.default}
+    reasons: list[tuple[FieldSpec, str | None]] = []
+    for spec in given.values():
+        if (condition := spec.options.idle) is not None:
+            reasons.append((spec, condition.reason([fields[name] for name in condition.names])))
     for idle in _IDLE:
-        given = [fields[name] for name in idle.fields if fields[name][1] != fields[name][0].default]
-        if given and idle.condition(config):
-            for spec, value in given:
-                words = " ".join(map(str, value)) if spec.is_sequence else value
-                yield f"{spec.typed(words)} has no effect {idle.reason}"
+        names = [name for name in idle.fields if name in given]
+        if names and idle.condition(config):
+            reasons.extend((given[name], idle.reason) for name in names)
+    for spec, reason in reasons:
+        if reason is None:
+            continue
+        value = fields[spec.name][1]
+        words = " ".join(map(str, value)) if spec.is_sequence else value
+        yield f"{spec.typed(words)} has no effect {reason}"
 
 
 def machine_notes(config: RunConfig, is_cuda: bool, has_launcher_rank: bool) -> Iterator[str]:
@@ -424,13 +361,6 @@ def _tokenizer_in(folder: Path, tokenizer: TokenizerConfig) -> TokenizerConfig |
 DEFAULT_SPLIT = "969, 30, 1"
 _GIVEN_ANYWAY = ("max_position_embeddings",)
 """Fields that Megatron asks for whatever kind of positions a model has."""
-
-_IDLE_WITHOUT = {
-    **dict.fromkeys(("save_interval", "no_save_optim", "no_save_rng"), "--save DIR"),
-    **dict.fromkeys(("no_load_optim", "no_load_rng", "verify_checkpoint", "dist_ckpt_strictness"), "--load DIR"),
-    "keep_every": "--keep-last N",
-}
-"""Flags that scripts give whether or not they save or load, and without which flag they have no effect."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -765,19 +695,11 @@ def _offload_notes(config: RunConfig) -> list[str]:
 
 
 def _checkpoint_notes(config: RunConfig) -> list[str]:
-    """Return a line for each flag that asks something of a save or a load that there will not be."""
+    """Return a line if a folder of checkpoints gets no metrics file."""
     checkpoint = config.checkpoint
-    notes = []
     if checkpoint.save is not None and checkpoint.local_save is None and config.logging.metrics_jsonl is None:
-        notes.append(f"--save {checkpoint.save} takes no metrics.jsonl; give --metrics-jsonl FILE to have one")
-    folders = {"--save DIR": checkpoint.save, "--load DIR": checkpoint.load, "--keep-last N": checkpoint.keep_last}
-    return notes + [
-        f"{spec.typed(value)} has no effect without {needed}"
-        for spec in field_specs(CheckpointConfig)
-        if (needed := _IDLE_WITHOUT.get(spec.name)) is not None
-        and folders[needed] is None
-        and (value := getattr(checkpoint, spec.name)) != spec.default
-    ]
+        return [f"--save {checkpoint.save} takes no metrics.jsonl; give --metrics-jsonl FILE to have one"]
+    return []
 
 
 def _validation_notes(config: RunConfig) -> list[str]:

@@ -22,6 +22,8 @@ from megatron.core.config_base import (
     config_to_dict,
     field_specs,
     flag,
+    idle_with,
+    idle_without,
 )
 from megatron.core.datasets.gpt_dataset_config import ValidationSet, parse_blend
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -34,6 +36,8 @@ from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage
 from megatron.core.safe_io import MAX_TEXT_BYTES, parse_json
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES
 from megatron.core.tokenizers.huggingface_tokenizer import CODE_TOKENIZER_TYPES, PATCH_TOKENIZER_TYPES
+
+_WITHOUT_LOGGERS = idle_without("tensorboard_dir", "wandb_project", "mlflow_experiment")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,7 @@ class FaultConfig(Config, role="run"):
     )
     """What is injected: correct_result suspects a right result, transient_error spoils one computation of a rank,
     persistent_error all that the rank computes from then on."""
-    result_rejected_tracker_filename: str | None = flag(None, metavar="FILE")
+    result_rejected_tracker_filename: str | None = flag(None, metavar="FILE", idle=idle_with("rerun_mode", "disabled"))
     """File that a line is appended to for each result that was examined, on the reporting rank."""
     spike_policy: str | None = flag(None, choices=("stop", "skip", "rewind"))
     """What follows a step whose loss or gradient norm is not finite or a spike: stop ends the run, skip leaves its
@@ -63,7 +67,12 @@ class FaultConfig(Config, role="run"):
     """Number of iterations before that a loss and a gradient norm are compared with; half of it must be there."""
     spike_threshold: float = flag(6.0, bounds=POSITIVE, needs="spike_policy")
     """Standard deviations above the mean of the window (of the logarithm of gradient norms) that make a spike."""
-    spike_budget: int = flag(10, bounds=NOT_NEGATIVE, needs="spike_policy")
+    spike_budget: int = flag(
+        10,
+        bounds=NOT_NEGATIVE,
+        needs="spike_policy",
+        idle=idle_with("spike_policy", "stop", because=": the first spike ends the run"),
+    )
     """Steps that --spike-policy may leave out or rewind in the whole run; one more ends it."""
     iterations_to_skip: tuple[int, ...] = flag((), nargs="+", metavar="N")
     """Pass over the samples that come when this many iterations are done, as in Megatron: 7 is the one that the log
@@ -135,7 +144,9 @@ class TrainingConfig(Config, role="run"):
     """Stop, and save where --save is given, after the first iteration that this number divides."""
     exit_duration_in_mins: int | None = flag(None, bounds=POSITIVE)
     """Stop, and save where --save is given, once the run has lasted this many minutes."""
-    exit_signal_handler: bool = False
+    exit_signal_handler: bool = flag(
+        False, idle=idle_with("exit_signal", "SIGTERM", because=": a checkpoint is always saved on it")
+    )
     """Save a checkpoint and end on a signal (SIGTERM is always handled so)."""
     exit_signal: str = flag(
         "SIGTERM", choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"), where=("exit_signal_handler", True)
@@ -189,11 +200,15 @@ class SchedulerConfig(Config, role="run", in_args=True):
     """Iterations over which the learning rate falls; by default --train-iters."""
     lr_decay_samples: int | None = flag(None, bounds=NOT_NEGATIVE)
     """Samples over which the learning rate falls; by default --train-samples."""
-    lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    lr_wsd_decay_style: str = flag(
+        "exponential",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        idle=idle_without("lr_decay_style", value="WSD"),
+    )
     """Shape of the last part of the WSD schedule."""
-    lr_wsd_decay_iters: int | None = flag(None, bounds=NOT_NEGATIVE)
+    lr_wsd_decay_iters: int | None = flag(None, bounds=NOT_NEGATIVE, idle=idle_without("lr_decay_style", value="WSD"))
     """Iterations of the last part of the WSD schedule."""
-    lr_wsd_decay_samples: int | None = flag(None, bounds=NOT_NEGATIVE)
+    lr_wsd_decay_samples: int | None = flag(None, bounds=NOT_NEGATIVE, idle=idle_without("lr_decay_style", value="WSD"))
     """Samples of the last part of the WSD schedule."""
     lr_warmup_fraction: float | None = flag(None, bounds=BELOW_ONE)
     """Share of the decay's length over which the learning rate rises."""
@@ -214,6 +229,7 @@ class SchedulerConfig(Config, role="run", in_args=True):
         aliases=("--override-opt_param-scheduler",),
         in_args=False,
         excludes=("use_checkpoint_opt_param_scheduler",),
+        idle=idle_without("load"),
     )
     """On resume, take the schedule from the command line where it differs from the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(
@@ -308,41 +324,45 @@ class LoggingConfig(Config, role="output"):
     """Times over the ranks: the longest, shortest and longest, or all."""
     tensorboard_dir: str | None = flag(None, metavar="DIR")
     """Folder of the TensorBoard files."""
-    tensorboard_log_interval: int = flag(1, bounds=POSITIVE)
+    tensorboard_log_interval: int = flag(1, bounds=POSITIVE, idle=_WITHOUT_LOGGERS)
     """Iterations from one TensorBoard point to the next."""
-    tensorboard_queue_size: int = flag(1000, bounds=POSITIVE)
+    tensorboard_queue_size: int = flag(1000, bounds=POSITIVE, idle=idle_without("tensorboard_dir"))
     """Number of TensorBoard events that may wait before they are written."""
-    log_timers_to_tensorboard: bool = False
+    log_timers_to_tensorboard: bool = flag(False, idle=_WITHOUT_LOGGERS)
     """Write the times to TensorBoard."""
-    log_batch_size_to_tensorboard: bool = False
+    log_batch_size_to_tensorboard: bool = flag(False, idle=_WITHOUT_LOGGERS)
     """Write the global batch size to TensorBoard."""
-    log_learning_rate_to_tensorboard: bool = flag(True, negative="--no-log-learning-rate-to-tensorboard")
+    log_learning_rate_to_tensorboard: bool = flag(
+        True, negative="--no-log-learning-rate-to-tensorboard", idle=_WITHOUT_LOGGERS
+    )
     """Write the learning rate to TensorBoard. Off: do not write the learning rate to TensorBoard."""
-    log_loss_scale_to_tensorboard: bool = flag(True, negative="--no-log-loss-scale-to-tensorboard")
+    log_loss_scale_to_tensorboard: bool = flag(
+        True, negative="--no-log-loss-scale-to-tensorboard", idle=_WITHOUT_LOGGERS
+    )
     """Write the loss scale to TensorBoard. Off: do not write the loss scale to TensorBoard."""
-    log_validation_ppl_to_tensorboard: bool = False
+    log_validation_ppl_to_tensorboard: bool = flag(False, idle=_WITHOUT_LOGGERS)
     """Write the perplexity of evaluations to TensorBoard."""
-    log_memory_to_tensorboard: bool = False
+    log_memory_to_tensorboard: bool = flag(False, idle=_WITHOUT_LOGGERS)
     """Write memory figures to TensorBoard."""
     log_memory_interval: int | None = flag(None, bounds=POSITIVE)
     """Print the memory line every N iterations too, which otherwise comes once, with the first report."""
     log_device_memory_used: bool = False
     """Add to the memory line what is used of the device by all processes: of the machine's memory, on a CPU."""
-    log_world_size_to_tensorboard: bool = False
+    log_world_size_to_tensorboard: bool = flag(False, idle=_WITHOUT_LOGGERS)
     """Write the world size to TensorBoard."""
     wandb_project: str = flag("", metavar="NAME")
     """Project of Weights & Biases that receives the figures that TensorBoard would, the configuration and texts."""
-    wandb_exp_name: str = flag("", metavar="NAME")
+    wandb_exp_name: str = flag("", metavar="NAME", idle=idle_without("wandb_project"))
     """Name of the run there; by default that of the folder of --save."""
-    wandb_save_dir: str = flag("", metavar="DIR")
+    wandb_save_dir: str = flag("", metavar="DIR", idle=idle_without("wandb_project"))
     """Folder of the run's own files; by default wandb in the folder of --save, or else here."""
-    wandb_entity: str = flag("", metavar="NAME")
+    wandb_entity: str = flag("", metavar="NAME", idle=idle_without("wandb_project"))
     """User or team that the project belongs to."""
     mlflow_experiment: str = flag("", metavar="NAME")
     """Experiment of MLflow that receives the figures that TensorBoard would, the flags and texts."""
-    mlflow_run_name: str = flag("", metavar="NAME")
+    mlflow_run_name: str = flag("", metavar="NAME", idle=idle_without("mlflow_experiment"))
     """Name of the run there; by default that of the folder of --save."""
-    mlflow_tracking_uri: str = flag("", metavar="URI")
+    mlflow_tracking_uri: str = flag("", metavar="URI", idle=idle_without("mlflow_experiment"))
     """Server, data base or folder of MLflow; by default what MLFLOW_TRACKING_URI says, or else mlflow.db here."""
     metrics_jsonl: str | None = flag(None, metavar="FILE")
     """File that receives one JSON object an iteration; by default metrics.jsonl in the folder of --save."""
@@ -387,19 +407,19 @@ class CheckpointConfig(Config, role="output"):
 
     save: str | None = flag(None, metavar="DIR")
     """Folder that checkpoints are written to, also s3://, gs:// or az://."""
-    save_interval: int | None = flag(None, bounds=POSITIVE)
+    save_interval: int | None = flag(None, bounds=POSITIVE, idle=idle_without("save"))
     """Iterations from one checkpoint to the next; without it only the end of the run is saved."""
-    no_save_optim: bool = False
+    no_save_optim: bool = flag(False, idle=idle_without("save"))
     """Do not save the optimizer's state."""
-    no_save_rng: bool = False
+    no_save_rng: bool = flag(False, idle=idle_without("save"))
     """Do not save the state of the random number generators."""
     load: str | None = flag(None, metavar="DIR")
     """Folder that a checkpoint is read from, also s3://, gs:// or az://."""
     pretrained_checkpoint: str | None = flag(None, metavar="DIR")
     """Folder whose weights a run begins with while the folder of --load holds no checkpoint: --load DIR --finetune."""
-    no_load_optim: bool = False
+    no_load_optim: bool = flag(False, idle=idle_without("load"))
     """Do not load the optimizer's state."""
-    no_load_rng: bool = False
+    no_load_rng: bool = flag(False, idle=idle_without("load"))
     """Do not load the state of the random number generators."""
     finetune: bool = flag(False, needs="load")
     """Load the weights alone and begin at iteration 0."""
@@ -416,7 +436,7 @@ class CheckpointConfig(Config, role="output"):
     and leaves out an evaluation that would come before it."""
     keep_last: int | None = flag(None, bounds=POSITIVE, needs="save")
     """Number of newest checkpoints that are kept; by default all."""
-    keep_every: int | None = flag(None, bounds=POSITIVE, needs="save")
+    keep_every: int | None = flag(None, bounds=POSITIVE, needs="save", idle=idle_without("keep_last"))
     """Keep each checkpoint whose iteration is a multiple of this number, whatever --keep-last says."""
     save_retain_interval: int | None = flag(None, bounds=POSITIVE, needs="save", excludes=("keep_last", "keep_every"))
     """Keep the newest checkpoint, and each whose iteration is a multiple of this number: --keep-last 1 --keep-every
@@ -424,7 +444,7 @@ class CheckpointConfig(Config, role="output"):
     use_checkpoint_args: bool = flag(False, needs="load")
     """Take what shapes the model, the sequence length, the precision and the tokenizer from the checkpoint where no
     flag gives it."""
-    verify_checkpoint: bool = flag(True, negative="--no-verify-checkpoint")
+    verify_checkpoint: bool = flag(True, negative="--no-verify-checkpoint", idle=idle_without("load"))
     """Compare checksums while loading. Off: load without comparing checksums."""
     exit_on_missing_checkpoint: bool = flag(False, needs="load")
     """End with an error when --load holds no checkpoint, in place of starting from random weights."""
@@ -440,6 +460,7 @@ class CheckpointConfig(Config, role="output"):
             "return_all",
             "return_unexpected",
         ),
+        idle=idle_without("load"),
     )
     """What tensors mean that the checkpoint lacks (to Megatron, unexpected ones) or has too many. raise_all: both are
     refused. raise_unexpected, assume_ok_unexpected: what it lacks is refused. All others leave what it lacks at its

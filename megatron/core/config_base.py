@@ -10,7 +10,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -48,6 +48,43 @@ FRACTION = Bounds("from 0 to 1", lambda value: 0 <= value <= 1)
 BELOW_ONE = Bounds("from 0 to below 1", lambda value: 0 <= value < 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Idle:
+    """A condition under which a field has no effect, see `idle_with` and `idle_without`."""
+
+    names: tuple[str, ...]
+    value: Any
+    is_with: bool
+    because: str = ""
+
+    def reason(self, others: Sequence[tuple[FieldSpec, Any]]) -> str | None:
+        """Return what completes "has no effect", None if the condition does not hold; ``others`` are the named fields.
+
+        Each comes with its value.
+        """
+        held = [found == self.value if self.value is not None else found != spec.default for spec, found in others]
+        if any(held) != self.is_with:
+            return None
+        *most, last = [self._named(spec) for spec, _ in others]
+        flags = f"{', '.join(most)} or {last}" if most else last
+        return f"{'with' if self.is_with else 'without'} {flags}{self.because}"
+
+    def _named(self, spec: FieldSpec) -> str:
+        if self.value is not None:
+            return spec.typed(self.value)
+        return spec.flags[0] if self.is_with or spec.is_bool else spec.typed(spec.metavar)
+
+
+def idle_with(name: str, value: Any = None, *, because: str = "") -> Idle:
+    """Declare that a field has no effect if another one has this value, or with None if it is given."""
+    return Idle((name,), value, True, because)
+
+
+def idle_without(*names: str, value: Any = None) -> Idle:
+    """Declare that a field has no effect if no other one has this value, or with None if none is given."""
+    return Idle(names, value, False)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlagOptions:
     """Hold what the plain rule (field name to flag name) cannot say about a field.
@@ -60,9 +97,10 @@ class FlagOptions:
     memory and time up before it is found to be wrong. By default it is 2^24 for what shapes a model or its layout, far
     more than any has, and else what 64 bits hold.
 
-    Between fields, by name: a field ``excludes`` others, and has no effect without the one that it ``needs``. It
-    counts only ``where`` another field has a value. It is ``seen_as`` an attribute of the configuration where several
-    fields spell one thing.
+    Between fields, by name: a field ``excludes`` others, and it is a mistake without the one that it ``needs``. It
+    counts only ``where`` another field has a value; a checkpoint's is not compared elsewhere. It has no effect if it is
+    ``idle``, of which a note tells. It is ``seen_as`` an attribute of the configuration where several fields spell one
+    thing.
 
     ``in_args`` are its names in the ``args`` of Megatron's checkpoints: the first that is there is read, all are
     written; True stands for its own name, and None for what its class says.
@@ -82,6 +120,7 @@ class FlagOptions:
     excludes: tuple[str, ...] = ()
     needs: str | None = None
     where: tuple[str, Any] | None = None
+    idle: Idle | None = None
     seen_as: str | None = None
     in_args: tuple[str, ...] | bool | None = None
 

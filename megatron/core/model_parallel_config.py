@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag
+from megatron.core.config_base import NOT_NEGATIVE, POSITIVE, Config, flag, idle_with
 from megatron.core.errors import choices
 
 Grid = Mapping[str, int]
@@ -233,9 +233,13 @@ class ModelParallelConfig(Config, in_args=True):
     """Number of layers on the first pipeline stage, where the split is uneven."""
     decoder_last_pipeline_num_layers: int | None = flag(None, role="layout")
     """Number of layers on the last pipeline stage, where the split is uneven."""
-    account_for_embedding_in_pipeline_split: bool = flag(False, role="layout")
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, role="layout", idle=idle_with("pipeline_model_parallel_size", 1)
+    )
     """Count the embedding as one layer when the layers are spread over the pipeline stages."""
-    account_for_loss_in_pipeline_split: bool = flag(False, role="layout")
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, role="layout", idle=idle_with("pipeline_model_parallel_size", 1)
+    )
     """Count the output layer and the loss as one layer when the layers are spread over the pipeline
     stages."""
     pipeline_model_parallel_layout: str | None = flag(None, metavar="LAYOUT", role="layout")
@@ -245,7 +249,9 @@ class ModelParallelConfig(Config, in_args=True):
     )
     """Order of forward and backward passes: 1F1B, interleaved with virtual stages, or zero-bubble (ZB-H1), which
     splits the backward pass; by default what fits the stages."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, role="layout", in_args=False)
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        None, role="layout", in_args=False, idle=idle_with("pipeline_model_parallel_size", 1)
+    )
     """With virtual stages: how many micro-batches one virtual stage takes before the next one's turn."""
     overlap_p2p_communication: bool = flag(True, negative="--no-overlap-p2p-communication", role="run", in_args=False)
     """Let messages between pipeline stages travel while passes are computed. Off: wait until each message between
@@ -258,7 +264,9 @@ class ModelParallelConfig(Config, in_args=True):
         0, role="run", in_args=False, bounds=NOT_NEGATIVE, where=("defer_embedding_wgrad_compute", True)
     )
     """How many micro-batches' weight gradients of the output layer are deferred, the last ones; 0: all."""
-    cp_comm_type: tuple[str, ...] = flag(("p2p",), nargs="+", role="layout", in_args=False)
+    cp_comm_type: tuple[str, ...] = flag(
+        ("p2p",), nargs="+", role="layout", in_args=False, idle=idle_with("context_parallel_size", 1)
+    )
     """How context-parallel ranks exchange keys and values: p2p, all_gather, a2a or a2a+p2p; one for all layers, or
     one a layer."""
     hierarchical_context_parallel_sizes: tuple[int, ...] = flag((), nargs="+", role="layout", in_args=False)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from megatron.core.config_base import BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag
+from megatron.core.config_base import BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Config, flag, idle_without
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 
 
@@ -139,7 +139,7 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Decay of Adam's second moment."""
     adam_eps: float = flag(1e-8, bounds=POSITIVE)
     """Added to the root of Adam's second moment."""
-    sgd_momentum: float = flag(0.9, bounds=NOT_NEGATIVE)
+    sgd_momentum: float = flag(0.9, bounds=NOT_NEGATIVE, idle=idle_without("optimizer", value="sgd"))
     """Momentum of SGD."""
     lion_beta1: float = flag(0.95, bounds=BELOW_ONE, in_args=False)
     """Share of the momentum in Lion's update, whose sign is taken."""
@@ -181,15 +181,15 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Optimizer of what Muon does not update: embeddings, the output layer, norms and biases."""
     log_num_zeros_in_grad: bool = flag(False, in_args=False)
     """Count the zeros in the gradients and log the number."""
-    loss_scale: float | None = flag(None, bounds=POSITIVE)
+    loss_scale: float | None = flag(None, bounds=POSITIVE, idle=idle_without("fp16"))
     """Constant loss scale for float16; without it the scale is dynamic."""
-    initial_loss_scale: float = flag(2.0**32, bounds=POSITIVE)
+    initial_loss_scale: float = flag(2.0**32, bounds=POSITIVE, idle=idle_without("fp16"))
     """First value of the dynamic loss scale."""
-    min_loss_scale: float = flag(1.0, bounds=POSITIVE)
+    min_loss_scale: float = flag(1.0, bounds=POSITIVE, idle=idle_without("fp16"))
     """Lowest value of the dynamic loss scale."""
-    loss_scale_window: int = flag(1000, bounds=POSITIVE)
+    loss_scale_window: int = flag(1000, bounds=POSITIVE, idle=idle_without("fp16"))
     """Iterations without overflow after which the dynamic loss scale is doubled."""
-    hysteresis: int = flag(2, bounds=POSITIVE)
+    hysteresis: int = flag(2, bounds=POSITIVE, idle=idle_without("fp16"))
     """Overflows after which the dynamic loss scale is halved."""
     max_consecutive_skipped_iterations: int = flag(100, bounds=NOT_NEGATIVE, in_args=False)
     """Iterations in a row that may be skipped because a gradient is not finite before the run ends; 0 for any number.

@@ -21,6 +21,8 @@ from megatron.core.config_base import (
     field_docs,
     field_specs,
     flag,
+    idle_with,
+    idle_without,
 )
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
@@ -302,3 +304,21 @@ def test_fields_are_in_no_args_and_have_nothing_further_by_default() -> None:
     assert options == FlagOptions(role="run", in_args=())
     assert not options.append
     assert options.cli
+
+
+def test_a_field_is_idle_with_or_without_others() -> None:
+    specs = {spec.name: spec for spec in field_specs(Derived)}
+    none, some = [(specs["ratio"], 0.5), (specs["limit"], None)], [(specs["ratio"], 0.5), (specs["limit"], 3)]
+    condition = idle_without("ratio", "limit")
+    assert condition.reason(none) == "without --ratio X or --limit N"
+    assert condition.reason(some) is None
+    condition = idle_without("ratio", value=0.25)
+    assert condition.reason(none[:1]) == "without --ratio 0.25"
+    assert condition.reason([(specs["ratio"], 0.25)]) is None
+    condition = idle_with("ratio", 0.5, because=": it is flat")
+    assert condition.reason(none[:1]) == "with --ratio 0.5: it is flat"
+    assert condition.reason([(specs["ratio"], 0.25)]) is None
+    assert idle_with("limit").reason(some[1:]) == "with --limit"
+    assert idle_with("limit").reason(none[1:]) is None
+    # A switch has no value to name.
+    assert idle_without("fused").reason([(specs["fused"], True)]) == "without --no-fused"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.arguments import ParsedArguments, resolve_arguments
+from megatron.config.run_config import command_line_fields
 from megatron.core.errors import ConfigurationError
 from tests.unit.training.config.command_lines import MINIMAL, SHAPE, TRAINING
 
@@ -104,6 +105,45 @@ def test_what_changes_nothing_is_said_in_one_line(flags: str, note: str) -> None
     parsed = parse(flags)
     assert parsed.notes == (note,)
     assert parsed.config.model == parse("").config.model
+
+
+def test_fields_are_idle_by_fields_that_flags_set() -> None:
+    fields = {spec.name: spec for _, spec in command_line_fields()}
+    conditions = [spec.options.idle for spec in fields.values() if spec.options.idle is not None]
+    assert len(conditions) > 30
+    for condition in conditions:
+        for name in condition.names:
+            assert condition.value is None or condition.value in (fields[name].options.choices or (condition.value,))
+
+
+@pytest.mark.parametrize(
+    ("flags", "notes"),
+    [
+        ("--loss-scale 4", ("--loss-scale 4.0 has no effect without --fp16",)),
+        ("--fp16 --loss-scale 4", ()),
+        (
+            "--fp16 --loss-scale 4 --hysteresis 3",
+            ("--hysteresis 3 has no effect with --loss-scale, which is constant",),
+        ),
+        ("--lr-wsd-decay-iters 2", ("--lr-wsd-decay-iters 2 has no effect without --lr-decay-style WSD",)),
+        ("--cp-comm-type a2a", ("--cp-comm-type a2a has no effect with --context-parallel-size 1",)),
+        (
+            "--log-memory-to-tensorboard",
+            (
+                "--log-memory-to-tensorboard has no effect without --tensorboard-dir DIR, --wandb-project NAME or "
+                "--mlflow-experiment NAME",
+            ),
+        ),
+        ("--log-memory-to-tensorboard --wandb-project P", ()),
+        (
+            "--exit-signal-handler",
+            ("--exit-signal-handler has no effect with --exit-signal SIGTERM: a checkpoint is always saved on it",),
+        ),
+        ("--exit-signal-handler --exit-signal SIGINT", ()),
+    ],
+)
+def test_a_flag_without_effect_beside_others_is_said_in_one_line(flags: str, notes: tuple[str, ...]) -> None:
+    assert parse(flags).notes == notes
 
 
 def test_a_trial_of_checkpoints_that_are_not_saved_is_refused() -> None:
