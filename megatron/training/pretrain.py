@@ -21,6 +21,11 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.autotune import choose_library, choose_tp_overlap
 from megatron.training.batch_source import BatchSource, build_datasets, sample_order
+from megatron.training.callbacks.live_line import LiveLine
+from megatron.training.callbacks.periodic_evals import open_looks
+from megatron.training.callbacks.profiling import Profiling
+from megatron.training.callbacks.progress_log import open_progress
+from megatron.training.callbacks.stragglers import PartsClock, Stragglers
 from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.data_plan import DatasetsProvider, sample_targets
 from megatron.training.dist_signal_handler import ExitRequest
@@ -40,10 +45,9 @@ from megatron.training.initialize import (
     shut_down,
 )
 from megatron.training.loggers.experiment_loggers import check_packages, check_services
-from megatron.training.loggers.log_lines import LiveLine, format_datetime
+from megatron.training.loggers.log_lines import format_datetime
 from megatron.training.loggers.metrics import open_metrics
-from megatron.training.loggers.profiling import Profiling
-from megatron.training.loggers.run_record import RunRecord, open_progress
+from megatron.training.loggers.run_record import RunRecord
 from megatron.training.loggers.startup_lines import (
     describe_batch_and_tokenizer,
     describe_buckets,
@@ -52,14 +56,12 @@ from megatron.training.loggers.startup_lines import (
     describe_precision,
     log_arguments,
 )
-from megatron.training.loggers.stragglers import PartsClock, Stragglers
 from megatron.training.model_setup import (
     ModelAndOptimizer,
     ModelProvider,
     build_model_and_optimizer,
     with_transformer_impl,
 )
-from megatron.training.periodic_evals import open_looks
 from megatron.training.preflight import check_host_memory
 from megatron.training.resume import ResumeState, find_continuation
 from megatron.training.training import TrainingRun, evaluate_and_report, is_evaluation_due, train

@@ -16,20 +16,24 @@ from megatron.core.distributed.weight_checks import check_replicas_equal, compar
 from megatron.core.errors import TrainingError
 from megatron.core.timers import Timers, format_report
 from megatron.training.batch_source import BatchSource
-from megatron.training.checkpointing import RunCheckpoints
-from megatron.training.dist_signal_handler import ExitRequest, ExitWarning
-from megatron.training.evaluation import EvaluationSet, EvaluationSets, evaluate_weights
-from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
-from megatron.training.initialize import Runtime
-from megatron.training.loggers.layer_statistics import (
+from megatron.training.callbacks.layer_statistics import (
     AttentionLogits,
     format_layer_norms,
     layer_norm_scalars,
     measure_layer_norms,
 )
+from megatron.training.callbacks.live_line import LiveLine
+from megatron.training.callbacks.periodic_evals import ModelLooks
+from megatron.training.callbacks.profiling import Profiling, ScheduleRecorder
+from megatron.training.callbacks.progress_log import ProgressLog
+from megatron.training.callbacks.stragglers import StragglerReport, Stragglers
+from megatron.training.checkpointing import RunCheckpoints
+from megatron.training.dist_signal_handler import ExitRequest, ExitWarning
+from megatron.training.evaluation import EvaluationSet, EvaluationSets, evaluate_weights
+from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
+from megatron.training.initialize import Runtime
 from megatron.training.loggers.log_lines import (
     IntervalAverage,
-    LiveLine,
     StepReport,
     format_evaluation,
     format_first_step,
@@ -38,11 +42,7 @@ from megatron.training.loggers.log_lines import (
     pinned_memory_told,
 )
 from megatron.training.loggers.metrics import MetricsWriter
-from megatron.training.loggers.profiling import Profiling, ScheduleRecorder
-from megatron.training.loggers.run_record import ProgressLog
-from megatron.training.loggers.stragglers import StragglerReport, Stragglers
 from megatron.training.model_setup import ModelAndOptimizer
-from megatron.training.periodic_evals import ModelLooks
 from megatron.training.resume import ResumeState
 from megatron.training.step_reduction import StepReduction, agree_to_exit
 from megatron.training.theoretical_memory_usage import describe_theoretical_memory, model_size

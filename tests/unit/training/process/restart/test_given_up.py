@@ -10,11 +10,11 @@ from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.training import pretrain, training
+from megatron.training.callbacks.periodic_evals import SampleTexts, TaskScores
 from megatron.training.fault_tolerance import rendezvous, watchdog
 from megatron.training.fault_tolerance.inprocess_restart import RendezvousMember
 from megatron.training.fault_tolerance.rendezvous import GroupLinks, is_broken_communication
 from megatron.training.initialize import LaunchEnvironment, initialize_runtime
-from megatron.training.periodic_evals import SampleTexts, TaskScores
 from megatron.training.step_reduction import agree_to_exit
 from tests.unit.training.config.command_lines import MINIMAL
 

@@ -20,8 +20,8 @@ from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.evaluation.harness_tasks import HarnessTasks, TaskChoice, figures_of
 from megatron.evaluation.model_ranks import ModelRanks, Show, TextEncoding
+from megatron.training.callbacks.live_line import LiveLine
 from megatron.training.initialize import Runtime
-from megatron.training.loggers.log_lines import LiveLine
 from megatron.training.loggers.metrics import MetricsWriter
 from megatron.training.model_setup import ModelAndOptimizer
 
