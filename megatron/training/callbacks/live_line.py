@@ -6,12 +6,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
 
 from megatron.config.run_config import RunConfig
 from megatron.core.console import CLEAR_LINE, format_bar, format_duration
 from megatron.core.flight_recorder import FlightRecorder
+from megatron.training.callbacks.callback import Callback, TrainingRun
 from megatron.training.loggers.log_lines import StepReport, is_terminal
 
 _REDRAW_S = 0.5
@@ -24,7 +24,7 @@ _PHASES = {
 }
 
 
-class LiveLine:
+class LiveLine(Callback):
     """Draw one line on a terminal, again and again, below the lines that are printed; elsewhere do nothing.
 
     The cursor rests at the line's beginning: who prints a line clears this one first (see `print_line`). A thread draws
@@ -55,6 +55,9 @@ class LiveLine:
             sys.stdout.write(CLEAR_LINE)
             sys.stdout.flush()
 
+    def after_step(self, run: TrainingRun, report: StepReport) -> None:
+        self.step(report)
+
     def step(self, report: StepReport) -> None:
         """Take the figures of an iteration; the first says little of how long the others take."""
         share = 1.0 if self._flight.iterations_done <= 2 else _NEW_SHARE
@@ -64,15 +67,6 @@ class LiveLine:
     def show(self, done: int, total: int) -> None:
         """Draw a bar of which so much is done, until all of it is."""
         self._bar = format_bar(done, total) if done < total else ""
-
-    def counting(self, begin: Callable[[int], None], total: int) -> Callable[[int], None]:
-        """Return what does the same as each micro-batch begins, and draws how many of them are done."""
-
-        def begin_and_draw(microbatch: int) -> None:
-            begin(microbatch)
-            self.show(microbatch, total)
-
-        return begin_and_draw
 
     def show_index(self, split: str, done: int, total: int) -> None:
         """Draw a bar of the samples of a split that are indexed, until all of them are."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron.checkpoint.train_state import TrainState
 from megatron.config.run_config import RunConfig
 from megatron.core.console import print_line
+from megatron.training.callbacks.callback import Callback, TrainingRun
 from megatron.training.initialize import Runtime, scheduler_job_id
 
 PROGRESS_FILE = "progress.txt"
@@ -18,7 +19,7 @@ _STARTING = "Starting job"
 
 
 @dataclass(eq=False)
-class ProgressLog:
+class ProgressLog(Callback):
     """Append to a run's progress log, in Megatron's form; only the reporting rank makes one.
 
     A file that cannot be written costs a warning, and the run goes on.
@@ -36,6 +37,9 @@ class ProgressLog:
         self._started = datetime.now()
         self._operations_at_start = state.floating_point_operations_so_far
         self._append(_STARTING)
+
+    def after_save(self, run: TrainingRun) -> None:
+        self.save(run.train_state, is_async=run.config.checkpoint.async_save)
 
     def save(self, state: TrainState, *, is_async: bool) -> None:
         """Write that the run was saved, or with ``is_async`` that its save began, and how fast it has been.
