@@ -26,22 +26,24 @@ ActionClock = Callable[[Sequence[Action]], "Callable[[], float] | None"]
 
 
 class Callback:
-    """Do something at moments of a run; each method is a moment, and does nothing unless a subclass overrides it.
+    """A base class of what happens at moments of a run.
 
-    Every rank calls each moment, in this order::
+    Each method is a moment, and does nothing unless a subclass overrides it. Every rank calls the moments in this
+    order::
 
         on_begin
         for each iteration:
             reason_to_skip
             after_skip, or before_step, on_gradients, measure, after_step, on_log
-            after_evaluation for each set, where an evaluation is due
+            after_evaluation for each set, if an evaluation is due
             evaluate
-            before_save, after_save, where a checkpoint is due
+            before_save, after_save, if a checkpoint is due
             after_iteration
         on_end
 
-    A callback may read all of ``run``. It may change what a moment's description names and nothing else. Where it
-    communicates, all ranks must. An exception ends the run: a `TrainingError` on every rank alike, with its message.
+    A callback may read all of ``run``. It may change only what the description of a moment names. A callback that
+    communicates does so on every rank, in the same order. An exception ends the run. Raise a `TrainingError` on all
+    ranks to end it with a message and without a traceback.
     """
 
     def on_begin(self, run: TrainingRun) -> None:
@@ -50,7 +52,7 @@ class Callback:
     def reason_to_skip(self, run: TrainingRun, batch_size: int) -> str | None:
         """Return why the samples of the next iteration are to be skipped, equal on all ranks; None to train on them.
 
-        The first callback with a reason decides.
+        The first callback that returns a reason decides.
         """
         return None
 
@@ -84,7 +86,7 @@ class Callback:
         """The loss of an evaluation set is known; it may come after ``on_end`` for the evaluations of the whole run."""
 
     def evaluate(self, run: TrainingRun) -> None:
-        """An iteration has ended, and was evaluated where that was due: evaluations of other kinds follow."""
+        """An iteration has ended, with the evaluation on the validation sets if it was due: evaluate in another way."""
 
     def before_save(self, run: TrainingRun) -> None:
         """A checkpoint or a copy for a restart will be made; ``run.train_state`` may be completed."""
