@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 
@@ -21,6 +21,13 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.autotune import choose_library, choose_tp_overlap
 from megatron.training.batch_source import BatchSource, build_datasets, sample_order
+from megatron.training.callbacks.callback import Callback, TrainingRun
+from megatron.training.callbacks.configured import configured_callbacks
+from megatron.training.callbacks.live_line import LiveLine
+from megatron.training.callbacks.periodic_evals import open_periodic_evaluations
+from megatron.training.callbacks.profiling import Profiling, ScheduleRecorder
+from megatron.training.callbacks.progress_log import open_progress
+from megatron.training.callbacks.stragglers import PartsClock, Stragglers
 from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.data_plan import DatasetsProvider, sample_targets
 from megatron.training.dist_signal_handler import ExitRequest
@@ -40,10 +47,9 @@ from megatron.training.initialize import (
     shut_down,
 )
 from megatron.training.loggers.experiment_loggers import check_packages, check_services
-from megatron.training.loggers.log_lines import LiveLine, format_datetime
+from megatron.training.loggers.log_lines import format_datetime
 from megatron.training.loggers.metrics import open_metrics
-from megatron.training.loggers.profiling import Profiling
-from megatron.training.loggers.run_record import RunRecord, open_progress
+from megatron.training.loggers.run_record import RunRecord
 from megatron.training.loggers.startup_lines import (
     describe_batch_and_tokenizer,
     describe_buckets,
@@ -52,34 +58,45 @@ from megatron.training.loggers.startup_lines import (
     describe_precision,
     log_arguments,
 )
-from megatron.training.loggers.stragglers import PartsClock, Stragglers
 from megatron.training.model_setup import (
     ModelAndOptimizer,
     ModelProvider,
     build_model_and_optimizer,
     with_transformer_impl,
 )
-from megatron.training.periodic_evals import open_looks
 from megatron.training.preflight import check_host_memory
 from megatron.training.resume import ResumeState, find_continuation
-from megatron.training.training import TrainingRun, evaluate_and_report, is_evaluation_due, train
+from megatron.training.training import evaluate_and_report, is_evaluation_due, train
 from megatron.training.training_step import ForwardStep
 
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Application:
-    """Hold what a run is made from."""
+class Program:
+    """Hold what a script gives to `pretrain` besides the configuration."""
 
-    config: RunConfig
-    runtime: Runtime
+    launch: LaunchEnvironment
     tokenizer: Tokenizer
     model_provider: ModelProvider
     datasets_provider: DatasetsProvider
     forward_step: ForwardStep
-    log: Log
-    launch: LaunchEnvironment = dataclasses.field(default_factory=LaunchEnvironment)
+    callbacks: Sequence[Callback]
+    start_time: float
+
+    def log(self, text: str) -> None:
+        """Print on the first rank."""
+        if self.launch.rank == 0:
+            print_line(text)
+
+
+@dataclass(frozen=True, eq=False)
+class Application:
+    """Hold what a run is made from, when its processes are connected."""
+
+    config: RunConfig
+    runtime: Runtime
+    program: Program
     continuation: ResumeState | None = None
 
     def source(
@@ -89,14 +106,14 @@ class Application:
         whole_set: int | None = None,
     ) -> BatchSource:
         """Return the micro-batches of a data set from a position on, or of ``whole_set`` samples, each once."""
-        vocab_size = self.tokenizer.vocab_size
+        vocab_size = self.program.tokenizer.vocab_size
         return BatchSource(dataset, self.config, self.runtime, vocab_size, consumed_samples, whole_set, evaluates=True)
 
     def training_source(
         self, dataset: SampleDataset | ExternalSamples, consumed_samples: int, shift: int = 0
     ) -> BatchSource:
         """Return the micro-batches that are trained on, which tell a blend's data sets apart; see `BatchSource`."""
-        place = (self.config, self.runtime, self.tokenizer.vocab_size, consumed_samples)
+        place = (self.config, self.runtime, self.program.tokenizer.vocab_size, consumed_samples)
         return BatchSource(dataset, *place, shift=shift, tells_data_sets=True)
 
 
@@ -108,95 +125,74 @@ def pretrain(
     datasets_provider: DatasetsProvider,
     forward_step: ForwardStep,
     kept: KeptRank | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> int:
     """Train as configured and return the exit status: 0 done, 2 wrong input, 1 failed.
+
+    ``callbacks`` are the caller's own: at each moment of the run they are called after those of the flags, in order.
+    `megatron.training.callbacks.callback.Callback` lists the moments. Give every rank the same ones.
 
     Tokenizer and data were checked before (see `prepare_data_or_exit`). Errors that are the user's to mend are printed
     once, without a traceback. With ``--inprocess-restart`` the process is a worker of `keep_rank`, which has returned
     ``kept``; it may then also be `REPLACE` that is returned, for the keeper.
     """
     start_time = time.time() if kept is None else kept.started
-
+    providers = (model_provider, datasets_provider, forward_step)
+    program = Program(launch, tokenizer, *providers, callbacks, start_time)
     try:
-        _check_offload(config, launch, tokenizer)
+        _check_offload(config, program)
     except ConfigurationError as error:
         return refuse_in_run(reasons_of(error), launch)
-
-    def attempt(member: RendezvousMember | None) -> int:
-        providers = (model_provider, datasets_provider, forward_step)
-        return _pretrain_once(config, launch, tokenizer, *providers, start_time, member)
-
     if not config.restart.inprocess_restart:
-        return attempt(None)
+        return _pretrain_once(config, program, None)
     try:
-        return train_with_restarts(config, launch, kept, attempt)
+        return train_with_restarts(config, launch, kept, lambda member: _pretrain_once(config, program, member))
     except MegatronError as error:
         return refuse_in_run(reasons_of(error), launch, status=2 if isinstance(error, InputError) else 1)
 
 
-def _pretrain_once(
-    config: RunConfig,
-    launch: LaunchEnvironment,
-    tokenizer: Tokenizer,
-    model_provider: ModelProvider,
-    datasets_provider: DatasetsProvider,
-    forward_step: ForwardStep,
-    start_time: float,
-    member: RendezvousMember | None,
-) -> int:
+def _pretrain_once(config: RunConfig, program: Program, member: RendezvousMember | None) -> int:
     """Train in one set of process groups; with a ``member`` errors that are no answer to the user are raised."""
-    log = _printer(launch)
     try:
-        check_packages(config)
-        if launch.rank == 0:
-            check_services(config)
-        log(f"{_describe_world(config)}\n{describe_precision(config)}")
-        log_arguments(config, log)
-        log(describe_batch_and_tokenizer(config))
-        config = with_vocabulary(config, tokenizer, log)
-        log("> initializing torch distributed ...")
-        runtime = initialize_runtime(config, launch, None if member is None else member.store)
-        if member is not None:
-            member.links.are_made(runtime.flight)
+        config = _describe(config, program)
+        runtime = _connect(config, program, member)
         with _watching(config, runtime):
-            continuation = None
-            if member is not None:
-                config, continuation = find_continuation(config, runtime, launch, member)
-            config = choose_library(config, runtime, log)
-            config = choose_tp_overlap(config, runtime, log)
-            config = with_transformer_impl(config, runtime, log)
-            log(describe_initialized(config, start_time))
-            providers = (model_provider, datasets_provider, forward_step)
-            _run(Application(config, runtime, tokenizer, *providers, log, launch, continuation), start_time)
+            _run(_prepare(config, runtime, program, member))
     except MegatronError as error:
         if member is not None and member.links.are_given_up:
             raise  # What it was read from is no result.
-        return refuse_in_run(reasons_of(error), launch, status=2 if isinstance(error, InputError) else 1)
+        return refuse_in_run(reasons_of(error), program.launch, status=2 if isinstance(error, InputError) else 1)
     except Exception as error:
         if member is not None:
             raise
         if is_first_failure():
-            report_failure(error, launch)
+            report_failure(error, program.launch)
         return 1
     shut_down()
     return 0
 
 
-def _check_offload(config: RunConfig, launch: LaunchEnvironment, tokenizer: Tokenizer) -> None:
+def _check_offload(config: RunConfig, program: Program) -> None:
     """Reject an offload that needs more host memory than is free; no process group is needed."""
     available = available_bytes()
-    room = None if available is None else HostRoom(available, launch.local_world_size)
-    model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+    room = None if available is None else HostRoom(available, program.launch.local_world_size)
+    model = dataclasses.replace(config.model, vocab_size=program.tokenizer.vocab_size)
     check_host_memory(dataclasses.replace(config, model=model), room)
 
 
-def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[None]:
-    """Return a context in which a run that hangs is reported and ended."""
-    graphs = config.training.cuda_graph_impl != "none"
-    settling = 1 + (config.training.cuda_graph_warmup_steps if graphs else 0)
-    seconds, folder = config.initialization.hang_report_seconds, config.checkpoint.local_save
-    leave_with = REPLACE if config.restart.inprocess_restart else 1
-    return watching(runtime.flight, runtime.state, runtime.device, seconds, folder, settling, leave_with)
+def _describe(config: RunConfig, program: Program) -> RunConfig:
+    """Check the packages and services of the loggers, and print what is trained; return it with the vocabulary."""
+    check_packages(config)
+    if program.launch.rank == 0:
+        check_services(config)
+    program.log(f"{_describe_world(config)}\n{describe_precision(config)}")
+    log_arguments(config, program.log)
+    program.log(describe_batch_and_tokenizer(config))
+    return with_vocabulary(config, program.tokenizer, program.log)
+
+
+def _describe_world(config: RunConfig) -> str:
+    return f"using world size: {config.world_size}, {config.parallel_sizes.describe()}"
 
 
 def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunConfig:
@@ -208,9 +204,40 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer, log: Log) -> RunCon
     return dataclasses.replace(config, model=model)
 
 
-def _run(application: Application, start_time: float) -> None:
+def _connect(config: RunConfig, program: Program, member: RendezvousMember | None) -> Runtime:
+    """Make the process groups."""
+    program.log("> initializing torch distributed ...")
+    runtime = initialize_runtime(config, program.launch, None if member is None else member.store)
+    if member is not None:
+        member.links.are_made(runtime.flight)
+    return runtime
+
+
+def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[None]:
+    """Return a context in which a run that hangs is reported and ended."""
+    graphs = config.training.cuda_graph_impl != "none"
+    settling = 1 + (config.training.cuda_graph_warmup_steps if graphs else 0)
+    seconds, folder = config.initialization.hang_report_seconds, config.checkpoint.local_save
+    leave_with = REPLACE if config.restart.inprocess_restart else 1
+    return watching(runtime.flight, runtime.state, runtime.device, seconds, folder, settling, leave_with)
+
+
+def _prepare(config: RunConfig, runtime: Runtime, program: Program, member: RendezvousMember | None) -> Application:
+    """Find where a restarted run goes on, and choose the implementations that are chosen by measuring."""
+    continuation = None
+    if member is not None:
+        config, continuation = find_continuation(config, runtime, program.launch, member)
+    config = choose_library(config, runtime, program.log)
+    config = choose_tp_overlap(config, runtime, program.log)
+    config = with_transformer_impl(config, runtime, program.log)
+    program.log(describe_initialized(config, program.start_time))
+    return Application(config, runtime, program, continuation)
+
+
+def _run(application: Application) -> None:
+    """Set up, then train and evaluate; go back to an older checkpoint as often as a policy says so."""
     with (
-        closing(Profiling(application.config, application.runtime, application.log)) as profiling,
+        closing(Profiling(application.config, application.runtime, application.program.log)) as profiling,
         ExitStack() as kept_open,
     ):
         run, datasets = _set_up(application, profiling, kept_open)
@@ -218,7 +245,7 @@ def _run(application: Application, start_time: float) -> None:
         try:
             while not is_done:
                 with closing(run.evaluation_sets):
-                    is_done = _train_and_evaluate(application, run, datasets, start_time)
+                    is_done = _train_and_evaluate(application, run, datasets)
                 if not is_done:
                     run = _go_back(application, run, datasets)
             run.checkpoints.check_last()
@@ -233,25 +260,86 @@ def _run(application: Application, start_time: float) -> None:
 
 def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack) -> tuple[TrainingRun, DatasetSplits]:
     """Build what the run works on, and bring it to where its checkpoint stands."""
-    config, runtime, log = application.config, application.runtime, application.log
+    config, runtime, log = application.config, application.runtime, application.program.log
     live = kept_open.enter_context(LiveLine(config, runtime.flight, runtime.is_reporter))
-    log_straggler = config.logging.log_straggler
-    clock = PartsClock(runtime.flight, runtime.device.torch_device) if log_straggler else None
-    timers = Timers(
+    clock = PartsClock(runtime.flight, runtime.device.torch_device) if config.logging.log_straggler else None
+    timers = _make_timers(config, runtime, clock)
+    parts = _build_model(application, timers)
+    checkpoints, train_state = _resume(application, parts, timers, live, kept_open)
+    datasets = _build_datasets(application, train_state, timers, live)
+    log(f"done with setup ...\n{timers.report(runtime.state)}")
+    evaluation_sets = plan_evaluation(config, datasets, train_state, application.source)
+    counter = _read_counter(config, datasets)
+    metrics = open_metrics(config, runtime, train_state.iteration, blend_names(datasets.train))
+    progress = open_progress(config, runtime, train_state)
+    guard, stragglers = None, None
+    if datasets.train is not None:
+        guard = _make_guard(application, parts, checkpoints, datasets.train, train_state)
+    if clock is not None:
+        stragglers = Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration)
+    recorder = ScheduleRecorder(config, runtime)
+    callbacks = configured_callbacks(
+        config,
+        runtime,
+        parts,
+        profiling=profiling,
+        recorder=recorder,
+        live=live,
+        stragglers=stragglers,
+        guard=guard,
+        progress=progress,
+        evaluations=open_periodic_evaluations(config, runtime, parts, application.program.tokenizer, live),
+        continuation=application.continuation,
+        own=application.program.callbacks,
+    )
+    run = TrainingRun(
+        config=config,
+        runtime=runtime,
+        parts=parts,
+        forward_step=application.program.forward_step,
+        train_state=train_state,
+        evaluation_sets=evaluation_sets,
+        counter=counter,
+        metrics=metrics,
+        timers=timers,
+        checkpoints=checkpoints,
+        callbacks=callbacks,
+        step_timers=profiling.timers(timers),
+        action_clock=recorder.action_clock(profiling.action_clock),
+        guard=guard,
+        show_progress=live.show,
+    )
+    return run, datasets
+
+
+def _make_timers(config: RunConfig, runtime: Runtime, clock: PartsClock | None) -> Timers:
+    return Timers(
         config.logging.timing_log_level,
         config.logging.timing_log_option,
         synchronize=runtime.device.synchronize,
         note=phase_marker(runtime.flight, None if clock is None else clock.mark),
     )
+
+
+def _build_model(application: Application, timers: Timers) -> ModelAndOptimizer:
+    config, runtime, log = application.config, application.runtime, application.program.log
     log(f"building {type(config.model).__name__.removesuffix('Config')} model ...")
     with timers("model-and-optimizer-setup"):
-        parts = build_model_and_optimizer(config, runtime, application.model_provider, log)
+        parts = build_model_and_optimizer(config, runtime, application.program.model_provider, log)
     buckets = describe_buckets(parts.ddp_chunks, runtime.state, config.logging.log_megatron_lines)
     if buckets is not None:
         print_line(buckets)
     log(f"> learning rate decay style: {config.scheduler.lr_decay_style}")
-    saver = open_saver(config.checkpoint, runtime, log)
-    checkpoints = RunCheckpoints(config, runtime, parts, application.tokenizer, saver, log, live.show)
+    return parts
+
+
+def _resume(
+    application: Application, parts: ModelAndOptimizer, timers: Timers, live: LiveLine, kept_open: ExitStack
+) -> tuple[RunCheckpoints, TrainState]:
+    """Open the checkpoint folders, load what the run goes on from, and write down that it starts."""
+    config, runtime, program = application.config, application.runtime, application.program
+    saver = open_saver(config.checkpoint, runtime, program.log)
+    checkpoints = RunCheckpoints(config, runtime, parts, program.tokenizer, saver, program.log, live.show)
     kept_open.callback(checkpoints.close)
     continuation = application.continuation
     if continuation is not None and saver is not None:
@@ -261,47 +349,27 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         train_state = checkpoints.resume() if continuation is None else continuation.resume(checkpoints)
     runtime.flight.iteration = train_state.iteration
     if runtime.is_reporter and config.checkpoint.save is not None:
-        kept_open.callback(RunRecord(config, application.launch, train_state.iteration, log).close)
-    log(timers.report(runtime.state, ["load-checkpoint"]))
-    log(format_datetime("after model, optimizer, and learning rate scheduler are built"))
-    log("> building train, validation, and test datasets ...")
+        kept_open.callback(RunRecord(config, program.launch, train_state.iteration, program.log).close)
+    program.log(timers.report(runtime.state, ["load-checkpoint"]))
+    program.log(format_datetime("after model, optimizer, and learning rate scheduler are built"))
+    return checkpoints, train_state
+
+
+def _build_datasets(application: Application, train_state: TrainState, timers: Timers, live: LiveLine) -> DatasetSplits:
+    config, program = application.config, application.program
+    program.log("> building train, validation, and test datasets ...")
     with timers("train/valid/test-data-iterators-setup"):
         targets = sample_targets(config, train_state)
-        builder = application.datasets_provider(config, application.tokenizer, targets, log)
+        builder = program.datasets_provider(config, program.tokenizer, targets, program.log)
         if isinstance(builder, BlendedDatasetBuilder):
             builder.told = live.show_index
-        datasets = build_datasets(builder, targets, runtime)
-    log(describe_datasets(datasets, config.logging.log_megatron_lines))
-    log(format_datetime("after dataloaders are built"))
-    log(f"done with setup ...\n{timers.report(runtime.state)}")
-
-    run = TrainingRun(
-        config=config,
-        runtime=runtime,
-        parts=parts,
-        forward_step=application.forward_step,
-        train_state=train_state,
-        evaluation_sets=plan_evaluation(config, datasets, train_state, application.source),
-        counter=_read_counter(config, datasets),
-        metrics=open_metrics(config, runtime, train_state.iteration, blend_names(datasets.train)),
-        timers=timers,
-        checkpoints=checkpoints,
-        profiling=profiling,
-        progress=open_progress(config, runtime, train_state),
-        guard=None
-        if datasets.train is None
-        else _make_guard(application, parts, checkpoints, datasets.train, train_state),
-        stragglers=None
-        if clock is None
-        else Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration),
-        continuation=continuation,
-        live=live,
-        looks=open_looks(config, runtime, parts, application.tokenizer, live),
-    )
-    return run, datasets
+        datasets = build_datasets(builder, targets, application.runtime)
+    program.log(describe_datasets(datasets, config.logging.log_megatron_lines))
+    program.log(format_datetime("after dataloaders are built"))
+    return datasets
 
 
-def _train_and_evaluate(application: Application, run: TrainingRun, datasets: DatasetSplits, start_time: float) -> bool:
+def _train_and_evaluate(application: Application, run: TrainingRun, datasets: DatasetSplits) -> bool:
     """Train and evaluate to the end; return False where the run is to go back to an older checkpoint first."""
     config, train_state = run.config, run.train_state
     stop_reason = None
@@ -313,7 +381,7 @@ def _train_and_evaluate(application: Application, run: TrainingRun, datasets: Da
             )
         with closing(application.training_source(datasets.train, train_state.consumed_train_samples)) as source:
             try:
-                stop_reason = _train(run, source, start_time)
+                stop_reason = _train(run, source, application.program.start_time)
             except Rewind:
                 return False
         is_evaluated = is_evaluation_due(config, train_state.iteration)
@@ -361,11 +429,11 @@ def _make_guard(
         application.config,
         application.runtime,
         parts,
-        application.forward_step,
+        application.program.forward_step,
         lambda consumed_samples, shift: application.training_source(train, consumed_samples, shift),
         SkippedSamples.from_dict(train_state.train_data),
         checkpoints.newest_known,
-        application.log,
+        application.program.log,
     )
 
 
@@ -386,15 +454,3 @@ def _train(run: TrainingRun, train_source: BatchSource, start_time: float) -> st
         exit_request.close()
     run.log(format_datetime("after training is done"))
     return reason
-
-
-def _describe_world(config: RunConfig) -> str:
-    return f"using world size: {config.world_size}, {config.parallel_sizes.describe()}"
-
-
-def _printer(launch: LaunchEnvironment) -> Log:
-    def log(text: str) -> None:
-        if launch.rank == 0:
-            print_line(text)
-
-    return log

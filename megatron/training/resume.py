@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.index import INDEX_FILE
 from megatron.core.dist_checkpointing.planner import CheckpointState, float8_tensors, model_tensors, optimizer_tensors
 from megatron.core.errors import InputError
 from megatron.core.object_store import ObjectPath, as_path
+from megatron.training.callbacks.callback import Callback, TrainingRun
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.fault_tolerance.inprocess_restart import RendezvousMember
 from megatron.training.initialize import LaunchEnvironment, Runtime
@@ -32,7 +33,7 @@ _MEASURED = ("cpu_matmul", "tp_comm_overlap_impl")
 
 
 @dataclass(frozen=True, eq=False)
-class ResumeState:
+class ResumeState(Callback):
     """Bring a run to where the generation before left it, and see to it that the next one can do so.
 
     ``found`` are the copies that this one goes on from; None where it is a checkpoint, or the beginning. A run that
@@ -75,6 +76,11 @@ class ResumeState:
         checkpoints.go_on(record["model_record"], self.member.kept.counts.saved is not None)
         checkpoints.log(f"going on from the copies in memory, at iteration {self.found.iteration}")
         return TrainState.from_progress(TrainProgress(**record["progress"]))
+
+    def after_iteration(self, run: TrainingRun) -> None:
+        if self.is_copied(run.train_state.iteration):
+            run.callbacks.before_save(run)
+        self.end_iteration(run.checkpoints, run.train_state)
 
     def end_iteration(self, checkpoints: RunCheckpoints, train_state: TrainState) -> None:
         """Take note of an iteration that is done, and copy what is due; every rank must call.

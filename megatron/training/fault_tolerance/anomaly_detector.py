@@ -21,6 +21,7 @@ from megatron.core.layer_output import LayerOutput
 from megatron.core.optimizer.optimizer import StepOutcome
 from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
 from megatron.training.batch_source import BatchSource
+from megatron.training.callbacks.callback import Callback, TrainingRun
 from megatron.training.fault_tolerance.step_replay import (
     FaultAttribution,
     Observed,
@@ -30,7 +31,7 @@ from megatron.training.fault_tolerance.step_replay import (
     StepTrace,
 )
 from megatron.training.initialize import Runtime
-from megatron.training.loggers.log_lines import StepReport
+from megatron.training.loggers.log_lines import IntervalAverage, StepReport
 from megatron.training.model_setup import ModelAndOptimizer
 from megatron.training.training_step import BegunStep, ForwardStep, StepReduction, TrainingStep, agree
 
@@ -162,7 +163,7 @@ AS_ASKED = "--iterations-to-skip"
 """The reason of what is left out because the user said so."""
 
 
-class AnomalyDetector:
+class AnomalyDetector(Callback):
     """Keep bad results from the weights; every rank has one, and all decide alike.
 
     ``left_out`` are the samples that the run has passed over, and passes over when it meets them again.
@@ -253,6 +254,20 @@ class AnomalyDetector:
         if self._faults.rerun_mode != "disabled":
             self._trace.note(chunk, microbatch, result)
         return result
+
+    def reason_to_skip(self, run: TrainingRun, batch_size: int) -> str | None:
+        return self.passes_over(run.train_state.iteration, run.train_state.consumed_train_samples, batch_size)
+
+    def after_step(self, run: TrainingRun, report: StepReport) -> None:
+        if not report.is_skipped:
+            self.accepted(report)
+
+    def on_log(self, run: TrainingRun, report: StepReport, average: IntervalAverage) -> None:
+        self.log_variation()
+
+    def before_save(self, run: TrainingRun) -> None:
+        if left_out := self.left_out.to_dict():
+            run.train_state.train_data = {**(run.train_state.train_data or {}), **left_out}
 
     def accepted(self, report: StepReport) -> None:
         """Take note of a step whose update was made: the one that began last."""

@@ -1,22 +1,16 @@
-"""Log lines of steps, evaluations and memory, and the live status line of a terminal."""
+"""Log lines of steps, evaluations and memory."""
 
 from __future__ import annotations
 
 import math
-import shutil
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from types import TracebackType
 
-from megatron.config.run_config import RunConfig
-from megatron.core.console import CLEAR_LINE, format_bar, format_duration, print_line
+from megatron.core.console import print_line
 from megatron.core.device import Device
-from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.transformer.moe.load_balancing import LoadReport
 from megatron.training.initialize import Runtime
 
@@ -177,107 +171,6 @@ def format_evaluation(heading: str, lm_loss: float) -> str:
 
 def format_datetime(heading: str) -> str:
     return f"[{heading}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
-
-
-_REDRAW_S = 0.5
-_NEW_SHARE = 0.2
-_PHASES = {
-    "setup": "setting up",
-    "load": "loading the checkpoint",
-    "save": "saving a checkpoint",
-    "evaluate": "evaluating",
-}
-
-
-class LiveLine:
-    """Draw one line on a terminal, again and again, below the lines that are printed; elsewhere do nothing.
-
-    The cursor rests at the line's beginning: who prints a line clears this one first (see `print_line`). A thread draws
-    it, so that it moves in a long step too.
-    """
-
-    def __init__(self, config: RunConfig, flight: FlightRecorder, is_reporter: bool) -> None:
-        self.is_on = is_reporter and is_terminal()
-        self._config, self._flight = config, flight
-        self._report: StepReport | None = None
-        self._step_s = 0.0
-        self._bar = self._work = ""
-        self._phase, self._since = "", time.monotonic()
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._draw, name="live line", daemon=True)
-
-    def __enter__(self) -> LiveLine:
-        """Begin to draw."""
-        if self.is_on:
-            self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Take the line away."""
-        if self.is_on:
-            self._ending.set()
-            self._thread.join()
-            sys.stdout.write(CLEAR_LINE)
-            sys.stdout.flush()
-
-    def step(self, report: StepReport) -> None:
-        """Take the figures of an iteration; the first says little of how long the others take."""
-        share = 1.0 if self._flight.iterations_done <= 2 else _NEW_SHARE
-        self._step_s += share * (report.step_time_s - self._step_s)
-        self._report = report
-
-    def show(self, done: int, total: int) -> None:
-        """Draw a bar of which so much is done, until all of it is."""
-        self._bar = format_bar(done, total) if done < total else ""
-
-    def counting(self, begin: Callable[[int], None], total: int) -> Callable[[int], None]:
-        """Return what does the same as each micro-batch begins, and draws how many of them are done."""
-
-        def begin_and_draw(microbatch: int) -> None:
-            begin(microbatch)
-            self.show(microbatch, total)
-
-        return begin_and_draw
-
-    def show_index(self, split: str, done: int, total: int) -> None:
-        """Draw a bar of the samples of a split that are indexed, until all of them are."""
-        self.show(done, total)
-        self._work = f"building the {split} index" if self._bar else ""
-
-    def text(self) -> str:
-        """Return what the line says now."""
-        phase = self._flight.phase
-        if phase != self._phase:
-            self._phase, self._since = phase, time.monotonic()
-        since = format_duration(time.monotonic() - self._since)
-        if phase in _PHASES:
-            return " ".join(filter(None, (self._work or _PHASES[phase], self._bar, since)))
-        if self._report is None:
-            return f"iteration {self._flight.iteration + 1}/{self._config.train_iters}, the first"
-        return self._figures(self._report)
-
-    def _figures(self, report: StepReport) -> str:
-        config, iteration = self._config, report.iteration
-        parts = [
-            f"{format_bar(iteration, config.train_iters)} iteration {iteration}/{config.train_iters}",
-            f"loss {report.lm_loss:.4f}",
-            f"{report.tokens_per_second:,.0f} tokens/s",
-        ]
-        if report.mfu is not None:
-            parts.append(f"MFU {report.mfu:.1%}")
-        parts.append(f"{format_duration((config.train_iters - iteration) * self._step_s)} left")
-        intervals = {"save": config.checkpoint.save_interval if config.checkpoint.save else None}
-        intervals["evaluation"] = config.validation.eval_interval if config.validation.eval_iters else None
-        for name, interval in intervals.items():
-            if interval and iteration + interval - iteration % interval <= config.train_iters:
-                parts.append(f"{name} in {format_duration((interval - iteration % interval) * self._step_s)}")
-        return " | ".join(parts)
-
-    def _draw(self) -> None:
-        while not self._ending.wait(_REDRAW_S):
-            width = shutil.get_terminal_size().columns - 1
-            sys.stdout.write(f"{CLEAR_LINE}{self.text()[:width]}\r")
-            sys.stdout.flush()
 
 
 def is_terminal() -> bool:

@@ -22,7 +22,7 @@ APART: dict[str, tuple[str, str]] = {
     "megatron/checkpoint/save.py:": (HOST, "a description of sizes"),
     "megatron/training/checkpointing.py:CheckpointSaver.wait_for_thread:": (HOST, "the thread that writes"),
     "megatron/training/fault_tolerance/": (HOST, "threads and processes"),
-    "megatron/training/loggers/log_lines.py:": (HOST, "the thread that draws"),
+    "megatron/training/callbacks/live_line.py:": (HOST, "the thread that draws"),
     "megatron/verification/faults/": (HOST, "processes into which faults are injected"),
     "megatron/verification/worker_pool.py:": (HOST, "processes that run jobs"),
     "megatron/planner/simulation/": (RECORDED, "a dry run notes waits; there is no device"),
@@ -32,8 +32,8 @@ APART: dict[str, tuple[str, str]] = {
     "megatron/core/device.py:_mark_current_stream:": (TIMING, "how far the device has come, for the hang watchdog"),
     "megatron/core/timers.py:": (TIMING, "timers of the training loop"),
     "megatron/cli/doctor/benchmarks.py:": (TIMING, "bandwidths; the values are not read"),
-    "megatron/training/loggers/profiling.py:": (TIMING, "the end of a profile, and the times of a pipeline's passes"),
-    "megatron/training/loggers/stragglers.py:": (TIMING, "the times of an iteration's parts"),
+    "megatron/training/callbacks/profiling.py:": (TIMING, "the end of a profile, and the times of a pipeline's passes"),
+    "megatron/training/callbacks/stragglers.py:": (TIMING, "the times of an iteration's parts"),
 }
 """By the start of a call's name: its kind, and what it waits for."""
 

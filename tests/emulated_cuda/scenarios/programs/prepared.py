@@ -47,7 +47,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "megatron.core.ops.dropout": {"_BLOCK": 300},
     "megatron.core.optimizer.inner_optimizer": {"_PIECE": 700},
     "megatron.core.tensor_parallel.initialization": {"_GATHERED_ELEMENTS": 4000},
-    "megatron.training.loggers.layer_statistics": {"_BLOCK_ELEMENTS": 600},
+    "megatron.training.callbacks.layer_statistics": {"_BLOCK_ELEMENTS": 600},
 }
 """Sizes of what is worked on at once, with which a small model takes several turns."""
 SMALL_PROGRAMS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pretrain_gpt
 from megatron.core.inference.prompt_batch import ScoredRow
-from megatron.training import periodic_evals
+from megatron.training.callbacks import periodic_evals
 from megatron.training.exit_reason import run_program
 
 ROWS = (ScoredRow((3, 1, 4, 15), 2), ScoredRow((42, 6, 53, 58), 3))

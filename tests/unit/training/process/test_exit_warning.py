@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.training.dist_signal_handler import ExitWarning
+from megatron.training.callbacks.exit_warning import ExitWarning
 
 
 class Clock:

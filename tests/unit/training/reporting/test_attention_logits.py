@@ -7,8 +7,8 @@ import torch
 
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.process_group import single_rank_group
-from megatron.training.loggers import layer_statistics
-from megatron.training.loggers.layer_statistics import AttentionLogits
+from megatron.training.callbacks import layer_statistics
+from megatron.training.callbacks.layer_statistics import AttentionLogits
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 11, 3, 6, 2, 5
 WORLD = single_rank_group(("dp",))

@@ -18,7 +18,8 @@ from megatron.config.arguments import resolve_arguments
 from megatron.config.printed_config import summarize
 from megatron.core.console import CLEAR_LINE, format_bar, format_duration, print_line
 from megatron.core.flight_recorder import FlightRecorder
-from megatron.training.loggers.log_lines import LiveLine, StepReport, format_first_step
+from megatron.training.callbacks.live_line import LiveLine
+from megatron.training.loggers.log_lines import StepReport, format_first_step
 from tests.unit.training.config.command_lines import MINIMAL
 
 CONFIG = resolve_arguments([*MINIMAL, "--train-iters", "200", "--eval-interval", "50", "--save", "d"], 1).config

@@ -14,8 +14,8 @@ from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
+from megatron.training.callbacks.profiling import Profiling
 from megatron.training.initialize import Runtime, make_runtime
-from megatron.training.loggers.profiling import Profiling
 from tests.harness.forked_training import fork_training
 from tests.harness.training_run import run_training
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.train_state import TrainState
-from megatron.training.loggers.run_record import PROGRESS_FILE, ProgressLog
+from megatron.training.callbacks.progress_log import PROGRESS_FILE, ProgressLog
 
 
 def hours_ago(hours: int, gpus: int, text: str) -> str:

@@ -9,8 +9,8 @@ import torch
 
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.training.loggers import stragglers
-from megatron.training.loggers.stragglers import PARTS, PartsClock, StragglerReport, Stragglers, slowest
+from megatron.training.callbacks import stragglers
+from megatron.training.callbacks.stragglers import PARTS, PartsClock, StragglerReport, Stragglers, slowest
 
 
 def row(**seconds: float) -> list[float]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron.config.arguments import resolve_arguments
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.flight_recorder import FlightRecorder, GivenUpError
-from megatron.training import pretrain, training
+from megatron.training import pretrain
+from megatron.training.callbacks import layer_statistics
+from megatron.training.callbacks.periodic_evals import SampleTexts, TaskScores
 from megatron.training.fault_tolerance import rendezvous, watchdog
 from megatron.training.fault_tolerance.inprocess_restart import RendezvousMember
 from megatron.training.fault_tolerance.rendezvous import GroupLinks, is_broken_communication
 from megatron.training.initialize import LaunchEnvironment, initialize_runtime
-from megatron.training.periodic_evals import SampleTexts, TaskScores
 from megatron.training.training_step import agree_to_exit
 from tests.unit.training.config.command_lines import MINIMAL
 
@@ -68,14 +70,16 @@ def test_norms_that_were_given_up_are_not_logged(monkeypatch: pytest.MonkeyPatch
         parts=SimpleNamespace(ddp_chunks=[], optimizer=SimpleNamespace(loss_scale=1.0)),
         runtime=SimpleNamespace(state=None, flight=flight),
         log=logged.append,
-        metrics=None,
+        log_scalars=lambda figures, iteration: None,
     )
-    monkeypatch.setattr(training, "measure_layer_norms", lambda *arguments: None)
-    monkeypatch.setattr(training, "format_layer_norms", lambda iteration, norms: f"norms of {iteration}")
-    training._log_layer_norms(run)
+    monkeypatch.setattr(layer_statistics, "measure_layer_norms", lambda *arguments: None)
+    monkeypatch.setattr(layer_statistics, "format_layer_norms", lambda iteration, norms: f"norms of {iteration}")
+    monkeypatch.setattr(layer_statistics, "layer_norm_scalars", lambda norms: {})
+    norms: Any = layer_statistics.LayerNorms()
+    norms.on_gradients(run)
     flight.give_up()
     with pytest.raises(GivenUpError):
-        training._log_layer_norms(run)
+        norms.on_gradients(run)
     assert logged == ["norms of 1"]
 
 
@@ -110,8 +114,8 @@ def test_an_error_that_was_read_from_what_was_given_up_ends_no_run(
     member = RendezvousMember(None, None, links, None)  # type: ignore[arg-type]
 
     def attempt() -> int:
-        nothing = (None,) * 4
-        return pretrain._pretrain_once(None, LaunchEnvironment(), *nothing, 0.0, member)  # type: ignore[arg-type]
+        program = pretrain.Program(LaunchEnvironment(), None, None, None, None, (), 0.0)  # type: ignore[arg-type]
+        return pretrain._pretrain_once(None, program, member)  # type: ignore[arg-type]
 
     assert attempt() == (2 if isinstance(error, ConfigurationError) else 1)
     flight.give_up()

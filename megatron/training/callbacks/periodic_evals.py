@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from megatron.config.run_config import RunConfig
 from megatron.core.collectives import raise_on_all_ranks
@@ -20,15 +19,16 @@ from megatron.core.process_group import Group, single_rank_group
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.evaluation.harness_tasks import HarnessTasks, TaskChoice, figures_of
 from megatron.evaluation.model_ranks import ModelRanks, Show, TextEncoding
+from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
+from megatron.training.callbacks.live_line import LiveLine
 from megatron.training.initialize import Runtime
-from megatron.training.loggers.log_lines import LiveLine
 from megatron.training.loggers.metrics import MetricsWriter
 from megatron.training.model_setup import ModelAndOptimizer
 
 _LARGEST_FILE = 1 << 20
 
 
-class SampleTexts:
+class SampleTexts(Callback):
     """Continue the prompts of ``--sample-prompts``, taking the most probable token each time: nothing is drawn.
 
     Every model copy generates the same; the first one's texts are written. All ranks make one together.
@@ -60,6 +60,11 @@ class SampleTexts:
         )
         check_request(engine.model.config, self._request)
         self._engine = engine
+
+    def evaluate(self, run: TrainingRun) -> None:
+        iteration = run.train_state.iteration
+        if is_due(run.config.logging.sample_interval, iteration):
+            self.write(iteration, run.metrics)
 
     def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
         """Generate, and give the texts to the log, the metrics file and the loggers; every rank must call.
@@ -111,7 +116,7 @@ def read_prompts(given: tuple[str, ...]) -> tuple[str, ...]:
     return lines
 
 
-class TaskScores:
+class TaskScores(Callback):
     """Ask the model the questions of ``--eval-tasks``; all ranks make one together, and the reporter loads the tasks.
 
     ``copies`` of the model share the questions out.
@@ -152,6 +157,11 @@ class TaskScores:
         size = config.training.micro_batch_size
         self._ranks = ModelRanks(engine, self._encoding, state.world, copies, size, runtime.flight.tick, show)
 
+    def evaluate(self, run: TrainingRun) -> None:
+        iteration, options = run.train_state.iteration, run.config.validation
+        if is_due(options.eval_tasks_interval or options.eval_interval, iteration):
+            self.write(iteration, run.metrics)
+
     def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
         """Ask, and give the scores to the log, the metrics file and the loggers; every rank must call.
 
@@ -186,38 +196,17 @@ class TaskScores:
         return figures_of(self._tasks.run(model, with_errors=False))
 
 
-class _Look(Protocol):
-    """Look at the model as it is."""
-
-    def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
-        """Report what is seen; every rank must call."""
-
-
-@dataclass(frozen=True)
-class ModelLooks:
-    """Hold each look with the iterations from one time to the next."""
-
-    looks: tuple[tuple[int, _Look], ...] = ()
-
-    def take(self, iteration: int, metrics: MetricsWriter | None) -> None:
-        """Take the looks that are due at the end of an iteration; every rank must call."""
-        for interval, look in self.looks:
-            if iteration % interval == 0:
-                look.write(iteration, metrics)
-
-
-def open_looks(
+def open_periodic_evaluations(
     config: RunConfig, runtime: Runtime, parts: ModelAndOptimizer, tokenizer: Tokenizer, live: LiveLine
-) -> ModelLooks:
-    """Return the looks that the flags ask for; what they need is imported here and not before.
+) -> list[Callback]:
+    """Return the evaluations that the flags ask for; what they need is imported here and not before.
 
     Raises:
         InputError: a prompt or a task cannot be used.
     """
-    looks: list[tuple[int, _Look]] = []
     sampling, tasks = config.logging.sample_interval, config.validation.eval_tasks
     if sampling is None and not tasks:
-        return ModelLooks()
+        return []
     state = runtime.state
     models = [chunk for chunk in parts.chunks if isinstance(chunk, GPTModel)]
     if len(models) < len(parts.chunks):
@@ -236,13 +225,13 @@ def open_looks(
     copies, twins = (no_dp, state.dp_cp) if runs_together else (state.dp, state.cp)
     alone = replace(state, dp=no_dp, cp=no_cp)
     engine = InferenceEngine(shared[0], alone, links, further_chunks=shared[1:], twins=twins)
+    evaluations: list[Callback] = []
     if sampling is not None:
-        looks.append((sampling, SampleTexts(config, runtime, parts, tokenizer, engine)))
+        evaluations.append(SampleTexts(config, runtime, parts, tokenizer, engine))
     if tasks:
-        interval = config.validation.eval_tasks_interval or config.validation.eval_interval
 
         def show(what: str, done: int, total: int) -> None:
             live.show(done, total)
 
-        looks.append((interval, TaskScores(config, runtime, parts, tokenizer, engine, copies, show)))
-    return ModelLooks(tuple(looks))
+        evaluations.append(TaskScores(config, runtime, parts, tokenizer, engine, copies, show))
+    return evaluations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,8 @@ from megatron.core.optimizer.clip_grads import DedupMask, sum_of_squares
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
 from megatron.core.transformer.attention import SelfAttention
+from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
+from megatron.training.loggers.log_lines import StepReport
 
 _LAYER = re.compile(r"(?<!mtp\.)\blayers\.(\d+)\.")
 
@@ -82,10 +84,24 @@ def layer_norm_scalars(norms: Sequence[NormsOfLayer]) -> dict[str, float | None]
     }
 
 
+class LayerNorms(Callback):
+    """Log the norms of each layer's parameters and gradients every ``--log-layer-norms`` iterations."""
+
+    def on_gradients(self, run: TrainingRun) -> None:
+        iteration = run.train_state.iteration + 1
+        if not is_due(run.config.logging.log_layer_norms, iteration):
+            return
+        num_layers, loss_scale = run.config.model.num_layers, run.parts.optimizer.loss_scale
+        norms = measure_layer_norms(run.parts.ddp_chunks, num_layers, run.runtime.state, loss_scale)
+        run.runtime.flight.ensure_not_given_up()
+        run.log(format_layer_norms(iteration, norms))
+        run.log_scalars(layer_norm_scalars(norms), iteration)
+
+
 _BLOCK_ELEMENTS = 1 << 24
 
 
-class AttentionLogits:
+class AttentionLogits(Callback):
     """Keep the largest logit of the forward passes while it ``is_on``.
 
     No attention kernel tells it, so the products of queries and keys are computed a second time, a block of queries
@@ -94,11 +110,24 @@ class AttentionLogits:
 
     def __init__(self, chunks: Sequence[Model], device: torch.device) -> None:
         self.is_on = False
-        self._largest = torch.full((), -torch.inf, device=device)
+        self._device = device
+        self._forget()
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, SelfAttention):
                     module.observe_logits = self.observe
+
+    def _forget(self) -> None:
+        self._largest = torch.full((), -torch.inf, device=self._device)
+
+    def on_begin(self, run: TrainingRun) -> None:
+        self._forget()
+
+    def before_step(self, run: TrainingRun) -> None:
+        self.is_on = is_due(run.config.logging.log_interval, run.train_state.iteration + 1)
+
+    def measure(self, run: TrainingRun, report: StepReport) -> StepReport:
+        return replace(report, max_attention_logit=self.take(run.runtime.state.world)) if self.is_on else report
 
     @torch.no_grad()
     def observe(self, query: torch.Tensor, key: torch.Tensor, pattern: AttentionPattern) -> None:
@@ -134,5 +163,5 @@ class AttentionLogits:
         """
         all_reduce(self._largest, world, op="max")
         largest = self._largest.item()
-        self._largest = torch.full_like(self._largest, -torch.inf)
+        self._forget()
         return None if largest == -torch.inf else largest

@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron.core.collectives import all_gather_into
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import ParallelState
+from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
+from megatron.training.loggers.log_lines import IntervalAverage, StepReport
 
 PARTS = ("forward", "backward", "data", "other", "communication")
 """What the time of an iteration is divided into; all but the last is a rank's own."""
@@ -122,7 +124,7 @@ class StragglerReport:
         }
 
 
-class Stragglers:
+class Stragglers(Callback):
     """Compare the ranks every so many iterations, and remember since when one is slow."""
 
     def __init__(self, clock: PartsClock, state: ParallelState, device: torch.device, iteration: int) -> None:
@@ -132,7 +134,21 @@ class Stragglers:
         self._first = iteration + 1
         self._num_iterations = 0
         self._since: dict[int, int] = {}
+        self._reported: StragglerReport | None = None
         clock.take()
+
+    def measure(self, run: TrainingRun, report: StepReport) -> StepReport:
+        self.end_iteration(report.iteration)
+        if not is_due(run.config.logging.log_interval, report.iteration):
+            return report
+        self._reported = self.report(report.iteration)
+        return replace(report, stragglers=self._reported.figures())
+
+    def on_log(self, run: TrainingRun, report: StepReport, average: IntervalAverage) -> None:
+        reported = self._reported
+        assert reported is not None, "an iteration with a log line has a report"
+        run.log(reported.line(run.config.logging.straggler_minmax_count))
+        run.log_scalars(reported.scalars(), reported.last)
 
     def end_iteration(self, iteration: int) -> None:
         """Take no more time until the next iteration begins; a run may go back to iterations that it has had."""

@@ -21,12 +21,14 @@ from megatron.core.pipeline_parallel.executor import gather_timeline
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.timeline import RankTimeline, write_timeline
 from megatron.core.timers import Timer, Timers
+from megatron.training.callbacks.callback import ActionClock, Callback, TrainingRun
 from megatron.training.initialize import Runtime
+from megatron.training.loggers.log_lines import StepReport
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 
 
-class Profiling:
+class Profiling(Callback):
     """Profile the iterations that ``--profile`` names, and keep the history of memory where it is asked for.
 
     Ranges are there in a profiled iteration only; the others do nothing more than ask whether they are profiled.
@@ -61,6 +63,13 @@ class Profiling:
     @property
     def is_open(self) -> bool:
         return self._first_iteration is not None
+
+    def before_step(self, run: TrainingRun) -> None:
+        self.begin_iteration(run.train_state.iteration, run.parts.chunks)
+
+    def measure(self, run: TrainingRun, report: StepReport) -> StepReport:
+        self.end_iteration(report.iteration)
+        return report
 
     def begin_iteration(self, done: int, chunks: Sequence[Model]) -> None:
         """Begin the profile where it begins after ``done`` iterations."""
@@ -226,10 +235,9 @@ def _watch_layers(chunks: Sequence[Model]) -> Callable[[], None]:
 
 
 Clock = Callable[[], float]
-ActionClock = Callable[[Sequence[Action]], Clock | None]
 
 
-class ScheduleRecorder:
+class ScheduleRecorder(Callback):
     """Record the second iteration that this job trains, or the first where it is the run's last.
 
     Iterations that are passed over do not count. The first one has work that others do not have. The pipeline of the
@@ -241,10 +249,16 @@ class ScheduleRecorder:
         self._path = config.logging.record_schedule
         self._runtime = runtime
         self._last = config.train_iters
+        self._begin()
+
+    def _begin(self) -> None:
         self._num_trained = 0
         self._is_over = self._path is None
         self._actions: tuple[Action, ...] = ()
         self._times: list[float] = []
+
+    def on_begin(self, run: TrainingRun) -> None:
+        self._begin()
 
     def action_clock(self, inner: ActionClock) -> ActionClock:
         """Return what also keeps the times that the executor asks for, where the iteration is the one to record."""
@@ -266,6 +280,10 @@ class ScheduleRecorder:
             return now
 
         return begin
+
+    def measure(self, run: TrainingRun, report: StepReport) -> StepReport:
+        self.end_iteration(report.iteration)
+        return report
 
     def end_iteration(self, done: int) -> None:
         """Write the file where the iteration that ends was recorded; every rank must call."""
