@@ -26,7 +26,7 @@ format: setup  ## rewrite the code in the project's style
 
 generate: setup  ## bring generated pages and the frozen lists of the tests up to date
 	$(PYTHON) tools/generate_argument_docs.py
-	$(PYTHON) -m tests.unit.training.config.mistakes
+	$(PYTHON) -m tests.unit.config.mistakes
 	$(PYTHON) docs/scripts/list_refusals.py
 	$(PYTHON) docs/scripts/draw_parallelism.py
 	$(PYTHON) -m tests.unit.training.config.freeze

@@ -31,7 +31,7 @@ PREDICTED_MS: Mapping[str, Mapping[str, float]] = {
     "B200": {BF16: 120, "delayed": 100, "tensorwise": 110, "rowwise": 210, "blockwise": 223, "mxfp8": 230},
 }
 """Milliseconds of a step by GPU type and recipe: 4 layers of Llama 3.1 8B, TP 1 and DP 8 on 8 GPUs, two micro-batches
-of 8,192 tokens, by the dry run (tests/unit/dry_run/test_float8.py predicts them again)."""
+of 8,192 tokens, by the dry run (tests/unit/planner/simulation/test_dry_run.py predicts them again)."""
 
 
 def float8_speed_line(recipe: str) -> str | None:

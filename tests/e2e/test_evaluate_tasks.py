@@ -15,7 +15,7 @@ from tests.e2e.test_text_generation import GPT2_SHAPE, LLAMA_SHAPE, byte_level_f
 from tests.harness.faults import Faults
 from tests.harness.forked_training import fork_training
 from tests.harness.local_tasks import NAMES, write_tasks
-from tests.unit.core.datasets.conversations.small_chat import write_chat_folder
+from tests.unit.core.datasets.small_chat import write_chat_folder
 
 pytestmark = pytest.mark.long
 pytest.importorskip("lm_eval", reason="the package lm-eval is not installed (the extra eval)")

@@ -1,7 +1,8 @@
-"""The examples: accepted at their full size, and run scaled down."""
+"""The examples, the quickstart, the tutorials and the scripts run as their pages say, scaled down."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -10,18 +11,26 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 
 from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
 from megatron.checkpoint.formats.native import NativeSource
+from megatron.cli import preprocess_data, text_generation_cli
 from megatron.config.arguments import resolve_arguments
-from tests.e2e.toy_run import DATA, newest
+from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.parallel_state import create_parallel_state
+from tests.e2e.test_text_generation import call_tool
+from tests.e2e.toy_run import DATA, newest, toy_args
+from tests.harness.distributed import run_distributed
 from tests.harness.forked_training import fork_training
-from tests.harness.training_run import REPOSITORY, CommandResult, read_metrics, run_command
-from tests.unit.core.datasets.conversations.small_chat import write_chat_folder, write_lines
+from tests.harness.training_run import REPOSITORY, CommandResult, launch_prefix, read_metrics, run_command
+from tests.unit.core.datasets.small_chat import write_chat_folder, write_lines
 
 EXAMPLES = REPOSITORY / "examples"
 PRETRAINING = {"gpt2_345m.sh": 50304, "llama3_8b.sh": 128256, "mixture_of_experts.sh": 50304}
@@ -220,3 +229,231 @@ def test_the_table_of_examples_is_whole_and_scripts_parse() -> None:
         if path.suffix in (".sh", ".sbatch", ".yaml") or path.name in ("Dockerfile", "own_training_loop.py"):
             assert f"({path.name})" in table, path.name
     subprocess.run(["bash", "-n", EXAMPLES / "slurm.sbatch"], check=True)
+
+
+EXAMPLE = REPOSITORY / "examples" / "own_training_loop.py"
+ITERATIONS = 6
+
+
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("own_training_loop", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def losses(tp: int, dtype: torch.dtype) -> list[float]:
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    state = create_parallel_state(ParallelSizes(tp=min(tp, world_size)))
+    given: list[float] = load_example().train(state, EXAMPLE.read_bytes(), ITERATIONS, "cpu", dtype)
+    return given
+
+
+@pytest.mark.parametrize(("world_size", "tp"), [(2, 2), (2, 1), (4, 2)])
+def test_losses_are_those_of_one_process(world_size: int, tp: int) -> None:
+    alone = losses(1, torch.float64)
+    assert alone[-1] < alone[0] - 0.5
+    for given in run_distributed(world_size, losses, tp, torch.float64, timeout_s=60.0):
+        assert given == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("nproc", [pytest.param(nproc, marks=pytest.mark.long) for nproc in (1, 2)])
+def test_the_command_prints_the_losses_of_one_process(nproc: int) -> None:
+    words = ("--tensor-model-parallel-size", str(nproc), "--iterations", str(ITERATIONS))
+    result = run_command([*launch_prefix(nproc), EXAMPLE, *words], env={"CUDA_VISIBLE_DEVICES": ""}).check()
+    printed = [float(loss) for loss in re.findall(r"^iteration \d+: loss (\S+)$", result.stdout, re.M)]
+    assert printed == pytest.approx(losses(1, torch.float32), rel=1e-5)
+
+
+QUICKSTART = REPOSITORY / "examples" / "quickstart.sh"
+
+
+def environment(folder: Path, pip: str) -> Path:
+    """Make what looks like a virtual environment of this interpreter, in which pip does something else."""
+    (folder / "bin").mkdir(parents=True)
+    script = f'#!/bin/sh\nif [ "$2" = pip ]; then {pip}; fi\nexec {shlex.quote(sys.executable)} "$@"\n'
+    (folder / "bin" / "python").write_text(script)
+    (folder / "bin" / "python").chmod(0o755)
+    return folder
+
+
+def test_a_failed_installation_ends_it_at_once_and_leaves_nothing_running(tmp_path: Path) -> None:
+    venv = environment(tmp_path / "venv", "echo no index is reachable >&2; exit 3")
+    # The output is a pipe that is read to its end: a process left behind would hold it open.
+    done = run_command(
+        ["bash", QUICKSTART], env={"VENV": str(venv), "RUN": str(tmp_path / "run"), "PYTHON": sys.executable}
+    )
+    assert done.returncode == 3
+    assert done.stdout.startswith("\n== 1/6 environment: ")
+    assert "no index is reachable" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.default
+def test_its_steps_with_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    counted = [" ".join(str(number + place) for place in range(27)) for number in range(100)]
+    text = "".join(f'{{"text": "{line}"}}\n' for line in counted)
+    (tmp_path / "text.jsonl").write_text(text)
+    tokenizer = "--tokenizer-type NullTokenizer --vocab-size 127"
+    words = ["--input", f"{tmp_path}/text.jsonl", "--output-prefix", f"{tmp_path}/text", "--append-eod"]
+    assert preprocess_data.main([*words, *tokenizer.split(), "--workers", "1"]) == 0
+    run = [*toy_args(tmp_path, data=False), "--data-path", f"{tmp_path}/text_text_document", "--train-iters", "30"]
+    run += ["--tensor-model-parallel-size", "2", "--save-interval", "30", "--split", "90,5,5", "--lr", "1e-2"]
+    stopped = fork_training([*run, "--exit-interval", "10"], 2).check()
+    assert len(stopped.iterations()) == 10
+    resumed = fork_training(run, 2).check()
+    losses = resumed.losses()
+    assert len(losses) == 30
+    assert losses[-1] < 0.8 * losses[0]
+    assert newest(tmp_path / "checkpoints").name == "iter_0000030"
+    words = ["--load", str(tmp_path / "checkpoints"), "--prompt", "5 6", "--tokens-to-generate", "4", "--greedy"]
+    status, generated, _ = call_tool(monkeypatch, capsys, *words, tool=text_generation_cli)
+    assert status == 0
+    assert generated.splitlines()[-1].startswith("5 6 ")
+
+
+@pytest.mark.long
+def test_it_shows_that_it_works_and_ends_with_text(tmp_path: Path) -> None:
+    venv = environment(tmp_path / "venv", "sleep 6; exit 0")
+    values = {"VENV": str(venv), "RUN": str(tmp_path / "run"), "PYTHON": sys.executable, "ITERATIONS": "100"}
+    done = run_command(["bash", QUICKSTART], env={**values, "MEGATRON_DEVICE": "cpu"}, timeout_s=600).check()
+    steps = re.split(r"\n== (?=\d/6|done)", done.stdout)[1:]
+    assert [step.split()[0] for step in steps] == ["1/6", "2/6", "3/6", "4/6", "5/6", "6/6", "done"]
+    # Two calls of pip are twelve silent seconds.
+    assert re.search(r"\n   \.\.\. 5 s, \d+ MB in ", steps[0])
+    assert "iteration      100/     100" in steps[4]
+    assert "Return the number of" in steps[5]
+    assert "training loss: " in steps[6]
+    assert str(tmp_path / "run") in steps[6]
+    page = (tmp_path / "run" / "quickstart.html").read_text(encoding="utf-8")
+    assert "Training loss" in page
+    assert '<p class="sample"><b>Return the number of</b>' in page
+
+
+TUTORIALS = REPOSITORY / "docs" / "tutorials"
+
+# SLURM's commands on one machine: a job runs until it has ended, each of its machines is a process.
+SLURM = {
+    "sbatch": """#!/bin/bash
+set -e
+nodes=
+while [[ "$1" == --* ]]; do
+    if [[ "$1" == --nodes=* ]]; then nodes=${1#--nodes=}; fi
+    shift
+done
+asked() { sed -n "s/^#SBATCH --$1=//p" "$script"; }
+script=$1
+shift
+export SLURM_NNODES=${nodes:-$(asked nodes)} SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=machines
+output=$(asked output)
+bash "$script" "$@" > "${output/\\%j/$SLURM_JOB_ID}" 2>&1
+""",
+    "scontrol": "#!/bin/sh\necho 127.0.0.1\necho 127.0.0.2\n",
+    "srun": """#!/bin/bash
+[[ "$1" == --kill-on-bad-exit=1 ]] && shift
+for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & ranks+=($!); done
+for rank in "${ranks[@]}"; do wait "$rank" || exit $?; done
+""",
+}
+
+
+def run_tutorial(name: str, folder: Path) -> CommandResult:
+    """Run the blocks of a page in a folder that looks like the repository's root."""
+    blocks = re.findall(r"```bash\n(.*?)```", (TUTORIALS / f"{name}.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert blocks
+    for part in ("examples", "docs", "tools", "pretrain_gpt.py"):
+        (folder / part).symlink_to(REPOSITORY / part)
+    tools = commands(folder / "bin")
+    for name, text in SLURM.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    script = folder / "blocks.sh"
+    script.write_text("set -eo pipefail\n" + "\n".join(blocks), encoding="utf-8")
+    environment = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+    environment |= {"MEGATRON_DEVICE": "cpu", "HF_HUB_OFFLINE": "1"}
+    return run_command(["bash", script], env=environment, timeout_s=500, cwd=folder).check()
+
+
+@pytest.mark.long
+def test_the_first_model_learns_resumes_and_writes(tmp_path: Path) -> None:
+    done = run_tutorial("first_model", tmp_path)
+    lines = [line for line in read_metrics(tmp_path / "tutorial/model/metrics.jsonl") if "split" not in line]
+    assert [line["iteration"] for line in lines] == list(range(1, 61))
+    assert lines[0]["lm_loss"] == pytest.approx(8.3, abs=0.3)
+    assert lines[-1]["lm_loss"] < lines[0]["lm_loss"] - 1
+    assert "Return the number of" in done.stdout[-2000:]
+
+
+@pytest.mark.long
+def test_a_megatron_script_is_read_run_and_its_checkpoint_converted(tmp_path: Path) -> None:
+    done = run_tutorial("from_a_megatron_script", tmp_path)
+    assert "--tensor-model-parallel-size 2" in done.stdout
+    assert "iteration        6/       6" in done.stdout
+    assert (tmp_path / "tutorial/for_megatron/latest_checkpointed_iteration.txt").is_file()
+
+
+@pytest.mark.long
+def test_a_hugging_face_model_is_trained_on_and_given_back(tmp_path: Path) -> None:
+    done = run_tutorial("continue_a_hugging_face_model", tmp_path)
+    losses = [line["lm_loss"] for line in read_metrics(tmp_path / "tutorial/continued/metrics.jsonl")]
+    assert losses[-1] < losses[0] - 0.3
+    before, after = (
+        json.loads((tmp_path / "tutorial" / name / "config.json").read_text()) for name in ("llama", "given_back")
+    )
+    assert after["architectures"] == before["architectures"]
+    assert done.stdout.splitlines()[-1].startswith("The rooms")
+
+
+@pytest.mark.long
+def test_a_job_of_two_machines_resumes_and_goes_on_with_one(tmp_path: Path) -> None:
+    run_tutorial("several_machines_with_slurm", tmp_path)
+    lines = [
+        line["iteration"] for line in read_metrics(tmp_path / "tutorial/slurm/metrics.jsonl") if "split" not in line
+    ]
+    assert lines == list(range(1, 13))
+    starts = (tmp_path / "tutorial/slurm/run_record/starts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["world_size"] for line in starts] == [2, 2, 1]
+    logs = sorted((tmp_path / "tutorial").glob("job-*.log"), key=lambda path: path.stat().st_mtime)
+    assert [sorted(set(re.findall(r" iteration +(\d+)/", log.read_text())), key=int) for log in logs] == [
+        ["1", "2", "3", "4"],
+        ["5", "6", "7", "8"],
+        ["9", "10", "11", "12"],
+    ]
+
+
+@pytest.mark.long
+def test_the_slow_rank_and_the_line_where_it_hangs_are_found(tmp_path: Path) -> None:
+    done = run_tutorial("slow_or_hung", tmp_path)
+    stragglers = [line for line in done.stdout.splitlines() if line.startswith(" stragglers |")]
+    assert " rank 1 takes " in stragglers[-1]
+    assert " most at forward (" in stragglers[-1]
+    assert "forward-compute" in done.stdout
+    assert "rank1.iterations5-6.pt.trace.json" in done.stdout
+    assert done.stdout.count("rank 1 |") == 2
+    (hang,) = [line for line in done.stdout.splitlines() if line.startswith("HANG: rank ")]
+    assert hang.startswith("HANG: rank 1 on ")
+    assert "the run ended with status 1" in done.stdout
+    assert re.search(r"^\d+:.*faulty\.py", done.stdout, re.MULTILINE)
+    assert (tmp_path / "tutorial/hang.svg").read_text().startswith("<svg")
+
+
+SCRIPT = REPOSITORY / "benchmarks" / "real_345m" / "run.py"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read under /proc")
+def test_the_whole_life_of_a_toy_is_run_and_reported(tmp_path: Path) -> None:
+    words = ("--toy", "--seq-length", "64", "--folder", tmp_path / "run", "--output", tmp_path / "result")
+    run_command([sys.executable, SCRIPT, *words], timeout_s=600.0).check()
+    result = json.loads((tmp_path / "result.json").read_text())
+    first, second, converted, generated = result["phases"]
+    for phase in (first, second):
+        assert sorted(phase["peak_mib"]) == [f"rank {rank}" for rank in range(4)]
+        assert min(phase["peak_mib"].values()) > 50
+        assert phase["figures"]["checkpoint_files"] == 4
+    assert second["figures"]["loss"] < first["figures"]["loss"]
+    assert converted["figures"]["checkpoint_files"] == 1
+    assert len(generated["figures"]["text"].split()) == 6 + 20
+    assert (tmp_path / "result.md").read_text().count("\n| ") == 5

@@ -17,7 +17,7 @@ from tests.e2e.test_text_generation import call_tool
 from tests.e2e.toy_run import exact_figures
 from tests.harness.forked_training import ForkedRun, fork_training
 from tests.harness.training_run import REPOSITORY, run_command, run_training
-from tests.unit.core.datasets.conversations.small_chat import write_chat_folder, write_lines
+from tests.unit.core.datasets.small_chat import write_chat_folder, write_lines
 
 MODEL = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 96 --position-embedding-type rope

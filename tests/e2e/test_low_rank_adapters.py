@@ -19,7 +19,7 @@ from tests.e2e.test_convert import run_converter
 from tests.e2e.test_text_generation import call_tool
 from tests.e2e.toy_run import exact_figures, newest
 from tests.harness.forked_training import ForkedRun, fork_training
-from tests.unit.interop.huggingface.tiny_models import make_model, save_model, their_logits, tokens_of
+from tests.unit.checkpoint.formats.huggingface.tiny_models import make_model, save_model, their_logits, tokens_of
 
 TRAINING = """
     --use-checkpoint-args --tokenizer-type NullTokenizer --vocab-size 100 --mock-data --seq-length 16

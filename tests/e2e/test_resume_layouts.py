@@ -1,4 +1,4 @@
-"""A run saved at one layout goes on at every other, and back: the same samples, the same losses, the same bytes."""
+"""A run saved at one layout goes on at every other, and back, with latent attention and YaRN too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron.training.initialize import make_runtime
 from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.pretrain import with_vocabulary
 from pretrain_gpt import provide_model
-from tests.e2e.toy_run import newest, toy_args
+from tests.e2e.toy_run import exact_figures, newest, toy_args
 from tests.harness.distributed import run_distributed
 from tests.harness.forked_training import ForkedRun, fork_training
 
@@ -235,3 +235,53 @@ def assert_reads_are_exact(checkpoints: Path, ranks: list[tuple[list[tuple[int, 
         assert len(set(own)) == len(own)
         found.update(own)
     assert found == stored
+
+
+LATENT_MODEL = """
+    --multi-latent-attention --position-embedding-type rope --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6
+    --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3
+    --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+"""
+LATENT_HOME = Layout(
+    4,
+    f"{LATENT_MODEL} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
+    "--use-distributed-optimizer",
+)
+
+
+@pytest.mark.long
+def test_latent_attention_and_further_tokens_go_on_at_another_layout(tmp_path: Path) -> None:
+    home, there = tmp_path / "home", tmp_path / "there"
+    home.mkdir()
+    there.mkdir()
+    whole = train(home, LATENT_HOME, "--save-interval 10")
+    copy_of_iteration_10(home / "checkpoints", there)
+    one = Layout(1, LATENT_MODEL)
+    pass_through(one, there / "checkpoints", tmp_path / "again")
+    assert_same_content(newest(tmp_path / "again"), newest(there / "checkpoints"))
+    run = train(there, one)
+    assert_goes_on_like(run, whole)
+    assert all(line["mtp_1_loss"] > 0 for line in run.iterations())
+    assert "mtp_1_loss: " in run.stdout
+
+
+KIND = """
+    --normalization RMSNorm --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+    --softmax-type learnable --window-size 7,0 --window-attn-skip-freq 2 --quick-geglu --glu-linear-offset 1
+    --activation-func-clamp-value 7 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24
+    --position-embedding-type rope --rope-type yarn --rotary-base 150000 --rotary-scaling-factor 8
+    --original-max-position-embeddings 9 --no-yarn-correction-range-round-to-int
+"""
+STEPS = "--train-iters 6 --lr-warmup-iters 2 --eval-interval 100"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_megatrons_files_hold_stretched_positions(form: str, tmp_path: Path) -> None:
+    flags = (KIND, STEPS, f"--ckpt-format {form} --tensor-model-parallel-size 2")
+    whole = fork_training(toy_args(tmp_path / "whole", *flags), 2).check()
+    fork_training(toy_args(tmp_path, *flags, "--exit-interval 3"), 2).check()
+    resumed = fork_training(toy_args(tmp_path, *flags), 2).check()
+    assert exact_figures(resumed.iterations())[-3:] == exact_figures(whole.iterations())[-3:]
+    other = fork_training(toy_args(tmp_path, *flags, "--rotary-scaling-factor 9"), 2).check()
+    assert "configuration changed since the checkpoint: model.rotary_scaling_factor: 8.0 -> 9.0" in other.stdout

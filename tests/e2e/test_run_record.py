@@ -1,4 +1,4 @@
-"""A run says beside its checkpoints what it was, and goes on from there; its printed configuration is the same run."""
+"""What a run says beside its checkpoints of itself and its passes, and two runs that are given one folder."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.checkpoint_folder import saved_iterations
 from megatron.cli import train
 from megatron.cli.train import ContinuedRun
+from megatron.cli.visualize_pipeline import main
 from megatron.config.arguments import resolve_arguments
 from megatron.config.printed_config import format_config
 from megatron.core.errors import ConfigurationError
 from megatron.core.object_store import as_path
+from megatron.core.pipeline_parallel.schedules import Pass
+from megatron.core.pipeline_parallel.timeline import read_timeline
 from megatron.training.initialize import LaunchEnvironment
 from megatron.training.loggers.run_record import RunRecord
-from tests.e2e.toy_run import DATA, assert_same_checkpoints, exact_figures, newest, toy_args
-from tests.harness.forked_training import fork_training
+from tests.e2e.toy_run import DATA, assert_same_checkpoints, exact_figures, leftovers, newest, toy_args
+from tests.harness.forked_training import ForkedRun, fork_training, fork_trainings
 from tests.harness.object_faults import empty_memory_store
 
 FLAGS = "--swiglu --hidden-dropout 0.1 --bf16 --train-iters 6 --save-interval 3"
@@ -180,3 +184,93 @@ def test_a_url_without_a_record_is_refused(url: str, said: str, capsys) -> None:
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {said}")
     assert "hunter2" not in line
+
+
+@pytest.mark.parametrize(
+    ("iterations", "more", "recorded"),
+    [
+        (1, "", 1),
+        pytest.param(3, "", 2, marks=pytest.mark.long),
+        pytest.param(4, "--iterations-to-skip 0", 3, marks=pytest.mark.long),
+        (3, "--iterations-to-skip 0 1", 3),
+    ],
+)
+def test_the_passes_of_a_pipeline_are_recorded_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], iterations: int, more: str, recorded: int
+) -> None:
+    path = tmp_path / "new" / "schedule.json"
+    flags = f"--train-iters {iterations} --eval-iters 0 --lr-warmup-iters 0 --cpu-matmul mkl {more}"
+    layout = "--pipeline-model-parallel-size 2 --global-batch-size 6"
+    plain = fork_training(toy_args(tmp_path / "plain", flags, layout, save=False), 2)
+    words = toy_args(tmp_path / "run", flags, layout, "--record-schedule", path, save=False)
+    run = fork_training(words, 2).check()
+    assert f"wrote {path}: the passes of iteration {recorded};" in run.stdout
+    assert run.losses() == plain.losses()
+    timeline = read_timeline(path)
+    assert (timeline.pipeline_size, timeline.num_microbatches) == (2, 3)
+    for rank in timeline.ranks:
+        kinds = [action.kind for action in rank.actions]
+        assert (kinds.count(Pass.FORWARD), kinds.count(Pass.BACKWARD)) == (3, 3)
+    # The second stage cannot begin before the first has ended its first pass.
+    assert timeline.ranks[1].starts[0] >= timeline.ranks[0].ends[0]
+    assert main(["--recorded", str(path)]) == 0
+    assert capsys.readouterr().out.count("rank ") >= 2
+
+
+# Long enough that the one does not end before the other has looked.
+TWO_JOBS_FLAGS = "--train-iters 120 --lr-decay-iters 60 --save-interval 20 --keep-last 2 --eval-interval 60"
+
+
+def refusals(run: ForkedRun) -> list[str]:
+    return [line for line in run.errors[0].splitlines() if line.startswith("error: ")]
+
+
+def start_two(folder: Path, nproc: int, flags: str) -> None:
+    """Start the same command line twice at one moment, and compare what is left with that of a run alone."""
+    args = toy_args(folder, TWO_JOBS_FLAGS, flags)
+    runs = fork_trainings([args, args], nproc)
+    assert sorted(run.statuses for run in runs) == [(0,) * nproc, (2,) * nproc]
+    winner, loser = sorted(runs, key=lambda run: run.statuses)
+    (reason,) = refusals(loser)
+    assert reason.startswith(f"error: --save {folder / 'checkpoints'} is in use by a training run on ")
+    assert "[before the start of training step]" not in loser.stdout
+    assert [line["iteration"] for line in winner.iterations()] == list(range(1, 121))
+    assert saved_iterations(folder / "checkpoints") == [100, 120]
+    assert leftovers(folder / "checkpoints") == []
+    assert "Traceback" not in loser.errors[0]
+
+
+@pytest.mark.default(1)
+@pytest.mark.parametrize(
+    ("num_rounds", "nproc", "flags"),
+    [
+        pytest.param(1, 1, "", id="once"),
+        pytest.param(20, 1, "", id="20-times", marks=pytest.mark.long),
+        pytest.param(20, 2, "--async-save --use-distributed-optimizer", id="dp2-20-times", marks=pytest.mark.long),
+    ],
+)
+def test_of_two_jobs_on_one_folder_exactly_one_runs(num_rounds: int, nproc: int, flags: str, tmp_path: Path) -> None:
+    for number in range(num_rounds):
+        start_two(tmp_path / str(number), nproc, flags)
+
+
+@pytest.mark.long
+def test_two_jobs_with_one_metrics_file_are_not_mixed(tmp_path: Path) -> None:
+    shared = f"{TWO_JOBS_FLAGS} --metrics-jsonl {tmp_path / 'figures.jsonl'}"
+    several = [toy_args(tmp_path / name, shared) for name in ("one", "other")]
+    runs = fork_trainings(several, 1)
+    assert sorted(run.statuses for run in runs) == [(0,), (2,)]
+    winner, loser = sorted(runs, key=lambda run: run.statuses)
+    (reason,) = refusals(loser)
+    assert reason.startswith(f"error: --metrics-jsonl {tmp_path / 'figures.jsonl'} is in use by a training run on ")
+    alone = fork_training(toy_args(tmp_path / "alone", TWO_JOBS_FLAGS)).check()
+    assert exact_figures(winner.metrics) == exact_figures(alone.metrics)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["figures.jsonl"]
+
+
+def test_an_evaluation_without_a_folder_of_its_own_runs_beside_a_run(tmp_path: Path) -> None:
+    training = toy_args(tmp_path, TWO_JOBS_FLAGS, "--train-iters 80")
+    fork_training([*training, "--exit-interval", "20"]).check()
+    looking = toy_args(tmp_path, "--train-iters 80 --lr-decay-iters 60 --skip-train", save=False)
+    both = fork_trainings([training, [*looking, "--load", str(tmp_path / "checkpoints")]], 1)
+    assert [len(run.check().iterations()) for run in both] == [80, 0]

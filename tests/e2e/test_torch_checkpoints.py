@@ -1,8 +1,9 @@
-"""Runs that save with --ckpt-format torch go on from their own files at any layout, as if nothing had happened."""
+"""Runs that save with --ckpt-format torch or torch_dist go on from their own files at any layout."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.toy_run import exact_figures, leftovers, toy_args
+from megatron.checkpoint.comparison import compare_sources
+from megatron.checkpoint.stored_checkpoint import open_checkpoint
+from tests.e2e.toy_run import exact_figures, leftovers, newest, toy_args
+from tests.harness.faults import Faults
 from tests.harness.forked_training import ForkedRun, fork_training
+from tests.harness.torch_loader import assert_torch_reads, read_with_torch
 
 TOLERANCE = 1e-5
 FLAGS = "--num-layers 4 --train-iters 8 --ckpt-format torch --save-interval 4 --eval-interval 1000"
@@ -149,3 +154,120 @@ def test_files_of_different_iterations_are_refused(gathers: str, tmp_path: Path)
     torn = fork_training([*args, "--ckpt-step", "2", "--exit-interval", "3"], 2)
     assert set(torn.statuses) != {0}
     assert "do not lie as Megatron lays out" in torn.errors[0]
+
+
+TORCH_DIST_FLAGS = "--num-layers 4 --train-iters 8 --save-interval 4 --eval-interval 1000"
+SAVE = "--ckpt-format torch_dist"
+
+
+@pytest.fixture(scope="module")
+def whole_torch_dist(tmp_path_factory: pytest.TempPathFactory) -> tuple[ForkedRun, Path]:
+    folder = tmp_path_factory.mktemp("whole")
+    return fork_training(toy_args(folder, TORCH_DIST_FLAGS, NO_DROPOUT)).check(), folder / "checkpoints"
+
+
+def test_resume_at_the_same_layout_is_exact_with_dropout_in_torch_dist(tmp_path: Path) -> None:
+    layout = "--tensor-model-parallel-size 2 --use-distributed-optimizer --bf16 --async-save --swiglu"
+    layout += " --untie-embeddings-and-output-weights --vocab-size 129"
+    layout += " --train-iters 4 --save-interval 2"
+    whole = fork_training(toy_args(tmp_path / "whole", TORCH_DIST_FLAGS, SAVE, layout), 4).check()
+    folder = tmp_path / "parts"
+    fork_training(toy_args(folder, TORCH_DIST_FLAGS, SAVE, layout, "--exit-interval 2"), 4).check()
+    found = sorted(path.name for path in newest(folder / "checkpoints").iterdir() if path.is_file())
+    assert found == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "common.pt", "metadata.json"]
+    resumed = fork_training(toy_args(folder, TORCH_DIST_FLAGS, SAVE, layout), 4).check()
+    assert exact_figures(resumed.iterations()) == exact_figures(whole.iterations())
+    assert leftovers(folder / "checkpoints") == []
+    ours, theirs = (open_checkpoint(newest(run / "checkpoints")) for run in (folder, tmp_path / "whole"))
+    assert all(found.is_equal for found in compare_sources(ours, theirs))
+    assert (ours.common["progress"], ours.common["optimizer"]) == (
+        theirs.common["progress"],
+        theirs.common["optimizer"],
+    )
+    assert ours.tensors["model.embedding.word_embeddings.weight"].global_shape == (130, 32)
+    values = read_with_torch(newest(folder / "checkpoints"))
+    # 130 tokens, padded to a multiple of 8 x TP.
+    for key in ("embedding.word_embeddings.weight", "optimizer.state.param.output_layer.weight"):
+        assert values[key].shape == (144, 32)
+        assert not values[key][130:].any()
+
+
+@pytest.mark.parametrize("name", ["tp2-pp2-vpp2", pytest.param("dp2-distributed-optimizer", marks=pytest.mark.long)])
+def test_any_layout_goes_on_from_any_other_in_torch_dist(
+    name: str, whole_torch_dist: tuple[ForkedRun, Path], tmp_path: Path
+) -> None:
+    processes, layout = LAYOUTS[name]
+    fork_training(
+        toy_args(tmp_path, TORCH_DIST_FLAGS, SAVE, NO_DROPOUT, layout, "--exit-interval 4"), processes
+    ).check()
+    assert_torch_reads(newest(tmp_path / "checkpoints"))
+    back = fork_training(toy_args(tmp_path, TORCH_DIST_FLAGS, NO_DROPOUT)).check()
+    compare(back, whole_torch_dist[0])
+
+
+def test_a_folder_saved_natively_goes_on_in_megatrons_format(
+    whole_torch_dist: tuple[ForkedRun, Path], tmp_path: Path
+) -> None:
+    fork_training(toy_args(tmp_path, TORCH_DIST_FLAGS, NO_DROPOUT, "--exit-interval 4")).check()
+    compare(
+        fork_training(toy_args(tmp_path, TORCH_DIST_FLAGS, SAVE, NO_DROPOUT, "--keep-last 1")).check(),
+        whole_torch_dist[0],
+    )
+    folders = [tmp_path / "checkpoints" / f"iter_{iteration:07d}" for iteration in (4, 8)]
+    assert [(folder / "index.json").is_file() for folder in folders] == [True, False]
+    ours, theirs = open_checkpoint(folders[1]), open_checkpoint(newest(whole_torch_dist[1]))
+    assert all(found.is_equal for found in compare_sources(ours, theirs))
+
+
+@pytest.mark.long
+def test_ranks_that_share_a_key_value_group_in_torch_dist(tmp_path: Path) -> None:
+    groups = "--group-query-attention --num-query-groups 2"
+    whole = fork_training(toy_args(tmp_path / "whole", TORCH_DIST_FLAGS, NO_DROPOUT, groups)).check()
+    layout = f"--tensor-model-parallel-size 4 {groups} --exit-interval 4"
+    fork_training(toy_args(tmp_path / "parts", TORCH_DIST_FLAGS, SAVE, NO_DROPOUT, layout), 4).check()
+    compare(fork_training(toy_args(tmp_path / "parts", TORCH_DIST_FLAGS, NO_DROPOUT, groups)).check(), whole)
+
+
+@pytest.mark.parametrize("how", [pytest.param("", marks=pytest.mark.long), "--async-save"])
+def test_a_disk_that_takes_no_more_is_said_and_leaves_what_was_there(how: str, tmp_path: Path) -> None:
+    args = toy_args(tmp_path, SAVE, how, "--save-interval 2 --train-iters 8 --eval-interval 100 --micro-batch-size 4")
+    run = fork_training(args, faults=Faults(no_room=(7, 100)))
+    assert run.statuses == (1,)
+    path = rf"{re.escape(str(tmp_path))}/checkpoints/\.iter_0000008\.\w+\.saving/__0_0\.distcp"
+    message = f"error: the last checkpoint, of iteration 8, was not saved: cannot write {path}: File too large; "
+    assert re.match(message, run.errors[0])
+    assert newest(tmp_path / "checkpoints").name in ("iter_0000006", "iter_0000004" if how else "")
+    assert leftovers(tmp_path / "checkpoints") == []
+
+
+def test_damaged_files_fall_back_or_end_the_run_in_one_line(tmp_path: Path) -> None:
+    flags = toy_args(tmp_path, TORCH_DIST_FLAGS, SAVE, "--train-iters 4 --save-interval 2")
+    fork_training(flags).check()
+    folder = tmp_path / "checkpoints" / "iter_0000004"
+    shard, metadata = folder / "__0_0.distcp", folder / ".metadata"
+
+    def refusal(*more: str) -> str:
+        run = fork_training([*flags, "--ckpt-step", "4", *more])
+        assert run.statuses == (2,), run.outputs
+        (line,) = run.errors[0].strip().splitlines()
+        return line
+
+    kept = shard.read_bytes()
+    flipped = bytearray(kept)
+    flipped[len(kept) // 2] ^= 1
+    shard.write_bytes(flipped)
+    assert f"{shard}: the bytes of storage" in refusal()
+    shard.write_bytes(kept[:-1000])
+    assert f"{shard}: ends within" in refusal()
+    shard.unlink()
+    assert f"{shard}: No such file or directory" in refusal()
+    shard.write_bytes(kept)
+    assert "is of another tokenizer" in refusal("--vocab-size", "300")
+    metadata.write_bytes(metadata.read_bytes()[:-100])
+    assert f"{metadata}: not the metadata of a checkpoint" in refusal()
+    metadata.unlink()
+    assert f"{metadata}: No such file or directory" in refusal()
+    run = fork_training(flags).check()
+    assert f"WARNING: checkpoint {folder} is damaged" in run.stdout
+    assert [line["iteration"] for line in run.iterations()][-2:] == [3, 4]
+    assert metadata.exists()

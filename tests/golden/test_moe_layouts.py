@@ -45,7 +45,7 @@ from tests.golden.test_moe_golden import FOLDER, TOLERANCE, moe_settings, refere
 from tests.harness.closeness import assert_tensors_close
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import load_global_weights, make_model
-from tests.unit.core.transformer.moe.test_routing import plain_twin
+from tests.unit.core.transformer.moe.test_moe_layer import plain_twin
 
 NUM_STEPS, BATCH = 10, 2
 RECIPE = (

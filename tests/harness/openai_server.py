@@ -24,7 +24,7 @@ from megatron.serving.openai.guard import Guard, Limits, Metrics
 from megatron.serving.openai.http_server import HttpServer
 from megatron.serving.openai.translator import Translator
 from megatron.serving.text_generation_server import ApiTranslator, PutApi
-from tests.unit.core.datasets.conversations.small_chat import write_chat_folder
+from tests.unit.core.datasets.small_chat import write_chat_folder
 from tests.unit.core.inference.small_models import build, odd_config
 
 NAME = "tiny"

@@ -23,7 +23,7 @@ from megatron.verification.collective_recorder import record_step
 from megatron.verification.run_cell import resolve_cell
 from megatron.verification.verifier import Verifier
 from megatron.verification.worker_pool import WorkerPool
-from tests.unit.interop.megatron_torch.memory_source import MemorySource
+from tests.unit.checkpoint.formats.megatron.memory_source import MemorySource
 
 
 def check_rejected(words: Sequence[str], text: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.training_run import REPOSITORY, run_command
-from tests.unit.training.config.command_lines import MINIMAL
+from tests.unit.config.command_lines import MINIMAL
 
 DOCUMENT = (REPOSITORY / "docs" / "how_to_add.md").read_text(encoding="utf-8")
 PATCHES = Path(__file__).parent
@@ -138,7 +138,7 @@ check_rejected([*flags, *saved, "--optimizer", "adafactor"], "--optimizer adafac
     "checkpoint_format": """
 from megatron.cli import convert
 from megatron.cli import diff_checkpoints as diff
-from tests.unit.conversion.small_checkpoint import small_common, write_small
+from tests.unit.checkpoint.small_checkpoint import small_common, write_small
 write_small(pathlib.Path("native"), small_common())
 assert convert.main("--load-dir native --saver raw --save-dir raw".split()) == 0
 assert len(list(pathlib.Path("raw").glob("iter_0000003/*.bin"))) > 100

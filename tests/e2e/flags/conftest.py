@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.e2e.flags.flag_trials import PLAIN
 from tests.e2e.toy_run import DATA, toy_args
 from tests.harness.forked_training import fork_training
-from tests.unit.training.config.command_lines import write_data_set
+from tests.unit.config.command_lines import write_data_set
 
 
 @pytest.fixture(scope="session")

@@ -31,16 +31,12 @@ FURTHER_TESTS = (
     "tests/distributed/verification/test_emulated_layouts.py",
     "tests/unit/emulated_cuda/test_programs.py",
     "tests/unit/core/test_device.py",
-    "tests/unit/core/kernels/test_attention_block.py",
-    "tests/unit/core/kernels/test_triton_offsets.py",
-    "tests/unit/core/kernels/test_attention_choice.py",
-    "tests/unit/core/kernels/test_flash_attention_selection.py",
-    "tests/unit/core/kernels/test_matrix_product.py",
-    "tests/unit/core/kernels/test_accumulation.py",
-    "tests/unit/core/kernels/test_triton_programs.py",
-    "tests/unit/core/kernels/test_triton_bias_gradients.py",
-    "tests/unit/core/kernels/test_triton_residual_norm.py",
-    "tests/unit/core/kernels/test_triton_float8.py",
+    "tests/unit/core/ops/test_attention_block.py",
+    "tests/unit/core/ops/test_triton_offsets.py",
+    "tests/unit/core/ops/test_attention_choice.py",
+    "tests/unit/core/ops/test_flash_attention_selection.py",
+    "tests/unit/core/ops/test_gemm.py",
+    "tests/unit/core/ops/test_triton_programs.py",
 )
 """Tests besides the scenarios: those on emulated devices, of devices, and of kernels and their choice by GPU."""
 _RECORDED = "recorded.jsonl"

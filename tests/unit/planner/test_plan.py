@@ -16,7 +16,7 @@ from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
 from megatron.planner.step_time import end_times
-from tests.unit.training.config.command_lines import MINIMAL
+from tests.unit.config.command_lines import MINIMAL
 
 FLAGS = "--num-layers 8 --pipeline-model-parallel-size 4 --micro-batch-size 1 --bf16"
 

@@ -1,8 +1,9 @@
-"""Numbers of parameters and memory in closed form: users' own figures, and what a model and its optimizer hold."""
+"""Parameters and memory in closed form: users' figures, experts, latent attention, adapters and sinks."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,26 @@ import pretrain_gpt
 from megatron.config.arguments import resolve_arguments
 from megatron.config.run_config import RunConfig
 from megatron.core.device import Device
-from megatron.core.parallel_state import create_parallel_state
+from megatron.core.model_parallel_config import ParallelSizes
+from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
+from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.muon import is_orthogonalized
+from megatron.core.parallel_state import ExpertGroups, create_parallel_state, describe_parallel_state
+from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
+from megatron.planner.explanation import with_known_vocabulary
+from megatron.planner.gpu import H100
+from megatron.planner.implementations import OURS
+from megatron.planner.plan import Plan
+from megatron.planner.prediction import predict
 from megatron.training.initialize import Runtime
 from megatron.training.model_setup import build_model_and_optimizer
 from megatron.training.theoretical_memory_usage import describe_theoretical_memory, model_size, theoretical_memory
+from megatron.verification.cells import BASE_FLAGS
+from megatron.verification.model_cells import ATTENTION_SHAPES, LATENT_SHAPES
+from megatron.verification.run_cell import resolve_cell
 
 GPT2_345M = """
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
@@ -113,3 +129,231 @@ def test_activations_without_a_form_are_left_out(flags: str) -> None:
     config = configure(f"{GPT2_345M} {flags}", 2)
     assert theoretical_memory(config).activations is None
     assert "activation" not in describe_theoretical_memory(config)[-1]
+
+
+WHOLE = StageContents((0, 1, 2), has_embedding=True, has_loss=True)
+EXPERT_SMALL = """
+    --num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 10 --lr 1e-4 --mock-data --ffn-hidden-size 40
+    --tokenizer-type NullTokenizer --vocab-size 127 --num-experts 8 --moe-ffn-hidden-size 16 --moe-layer-freq 2
+"""
+
+
+@pytest.mark.parametrize(("tp", "ep", "etp"), [(1, 1, None), (2, 1, None), (2, 2, 1), (4, 2, 2)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_parameters_are_those_of_the_model(tp: int, ep: int, etp: int | None, has_bias: bool) -> None:
+    config = GPTConfig(
+        num_layers=3,
+        hidden_size=24,
+        num_attention_heads=4,
+        ffn_hidden_size=40,
+        vocab_size=52,
+        make_vocab_size_divisible_by=4,
+        max_position_embeddings=16,
+        swiglu=True,
+        add_bias_linear=has_bias,
+        num_experts=6,
+        moe_layer_freq="[0,1,1]",
+        moe_ffn_hidden_size=12,
+        moe_shared_expert_intermediate_size=20,
+        moe_shared_expert_gate=True,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        sequence_parallel=tp > 1,
+    )
+    state = describe_parallel_state(tp - 1, tp, ParallelSizes(tp=tp, ep=ep, etp=etp))
+    rng = RngStreams(Device("cpu"), 0, state.place)
+    model = GPTModel(config, state.tp, rng, seed=7, experts=ExpertGroups.of(state))
+    found = []
+    for parameter in model.parameters():
+        spec = spec_of(parameter)
+        copies = spec.num_replicas if spec.gradient_sum_axes else 0
+        is_trained = parameter.requires_grad
+        kind = {"is_expert": spec.is_expert, "is_matrix": is_orthogonalized(spec)}
+        found.append(ChunkParameter(parameter.numel(), copies, is_trained=is_trained, **kind))
+    assert chunk_parameters(config, WHOLE) == found
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_experts_have_their_own_share_of_sharded_state(optimizer: str) -> None:
+    flags = f"{EXPERT_SMALL} --use-distributed-optimizer --optimizer {optimizer} --disable-bias-linear"
+    dense, spread = (
+        resolve_arguments([*flags.split(), *more.split()], 4, needs_files=False).config
+        for more in ("", "--expert-model-parallel-size 4")
+    )
+    spread_size = model_size(spread)
+    assert model_size(dense).block == spread_size.block
+    assert spread_size.experts[0] * 4 == model_size(dense).experts[0]
+    # Each rank has a quarter of the experts' state either way; of weights and gradients a quarter only when spread.
+    saved = 8.0 * (model_size(dense).experts[0] - spread_size.experts[0])
+    difference = theoretical_memory(dense).weights_and_optimizer - theoretical_memory(spread).weights_and_optimizer
+    assert difference == pytest.approx(saved)
+
+
+def test_what_depends_on_the_choices_of_tokens_is_not_in_megatrons_line() -> None:
+    config = resolve_arguments(EXPERT_SMALL.split(), 1, needs_files=False).config
+    assert theoretical_memory(config).activations is None
+
+
+STAGES = (
+    StageContents((0, 1), has_embedding=True, has_loss=True),
+    StageContents((0,), has_embedding=True),
+    StageContents((1,), has_loss=True),
+)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("contents", STAGES, ids=["whole", "first", "last"])
+@pytest.mark.parametrize(("is_untied", "q_lora_rank"), [(True, 6), (False, None)])
+def test_parameters_are_those_of_the_model_with_latent_attention(
+    tp: int, contents: StageContents, is_untied: bool, q_lora_rank: int | None
+) -> None:
+    config = GPTConfig(
+        num_layers=2,
+        hidden_size=24,
+        num_attention_heads=4,
+        ffn_hidden_size=40,
+        vocab_size=52,
+        make_vocab_size_divisible_by=4,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=is_untied,
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=10,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=6,
+        mtp_num_layers=2,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+    )
+    state = describe_parallel_state(tp - 1, tp, ParallelSizes(tp=tp))
+    model = GPTModel(
+        config,
+        state.tp,
+        RngStreams(Device("cpu"), 0, state.place),
+        seed=7,
+        layer_numbers=contents.layer_numbers,
+        pre_process=contents.has_embedding,
+        post_process=contents.has_loss,
+    )
+    found = []
+    for parameter in model.parameters():
+        spec = spec_of(parameter)
+        copies = spec.num_replicas if "tp" in spec.gradient_sum_axes else 0
+        kind = {"is_tied": spec.is_tied_over_pipeline, "is_matrix": is_orthogonalized(spec)}
+        found.append(ChunkParameter(parameter.numel(), copies, **kind))
+    assert chunk_parameters(config, contents) == found
+
+
+def test_further_tokens_take_memory_and_time_on_the_last_stage() -> None:
+    flags = [*BASE_FLAGS, *LATENT_SHAPES["latent-yarn"], "--bf16"]
+    config = with_known_vocabulary(resolve_arguments(flags, 1, needs_files=False).config)
+    size = model_size(config)
+    assert size.block + size.embedding == size.shards[0]
+    plan = Plan.of(config)
+    assert plan.model.mtp_depth > 0
+    without = dataclasses.replace(plan, model=dataclasses.replace(plan.model, mtp_num_layers=None))
+    assert plan.num_predictions == without.num_predictions * (1 + plan.model.mtp_depth)
+    more, fewer = (predict(each, OURS, H100) for each in (plan, without))
+    for part in ("weights", "activations", "logits"):
+        assert getattr(more.stages[-1], part) > getattr(fewer.stages[-1], part), part
+    assert more.time is not None
+    assert fewer.time is not None
+    assert more.time.layer == fewer.time.layer
+    # What follows the layers has as many MTP modules.
+    assert more.time.output_layer > fewer.time.output_layer + plan.model.mtp_depth * more.time.layer.total
+    assert more.time.slowest_stage > fewer.time.slowest_stage
+
+
+ADAPTER_WHOLE = StageContents((0, 1), has_embedding=True, has_loss=True)
+ADAPTER_SMALL = """
+    --num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --max-position-embeddings 24 --bf16
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 10 --lr 1e-4 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 127 --lora-rank 3 --load somewhere --finetune
+"""
+
+
+def test_experts_beside_adapters_have_no_gradients() -> None:
+    experts = "--num-experts 4 --moe-shared-expert-intermediate-size 16 --lora-target-modules linear_qkv linear_proj"
+    config = resolve_arguments(f"{ADAPTER_SMALL} {experts}".split(), 1).config
+    state = describe_parallel_state(0, 1, ParallelSizes())
+    model = GPTModel(config.model, state.tp, RngStreams(Device("cpu"), 0, state.place), seed=7)
+    size = model_size(config)
+    assert size.trained == (sum(p.numel() for p in model.parameters() if p.requires_grad),)
+    assert size.shards == (sum(p.numel() for p in model.parameters()),)
+    assert size.experts == (0,)
+
+
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 12, "moe_layer_freq": "([0]+[1])"}
+SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
+
+
+@pytest.mark.parametrize("experts", [{}, EXPERTS, EXPERTS | SHARED, EXPERTS | {"expert_tensor_parallel_size": 1}])
+@pytest.mark.parametrize("targets", [(), ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
+def test_parameters_are_those_of_the_model_with_adapters(
+    targets: tuple[str, ...], tp: int, sequence_parallel: bool, experts: dict[str, Any]
+) -> None:
+    """At tensor-parallel size 4 two ranks share a group of keys and values."""
+    config = GPTConfig(
+        num_layers=2,
+        hidden_size=24,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=40,
+        vocab_size=52,
+        make_vocab_size_divisible_by=4,
+        max_position_embeddings=16,
+        swiglu=True,
+        lora_rank=3,
+        lora_target_modules=targets,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel,
+        **experts,
+    )
+    state = describe_parallel_state(tp - 1, tp, config.parallel_sizes)
+    groups = ExpertGroups.of(state) if experts else None
+    model = GPTModel(config, state.tp, RngStreams(Device("cpu"), 0, state.place), seed=7, experts=groups)
+    found = []
+    for parameter in model.parameters():
+        spec = spec_of(parameter)
+        # What is summed over the ranks is of as many copies as the parameter has.
+        copies = spec.num_replicas if spec.gradient_sum_axes else 0
+        kind = {"is_trained": parameter.requires_grad, "is_matrix": is_orthogonalized(spec)}
+        kind["is_expert"] = spec.is_expert
+        found.append(ChunkParameter(parameter.numel(), copies, **kind))
+    assert chunk_parameters(config, ADAPTER_WHOLE) == found
+
+
+def test_weights_and_optimizer_are_what_a_run_holds_with_adapters() -> None:
+    config = resolve_arguments(ADAPTER_SMALL.split(), 1, needs_files=False).config
+    device, state = Device("cpu"), create_parallel_state()
+    runtime = Runtime(device, state, RngStreams(device, 1, state.place))
+    parts = build_model_and_optimizer(config, runtime, pretrain_gpt.provide_model, lambda line: None)
+    size = model_size(config)
+    trained = sum(parameter.numel() for parameter in parts.chunks[0].parameters() if parameter.requires_grad)
+    assert size.trained == (trained,)
+    assert size.shards == (sum(parameter.numel() for parameter in parts.chunks[0].parameters()),)
+    optimizer = sum(tensor.nbytes for _, tensor in parts.optimizer.sharded_state().values())
+    weights = sum(parameter.nbytes for parameter in parts.chunks[0].parameters())
+    assert theoretical_memory(config).weights_and_optimizer == weights + 4 * trained + optimizer
+
+
+@pytest.mark.parametrize(("shape", "tp"), [("sinks", 1), ("gpt-oss", 2), ("off-by-one", 2)])
+def test_parameters_are_those_of_the_model_with_sinks(shape: str, tp: int) -> None:
+    config = resolve_cell((*BASE_FLAGS, *ATTENTION_SHAPES[shape]), 1, "float32").model
+    config = dataclasses.replace(config, tensor_model_parallel_size=tp, expert_tensor_parallel_size=None)
+    state = describe_parallel_state(tp - 1, tp, ParallelSizes(tp=tp))
+    model = GPTModel(config, state.tp, RngStreams(Device("cpu"), 0, state.place), seed=7)
+    contents = StageContents((0, 1, 2, 3), has_embedding=True, has_loss=True)
+    planned = chunk_parameters(config, contents)
+    found = [parameter.numel() for parameter in model.parameters()]
+    assert [parameter.size for parameter in planned] == found
+    names = [spec_of(parameter).name for parameter in model.parameters()]
+    places = [place for place, name in enumerate(names) if name.endswith("core_attention.softmax_offset")]
+    assert [planned[place].size for place in places] == [4 // tp] * (4 if shape in ("sinks", "gpt-oss") else 0)

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.planner.plan import Plan
 from megatron.planner.trace_store import TraceStore
 from megatron.planner.traces import TraceRequest
-from tests.unit.training.config.command_lines import MINIMAL
+from tests.unit.config.command_lines import MINIMAL
 
 
 def record_of(size: int, *, in_blocks: bool) -> Mapping[str, Any]:

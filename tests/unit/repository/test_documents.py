@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from tests.unit.config import mistakes
 from tests.unit.repository.source_tree import PACKAGE, REPOSITORY, relative, tracked_files
-from tests.unit.training.config import mistakes
 
 
 def test_the_picture_of_the_architecture_has_every_package() -> None:
@@ -49,4 +49,4 @@ def test_scripts_with_a_first_line_are_executable() -> None:
 
 def test_the_page_of_mistakes_has_the_answers() -> None:
     page = mistakes.DOCUMENT.read_text(encoding="utf-8")
-    assert page == mistakes.document(), "run python -m tests.unit.training.config.mistakes"
+    assert page == mistakes.document(), "run python -m tests.unit.config.mistakes"

@@ -17,8 +17,8 @@ from docs.scripts.markdown_cells import code, prose
 from megatron.config.megatron_flags import NO_EFFECT
 from megatron.config.run_config import config_parts
 from megatron.core.config_base import field_docs, field_specs
+from tests.unit.config.mistakes import MISTAKES, workplace
 from tests.unit.repository.source_tree import REPOSITORY
-from tests.unit.training.config.mistakes import MISTAKES, workplace
 
 DOCS = REPOSITORY / "docs"
 

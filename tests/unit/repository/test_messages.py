@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.config.mistakes import MISTAKES, workplace
 from tests.unit.repository.source_tree import REPOSITORY
-from tests.unit.training.config.mistakes import MISTAKES, workplace
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from megatron.training.loggers.log_lines import StepReport
 from megatron.training.preflight import prepare_data_or_exit
 from megatron.training.pretrain import pretrain
 from tests.harness.distributed import run_distributed
-from tests.unit.training.config.command_lines import MINIMAL
+from tests.unit.config.command_lines import MINIMAL
 
 MOMENTS = [name for name, value in vars(Callback).items() if inspect.isfunction(value)]
 

@@ -16,7 +16,7 @@ from megatron.core.object_store import as_path
 from megatron.training import resume
 from megatron.training.checkpointing import RunCheckpoints
 from tests.harness.object_faults import empty_memory_store
-from tests.unit.training.checkpointing.toy_checkpoint import STATE, save
+from tests.unit.checkpoint.toy_checkpoint import STATE, save
 
 PLACES = ("folder", "memory://bucket/run")
 

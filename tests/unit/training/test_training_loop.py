@@ -35,7 +35,7 @@ from megatron.training.loggers.log_lines import StepReport
 from megatron.training.resume import ResumeState
 from megatron.training.training import evaluate_and_report, train
 from megatron.training.training_step import StepReduction
-from tests.unit.training.config.command_lines import MINIMAL
+from tests.unit.config.command_lines import MINIMAL
 
 Event = tuple[Any, ...]
 

@@ -19,7 +19,7 @@ from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
 from tests.harness.distributed import run_distributed
-from tests.unit.interop.huggingface.tiny_models import save_model, tokens_of
+from tests.unit.checkpoint.formats.huggingface.tiny_models import save_model, tokens_of
 
 KINDS = ("gpt2", "neo", "llama31")
 PROMPTS = ((3, 1, 4, 15, 92), (65, 35), (89, 79, 32))

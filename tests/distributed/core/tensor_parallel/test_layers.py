@@ -1,7 +1,8 @@
-"""Single layers cut over two ranks against plain matrix products, with inputs that are not contiguous."""
+"""Layers and mappings over ranks against plain matrix products, in Megatron's model and in a user's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,81 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.errors import ConfigurationError
 from megatron.core.main_grad import MainGrad, attach_main_grad
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import spec_of
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.harness.distributed import run_distributed
 from tests.harness.toy_model import Fragment, fragments, named_values, reassemble, tensor_parallel_group
+
+MAPPINGS: dict[str, Callable[[torch.Tensor, Group], torch.Tensor]] = {
+    "reduce": lambda tensor, tp: mappings.reduce_from_tensor_model_parallel_region(tensor.contiguous(), tp),
+    "copy": mappings.copy_to_tensor_model_parallel_region,
+    "scatter": mappings.scatter_to_tensor_model_parallel_region,
+    "gather": mappings.gather_from_tensor_model_parallel_region,
+    "scatter_sequence": mappings.scatter_to_sequence_parallel_region,
+    "gather_sequence": mappings.gather_from_sequence_parallel_region,
+    "reduce_scatter": mappings.reduce_scatter_to_sequence_parallel_region,
+}
+
+
+def values(rank: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank), dtype=torch.float64)
+
+
+def forward_and_backward() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    tp = tensor_parallel_group()
+    results = {}
+    for name, mapping in MAPPINGS.items():
+        x = values(tp.rank, (6, 2, 9), seed=1).requires_grad_()
+        # A transposed view, but where the sum is written in place: no collective may take its memory for the tensor.
+        entering = x.clone() if name == "reduce" else x.transpose(0, 2).contiguous().transpose(0, 2)
+        output = mapping(entering, tp)
+        output.backward(values(tp.rank, tuple(output.shape), seed=2))
+        assert x.grad is not None
+        results[name] = (output.detach().clone(), x.grad)
+    return results
+
+
+def test_mappings_over_three_ranks() -> None:
+    xs = [values(rank, (6, 2, 9), seed=1) for rank in range(3)]
+    total = torch.stack(xs).sum(dim=0)
+
+    def grads(shape: tuple[int, ...]) -> list[torch.Tensor]:
+        return [values(rank, shape, seed=2) for rank in range(3)]
+
+    same, short, long = grads((6, 2, 9)), grads((2, 2, 9)), grads((18, 2, 9))
+    narrow, wide = grads((6, 2, 3)), grads((6, 2, 27))
+    for rank, results in enumerate(run_distributed(3, forward_and_backward)):
+        expected = {
+            "reduce": (total, same[rank]),
+            "copy": (xs[rank], torch.stack(same).sum(dim=0)),
+            "scatter": (xs[rank].chunk(3, dim=-1)[rank], torch.cat(narrow, dim=-1)),
+            "gather": (torch.cat(xs, dim=-1), wide[rank].chunk(3, dim=-1)[rank]),
+            "scatter_sequence": (xs[rank].chunk(3)[rank], torch.cat(short)),
+            "gather_sequence": (torch.cat(xs), sum(long).chunk(3)[rank]),  # type: ignore[union-attr]
+            "reduce_scatter": (total.chunk(3)[rank], torch.cat(short)),
+        }
+        for name, (output, gradient) in expected.items():
+            torch.testing.assert_close(results[name][0], output, msg=f"{name} forward")
+            torch.testing.assert_close(results[name][1], gradient, msg=f"{name} backward")
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_one_rank_passes_the_tensor_through(name: str) -> None:
+    x = torch.randn(6, 2, 9, requires_grad=True)
+    assert MAPPINGS[name](x, single_rank_group()) is x
+
+
+@pytest.mark.parametrize(("name", "dim"), [("scatter", -1), ("scatter_sequence", 0)])
+def test_what_cannot_be_cut_evenly_is_refused(name: str, dim: int) -> None:
+    tp = Group(axes=("tp",), ranks=(0, 1), rank=0)
+    with pytest.raises(ConfigurationError, match=rf"dim {dim} of a tensor \[7, 2, 9\] is not divisible by .* size 2"):
+        MAPPINGS[name](torch.zeros(7, 2, 9), tp)
+
 
 LENGTH, BATCH, WIDTH = 6, 3, 10
 
@@ -219,3 +288,114 @@ def rows_of_the_gradient() -> list[int]:
 
 def test_tokens_of_other_ranks_do_not_pile_up_on_one_row() -> None:
     assert run_distributed(2, rows_of_the_gradient) == [[0, 1, 2, 3, 0, 1, 2, 3]] * 2
+
+
+STANDALONE_LENGTH, STANDALONE_BATCH, INNER, OUTER = 4, 3, 6, 10
+FLOAT64 = ModelParallelConfig(params_dtype="float64")
+SEQUENCE_PARALLEL = ModelParallelConfig(sequence_parallel=True)
+TWO_RANKS = Group(axes=("tp",), ranks=(0, 1), rank=0)
+Result = tuple[list[torch.Tensor], torch.Tensor, list[Fragment]]
+
+
+def standalone_values(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def run_layer(kind: str, settings: dict[str, Any]) -> Result:
+    """Return what a layer gives (one tensor or two), the input's gradient, and the parameters' by their place."""
+    tp = tensor_parallel_group()
+    widths = {"input_size": INNER, "output_size": OUTER}
+    layer: Any
+    if kind == "column":
+        layer = ColumnParallelLinear(**widths, tp_group=tp, config=FLOAT64, **settings)
+    else:
+        layer = RowParallelLinear(**widths, tp_group=tp, config=FLOAT64, **settings)
+    fill(layer)
+    x = standalone_values(STANDALONE_LENGTH, STANDALONE_BATCH, INNER, seed=1)
+    if kind == "row" and settings.get("input_is_parallel", True):
+        x = x.chunk(tp.size, dim=-1)[tp.rank]
+    x = x.clone().requires_grad_()
+    given = layer(x)
+    outputs = list(given) if isinstance(given, tuple) else [given]
+    total = outputs[0] if len(outputs) == 1 or outputs[1] is None else outputs[0] + outputs[1]
+    grad = standalone_values(STANDALONE_LENGTH, STANDALONE_BATCH, OUTER, seed=2)
+    total.backward(grad if total.shape[-1] == OUTER else grad.chunk(tp.size, dim=-1)[tp.rank])
+    assert x.grad is not None
+    kept = [output.detach().clone() for output in outputs if output is not None]
+    return kept, x.grad, fragments((spec_of(p), p.grad) for p in layer.parameters() if p.grad is not None)
+
+
+def plain() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return a plain map's product, its bias, the input's gradient and the parameters'."""
+    layer = ColumnParallelLinear(INNER, OUTER, single_rank_group(), config=FLOAT64)
+    weight = torch.from_numpy(named_values(spec_of(layer.weight))).requires_grad_()
+    assert layer.bias is not None
+    bias = torch.from_numpy(named_values(spec_of(layer.bias))).requires_grad_()
+    x = standalone_values(STANDALONE_LENGTH, STANDALONE_BATCH, INNER, seed=1).requires_grad_()
+    F.linear(x, weight, bias).backward(standalone_values(STANDALONE_LENGTH, STANDALONE_BATCH, OUTER, seed=2))
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert bias.grad is not None
+    return F.linear(x, weight).detach(), bias.detach(), x.grad, {"weight": weight.grad, "bias": bias.grad}
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("column", {"gather_output": True}),
+    ("column", {"skip_bias_add": True}),
+    ("column", {"gather_output": True, "skip_bias_add": True}),
+    ("column", {"gather_output": True, "padded_output_size": 12}),
+    ("row", {"input_is_parallel": False}),
+    ("row", {"skip_bias_add": True}),
+    ("row", {"input_is_parallel": False, "skip_bias_add": True}),
+]
+
+
+def run_cases() -> list[Result]:
+    return [run_layer(kind, settings) for kind, settings in CASES]
+
+
+def test_every_flag_gives_what_a_plain_product_gives() -> None:
+    product, bias, x_grad, gradients = plain()
+    results = run_distributed(2, run_cases)
+    for number, (kind, settings) in enumerate(CASES):
+        is_cut = kind == "column" and not settings.get("gather_output", False)
+        for rank in range(2):
+            outputs, own_x_grad, _ = results[rank][number]
+            expected = [product, bias] if settings.get("skip_bias_add") else [product + bias]
+            if is_cut:
+                expected = [tensor.chunk(2, dim=-1)[rank] for tensor in expected]
+            assert len(outputs) == len(expected), settings
+            for ours, theirs in zip(outputs, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, msg=f"{kind} {settings}")
+            cut_grad = kind == "row" and settings.get("input_is_parallel", True)
+            wanted = x_grad.chunk(2, dim=-1)[rank] if cut_grad else x_grad
+            torch.testing.assert_close(own_x_grad, wanted, msg=f"{kind} {settings}: input's gradient")
+        found = reassemble([results[rank][number][2] for rank in range(2)], copy_tolerance=1e-12)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(torch.from_numpy(found[name]), gradient, msg=f"{kind} {settings}: {name}")
+
+
+def test_a_layer_without_a_bias_gives_none_for_it() -> None:
+    for layer in (
+        ColumnParallelLinear(INNER, OUTER, single_rank_group(), bias=False, skip_bias_add=True),
+        RowParallelLinear(INNER, OUTER, single_rank_group(), bias=False, skip_bias_add=True),
+    ):
+        output, bias = layer(torch.zeros(STANDALONE_LENGTH, STANDALONE_BATCH, INNER))
+        assert output.shape == (STANDALONE_LENGTH, STANDALONE_BATCH, OUTER)
+        assert bias is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "settings", "message"),
+    [
+        (ColumnParallelLinear, {"output_size": 7}, "7 output features are not divisible by tensor-parallel size 2;"),
+        (ColumnParallelLinear, {"stride": 2}, "10 output features .* size 2 x 2 stacked tensors;"),
+        (ColumnParallelLinear, {"gather_output": True, "config": SEQUENCE_PARALLEL}, "here True and 1; drop one"),
+        (RowParallelLinear, {"input_size": 5}, "5 input features are not divisible by tensor-parallel size 2;"),
+        (RowParallelLinear, {"input_is_parallel": False, "config": SEQUENCE_PARALLEL}, "input_is_parallel=False takes"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(layer: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        layer(**{"input_size": INNER, "output_size": OUTER, "tp_group": TWO_RANKS} | settings)
+    assert "\n" not in str(caught.value)

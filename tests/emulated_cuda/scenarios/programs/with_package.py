@@ -17,7 +17,7 @@ import pretrain_gpt
 from megatron.training.exit_reason import run_program
 from tests.emulated_cuda.environment import REPOSITORY
 
-ENGINE = REPOSITORY / "tests/unit/core/kernels/transformer_engine_stand_in.py"
+ENGINE = REPOSITORY / "tests/unit/core/ops/transformer_engine_stand_in.py"
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, softcap: float) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""Places of parameters in flat buffers."""
+"""Places of parameters in flat buffers, and the memory that sharded gradients borrow."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+from megatron.core.distributed.fully_sharded_data_parallel import BucketPool
 from megatron.core.distributed.param_layout import (
     ParamRange,
     ParamSlot,
@@ -103,3 +105,16 @@ def test_a_range_of_padding_holds_no_part() -> None:
     slots = (ParamSlot(1, 0, 10), ParamSlot(0, 16, 20))
     assert parts_of_range(slots, 10, 16) == []
     assert parts_of_range(slots, 8, 18) == [ParamRange(1, 8, 10, 0), ParamRange(0, 0, 2, 8)]
+
+
+def test_memory_that_came_back_is_lent_again() -> None:
+    pool = BucketPool(7, torch.bfloat16, torch.device("cpu"))
+    assert not pool.has_free
+    first, second = pool.take(), pool.take()
+    assert (first.numel(), first.dtype) == (7, torch.bfloat16)
+    assert first.data_ptr() != second.data_ptr()
+    pool.give(first)
+    assert pool.has_free
+    assert pool.take() is first
+    assert not pool.has_free
+    assert pool.num_allocated == 2

@@ -1,3 +1,5 @@
+"""The engine: prompts, padding, cached continuations and scores are those of whole forward passes."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -7,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.inference import prompt_batch
+from megatron.core.inference import engine, prompt_batch
 from megatron.core.inference.beam_search import BeamConfig
 from megatron.core.inference.continuous_engine import ContinuousEngine
 from megatron.core.inference.engine import InferenceEngine, generate
@@ -19,7 +22,7 @@ from megatron.core.inference.inference_request import (
     TokenPairs,
     context_length,
 )
-from megatron.core.inference.prompt_batch import ScoredRow, gather_logits
+from megatron.core.inference.prompt_batch import ScoredRow, batches_of_like_length, gather_logits, pad_left
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.staged_model import StagedModel
 from megatron.core.model_parallel_config import ParallelSizes
@@ -28,7 +31,11 @@ from megatron.core.ops.attention_pattern import CAUSAL
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.pipeline_parallel.stage_layout import StageContents
 from megatron.core.process_group import single_rank_group
+from megatron.core.tensor_parallel.random import RngStreams
 from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.verification.cells import BASE_FLAGS, FAMILY_SHAPES, SHAPES
+from megatron.verification.model_cells import ATTENTION_SHAPES, LATENT_SHAPES
+from megatron.verification.run_cell import resolve_cell
 from tests.unit.core.inference.small_models import build, golden_model, odd_config, whole_logits
 
 STATE = describe_parallel_state(0, 1)
@@ -527,3 +534,157 @@ def test_a_stage_waits_for_what_it_has_sent() -> None:
     assert num_waits == 0
     staged.finish()
     assert num_waits == 1
+
+
+CPU = torch.device("cpu")
+
+
+def test_rows_end_in_one_column_and_count_from_their_own_beginning() -> None:
+    prompts = pad_left([[5, 6, 7], [8], [9, 10, 11, 12, 13]], CPU)
+    assert prompts.tokens.tolist() == [[0, 0, 5, 6, 7], [0, 0, 0, 0, 8], [9, 10, 11, 12, 13]]
+    assert prompts.starts.tolist() == [2, 4, 0]
+    assert prompts.has_padding
+    assert prompts.positions(0, 5).tolist() == [[0, 0, 0, 1, 2], [0, 0, 0, 0, 0], [0, 1, 2, 3, 4]]
+    assert prompts.positions(5, 7).tolist() == [[3, 4], [1, 2], [5, 6]]
+
+
+def test_no_real_column_looks_at_padding_and_none_looks_at_nothing() -> None:
+    prompts = pad_left([[5, 6], [7, 8, 9]], CPU)
+    mask = prompts.pattern(0, 3).mask
+    assert mask is not None
+    assert mask.shape == (2, 1, 3, 3)
+    assert mask[0, 0].tolist() == [[True, False, False], [False, True, False], [False, True, True]]
+    assert mask[1, 0].tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+    later = prompts.pattern(4, 5).mask
+    assert later is not None
+    assert later[:, 0].tolist() == [[[False, True, True, True, True]], [[True] * 5]]
+
+
+def test_a_stretch_has_the_rows_of_the_whole_mask() -> None:
+    prompts = pad_left([[1] * 3, [1] * 7, [1]], CPU)
+    whole, stretch = prompts.pattern(0, 7).mask, prompts.pattern(2, 5).mask
+    assert whole is not None
+    assert stretch is not None
+    assert torch.equal(stretch, whole[:, :, 2:5, :5])
+
+
+def test_prompts_of_equal_length_need_no_mask() -> None:
+    assert pad_left([[1, 2], [3, 4]], CPU).pattern(0, 2) is CAUSAL
+
+
+def test_prompts_of_like_length_run_together() -> None:
+    prompts = [[0] * length for length in (9, 1, 8, 2, 2, 30)]
+    assert list(batches_of_like_length(prompts, 2)) == [[1, 3], [2, 4], [0, 5]]
+    assert list(batches_of_like_length(prompts, 32)) == [[0, 1, 2, 3, 4, 5]]
+    assert list(batches_of_like_length([], 4)) == []
+
+
+# Of unequal length, so that some rows are padded, and longer and shorter than the window of 5.
+PROMPTS = ((1, 2, 3), (5, 6, 7, 8, 9, 10, 11, 12, 13), (4,))
+
+
+@pytest.mark.default(11)
+@pytest.mark.parametrize("shape", [*FAMILY_SHAPES, *LATENT_SHAPES, *ATTENTION_SHAPES])
+def test_cache_and_padding_change_no_probability(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two positions of each prompt at a time: queries then look back over the end of a stretch.
+    monkeypatch.setattr(prompt_batch, "_PROMPT_TOKENS_AT_ONCE", 2 * len(PROMPTS))
+    state = describe_parallel_state(0, 1)
+    config = resolve_cell((*BASE_FLAGS, *(SHAPES | LATENT_SHAPES | ATTENTION_SHAPES)[shape]), 1, "float64").model
+    model = GPTModel(config, state.tp, RngStreams(Device("cpu"), 1, state.place), seed=3)
+    request = GenerationRequest(prompts=PROMPTS, max_new_tokens=10, log_probabilities=True)
+    continuations = engine.InferenceEngine(model, state).generate(request)
+    for prompt, continuation in zip(PROMPTS, continuations, strict=True):
+        text = torch.tensor([[*prompt, *continuation.tokens]])
+        with torch.no_grad():
+            logits = model.eval()(text, torch.arange(text.shape[1])[None])[:-1, 0, : config.vocab_size]
+        expected = logits.log_softmax(dim=-1).gather(1, text[0, 1:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(continuation.log_probabilities, dtype=torch.float64), expected)
+
+
+def test_the_cache_of_latent_attention_keeps_the_narrow_vectors_alone() -> None:
+    state = describe_parallel_state(0, 1)
+    config = resolve_cell((*BASE_FLAGS, *LATENT_SHAPES["latent"]), 1, "float64").model
+    model = GPTModel(config, state.tp, RngStreams(Device("cpu"), 1, state.place), seed=3)
+    cache = KeyValueCache(8)
+    with torch.no_grad():
+        model.eval()(torch.arange(6)[None], torch.arange(6)[None], cache=cache)
+    shapes = [tuple(kept.shape) for kept in cache._buffers[0]]
+    assert shapes == [(8, 1, 1, config.kv_lora_rank), (8, 1, 1, config.qk_pos_emb_head_dim)]
+
+
+GREEDY_ROW = 3
+
+
+def rows_of(model: GPTModel) -> list[ScoredRow]:
+    """Return rows of unequal length; one ends in the tokens that the model finds likeliest."""
+    rows = [
+        ScoredRow((3, 1, 4), 1),
+        ScoredRow((15, 92, 6, 53, 58, 9), 4),
+        ScoredRow((9, 7), 1),
+        ScoredRow(tuple(range(2, 40)), 37),
+    ]
+    tokens = [79, 32]
+    for _ in range(3):
+        tokens.append(int(whole_logits(model, torch.tensor([tokens]))[-1, 0, : model.config.vocab_size].argmax()))
+    rows.insert(GREEDY_ROW, ScoredRow(tuple(tokens), 3))
+    return rows
+
+
+@pytest.mark.parametrize("at_once", [6, 1024])
+def test_scores_are_those_of_a_whole_forward_pass(at_once: int, monkeypatch) -> None:
+    monkeypatch.setattr("megatron.core.inference.prompt_batch._PROMPT_TOKENS_AT_ONCE", at_once)
+    model = build(odd_config(), single_rank_group())
+    rows = rows_of(model)
+    sizes: list[int] = []
+    scores = InferenceEngine(model, STATE).score(rows, max_batch_size=3, on_batch=sizes.append)
+    assert sizes == [3, 2]
+    sizes.clear()
+    InferenceEngine(model, STATE, max_batch_size=4).score(rows, on_batch=sizes.append)
+    assert sizes == [4, 1]
+    for row, score in zip(rows, scores, strict=True):
+        logits = whole_logits(model, torch.tensor([row.tokens[:-1]]))[:, 0, : model.config.vocab_size]
+        behind = torch.tensor(row.tokens[1:])[-row.num_scored :]
+        known = logits.log_softmax(dim=-1)[-row.num_scored :]
+        assert score.log_probability == pytest.approx(float(known.gather(1, behind[:, None]).sum()), abs=1e-11)
+        assert score.is_greedy == bool((known.argmax(dim=-1) == behind).all())
+    assert [score.is_greedy for score in scores].index(True) == GREEDY_ROW
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (ScoredRow((3,), 1), "1 of 1 tokens cannot be scored"),
+        (ScoredRow((3, 4), 0), "0 of 2 tokens cannot be scored"),
+        (ScoredRow((3, 101, 5), 1), "prompt 1 of 1 has token 101"),
+        (ScoredRow((1,) * 39, 1), "has 37 learned positions"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(row: ScoredRow, message: str) -> None:
+    engine = InferenceEngine(build(odd_config(), single_rank_group()), STATE)
+    with pytest.raises(InputError, match=message):
+        engine.score([row])
+
+
+def test_a_target_outside_the_vocabulary_is_refused() -> None:
+    engine = InferenceEngine(build(odd_config(), single_rank_group()), STATE)
+    for token in (101, -1):
+        with pytest.raises(InputError, match=rf"token {token} cannot be scored: the model knows 0\.\.100"):
+            engine.score([ScoredRow((3, 4, token), 1)])
+    assert len(engine.score([ScoredRow((3, 4, 0), 1), ScoredRow((3, 4, 100), 1)])) == 2
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    model = build(odd_config(), single_rank_group())
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    with pytest.raises(InputError, match="logits are not finite"):
+        InferenceEngine(model, STATE).score([ScoredRow((3, 4, 10), 1)])
+
+
+def test_the_place_of_logits_that_are_not_finite_is_named() -> None:
+    """It is the last position of the row that has them, counted without the padding."""
+    model = build(odd_config(untie_embeddings_and_output_weights=True), single_rank_group())
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[13] = torch.nan
+    with pytest.raises(InputError, match="logits are not finite at position 2:"):
+        InferenceEngine(model, STATE).score([ScoredRow((3, 4, 10, 5, 6), 1), ScoredRow((3, 4, 13, 5), 1)])

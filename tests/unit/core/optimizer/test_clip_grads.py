@@ -1,9 +1,11 @@
-"""The norm of gradients: accurate, and each element counted once."""
+"""Clipping of gradients: an accurate norm, each element once, by kind, and messages about what is not finite."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,29 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.weight_checks import BadWeightsError
 from megatron.core.main_grad import main_grad_of
 from megatron.core.model_parallel_config import ParallelSizes
-from megatron.core.optimizer.clip_grads import GradNorm, GradStatistics, clip_coefficient, is_counted, sum_of_squares
+from megatron.core.optimizer.clip_grads import (
+    ALL_KINDS,
+    KINDS,
+    GradNorm,
+    GradStatistics,
+    check_weights,
+    clip_coefficient,
+    describe_bad_gradients,
+    grad_multipliers,
+    is_counted,
+    kind_of,
+    sum_of_squares,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import ParamSpec, attach_spec, even_pieces, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, even_pieces, full_pieces, spec_of
+from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients
+from tests.unit.core.distributed.toy_model import parameter as toy_parameter
+from tests.unit.core.optimizer.test_optimizer import build, train_step
 
 
 def coefficient(norm: float, max_norm: float) -> float:
@@ -105,3 +124,90 @@ def test_copies_and_padding_do_not_count() -> None:
     assert GradStatistics.from_totals(meter.measure().tolist()).num_zeros is None
     grads["norm"][1] = float("nan")
     assert not GradStatistics.from_totals(meter.measure().tolist()).is_finite
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind"),
+    [
+        ("embedding.word_embeddings.weight", (5, 3), "embeddings"),
+        ("output_layer.weight", (5, 3), "embeddings"),
+        ("decoder.layers.0.mlp.linear_fc1.weight", (4, 3), "matrices"),
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight", (2, 4, 3), "matrices"),
+        ("decoder.layers.0.mlp.experts.linear_fc1.bias", (2, 4), "vectors"),
+        ("decoder.final_layernorm.weight", (3,), "vectors"),
+    ],
+)
+def test_kinds(name: str, shape: tuple[int, ...], kind: str) -> None:
+    assert kind_of(ParamSpec(name, shape, full_pieces(shape))) == kind
+
+
+def test_kinds_are_clipped_first_and_then_all_together() -> None:
+    config = OptimizerConfig(clip_grad=1.0, clip_grad_matrices=0.6, clip_grad_vectors=0.5)
+    sums = torch.tensor([9.0, 4.0, 0.04], dtype=torch.float64) * 64.0
+    found = grad_multipliers(sums.sum().sqrt(), sums, 8.0, config)
+    # Norms of 3, 2 and 0.2: the first is shortened to 0.6, the third is not, the second has no limit.
+    left = (0.6**2 + 2.0**2 + 0.2**2) ** 0.5
+    expected = [0.2 / left / 8, 1.0 / left / 8, 1.0 / left / 8]
+    assert [found[kind].item() for kind in KINDS] == pytest.approx(expected, rel=2e-6)
+    assert found[ALL_KINDS].item() == pytest.approx(1.0 / left / 8, rel=2e-6)
+    plain = grad_multipliers(sums.sum().sqrt(), sums[:0], 8.0, OptimizerConfig(clip_grad=1.0))
+    assert plain[ALL_KINDS].item() == pytest.approx(1.0 / 13.04**0.5 / 8, rel=2e-6)
+
+
+def test_an_update_has_the_gradients_that_are_left() -> None:
+    gradients = autograd_gradients([0])
+    ddp, optimizer = build(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0, clip_grad_vectors=0.1)
+    before = {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
+    outcome = train_step(ddp, optimizer, 0)
+    of_vectors = [g for name, g in gradients.items() if kind_of(spec_of(getattr(ToyModel(), name))) == "vectors"]
+    norm = torch.cat(of_vectors).norm().item()
+    assert norm > 0.1
+    whole = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+    assert outcome.grad_norm == pytest.approx(whole)
+    for name, parameter in ddp.module.named_parameters():
+        factor = 0.1 / norm if kind_of(spec_of(parameter)) == "vectors" else 1.0
+        expected = before[name] - 0.01 * factor * gradients[name]
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-5, atol=1e-9)
+
+
+WORLD = single_rank_group(("world",))
+
+
+def chunk_with(bad: list[str], **gradients: list[float]) -> Any:
+    parts = [
+        SimpleNamespace(spec=SimpleNamespace(name=name), gradient=torch.tensor(values))
+        for name, values in gradients.items()
+    ]
+    return SimpleNamespace(names_of_bad_local_gradients=lambda: bad, parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(1, "rank 0: p0"), (4, "rank 0: p0, p1, p2, p3"), (6, "rank 0: p0, p1, p2, p3 and 2 more")],
+)
+def test_four_bad_gradients_of_a_rank_are_named(count: int, expected: str) -> None:
+    chunk = chunk_with([f"p{number}" for number in range(count)], p0=[float("nan")])
+    assert describe_bad_gradients([chunk], WORLD, 1.0).endswith(f"; {expected}")
+
+
+def test_gradients_that_only_their_sum_makes_infinite_have_no_rank() -> None:
+    chunk = chunk_with([], p0=[float("inf")])
+    assert describe_bad_gradients([chunk], WORLD, 1.0).endswith("but their sum is not")
+
+
+def test_the_four_largest_elements_are_reported_without_the_loss_scale() -> None:
+    chunk = chunk_with([], a=[8.0, -64.0], b=[128.0], c=[], d=[4.0], e=[2.0], f=[16.0])
+    message = describe_bad_gradients([chunk], WORLD, 4.0)
+    assert message.endswith("the largest elements are 32 in b, 16 in a, 4 in f, 1 in d")
+
+
+def test_weights_are_checked_after_their_gather() -> None:
+    weight = toy_parameter("fc.weight", (2, 3), 1, torch.float32)
+
+    def finish_param_gather() -> None:
+        with torch.no_grad():
+            weight[0, 1] = float("nan")
+
+    chunk: Any = SimpleNamespace(finish_param_gather=finish_param_gather, parameters=lambda: [weight])
+    with pytest.raises(BadWeightsError, match=r"fc\.weight"):
+        check_weights([chunk], WORLD)

@@ -1,17 +1,25 @@
-"""Which parameters are decayed, and which have learning rates of their own."""
+"""Inner optimizers: which parameters are decayed, and update rules from elsewhere with their state."""
 
 from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from megatron.core.errors import ConfigurationError
-from megatron.core.optimizer.inner_optimizer import InnerOptimizer, is_decayed
+from megatron.core.optimizer import inner_optimizer
+from megatron.core.optimizer.inner_optimizer import InnerOptimizer, examine_rule, is_decayed
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import GroupOverride, OptimizerConfig, parse_override
 from megatron.core.optimizer.param_rates import ParamRates, Rate
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from tests.unit.core.optimizer.test_optimizer import assert_same_parameters, build, oracle, train_step
 
 
 @pytest.mark.parametrize(
@@ -114,3 +122,210 @@ def test_the_learning_rate_of_a_wider_model(config: dict[str, str], hidden: floa
         attach_spec(given, ParamSpec(name, (4, 4), full_pieces((4, 4)), width_multiplier=4.0))
         assert rates.learning_rate(given).multiplier == multiplier
         assert rates.learning_rate(parameter(name, (4, 4))).multiplier == 1.0
+
+
+ELEMENTWISE = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adagrad)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.optim.Optimizer]], str]:
+    """Return a function that makes an update rule the one named ``added``."""
+
+    def use(make: Callable[..., torch.optim.Optimizer]) -> str:
+        monkeypatch.setattr(inner_optimizer, "_make_torch_optimizer", lambda config, groups, fused: make(groups))
+        monkeypatch.setattr(inner_optimizer, "_state_names", lambda config: ())
+        return "added"
+
+    return use
+
+
+class DedupMask(torch.optim.SGD):
+    """Keep a Python number for each parameter, which the update follows."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["factor"] = 0.5 * state.get("factor", 1.0)
+                parameter.sub_(parameter.grad, alpha=group["lr"] * state["factor"])
+
+
+class FromTheStart(torch.optim.SGD):
+    """Create the state in the constructor only."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.0)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["past"] = torch.full_like(parameter, 0.25)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                past = self.state[parameter]["past"]
+                past.mul_(0.5).add_(parameter.grad)
+                parameter.sub_(past, alpha=group["lr"])
+
+
+class ScalingEachTensor(torch.optim.SGD):
+    """Scale the gradient of each tensor to a norm between ``smallest`` and ``largest``."""
+
+    def __init__(self, groups: Any, smallest: float, largest: float) -> None:
+        super().__init__(groups, lr=0.0)
+        self.bounds = smallest, largest
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                norm = float(parameter.grad.norm())
+                parameter.sub_(parameter.grad * (sorted((norm, *self.bounds))[1] / norm), alpha=group["lr"])
+
+
+def stored(optimizer: MegatronOptimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors = {name: tensor.clone() for name, (_, tensor) in optimizer.sharded_state().items()}
+    return tensors, optimizer.scalar_state()
+
+
+def load(optimizer: MegatronOptimizer, state: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
+    wanted = optimizer.sharded_state()
+    assert wanted.keys() == state[0].keys()
+    for name, (_, tensor) in wanted.items():
+        tensor.copy_(state[0][name])
+    optimizer.load_scalar_state(state[1])
+
+
+@pytest.mark.parametrize("make", [*ELEMENTWISE, torch.optim.Adafactor, DedupMask, FromTheStart])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_rule_resumes_to_the_bit(make: type[torch.optim.Optimizer], steps_before: int, use: Any) -> None:
+    options: dict[str, Any] = {"optimizer": use(make), "clip_grad": 0.7, "weight_decay": 0.1}
+    ddp, uninterrupted = build(**options)
+    for index in range(5):
+        train_step(ddp, uninterrupted, index)
+    saved_ddp, saved = build(**options)
+    for index in range(steps_before):
+        train_step(saved_ddp, saved, index)
+    state = stored(saved)
+    again_ddp, again = build(**options)
+    again_ddp.module.load_state_dict(saved_ddp.module.state_dict())
+    load(again, state)
+    for index in range(steps_before, 5):
+        train_step(saved_ddp, saved, index)
+        train_step(again_ddp, again, index)
+    assert_same_parameters(saved_ddp.module, ddp.module, 0.0, 0.0)
+    assert_same_parameters(again_ddp.module, ddp.module, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor])
+def test_a_rule_that_ignores_grad_scale_is_given_clipped_gradients(make: Any, use: Any) -> None:
+    ddp, optimizer = build(optimizer=use(make), clip_grad=0.7, weight_decay=0.1)
+    for index in range(3):
+        train_step(ddp, optimizer, index)
+    assert_same_parameters(ddp.module, oracle(3, 0.7, make, 0.1))
+    ddp, optimizer = build(torch.float32, optimizer="added", clip_grad=0.7, weight_decay=0.1)
+    for index in range(3):
+        train_step(ddp, optimizer, index)
+    assert_same_parameters(ddp.module.double(), oracle(3, 0.7, make, 0.1), 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("make", ELEMENTWISE)
+def test_an_elementwise_rule_is_known_by_its_steps(make: Any, use: Any) -> None:
+    rule = examine_rule(OptimizerConfig(optimizer=use(make)))
+    assert (rule.name, rule.is_elementwise, rule.unsaved) == (make.__name__, True, ())
+
+
+def test_a_factored_rule_is_not_elementwise(use: Any) -> None:
+    rule = examine_rule(OptimizerConfig(optimizer=use(torch.optim.Adafactor)))
+    assert (rule.is_elementwise, rule.unsaved) == (False, ())
+
+
+@pytest.mark.parametrize("bounds", [(0.0, 10.0), (1e-3, math.inf)])
+def test_a_rule_with_a_threshold_on_a_whole_tensor_is_not_elementwise(bounds: tuple[float, float], use: Any) -> None:
+    make = functools.partial(ScalingEachTensor, smallest=bounds[0], largest=bounds[1])
+    assert not examine_rule(OptimizerConfig(optimizer=use(make))).is_elementwise
+
+
+def test_a_rule_whose_threshold_is_never_reached_is_elementwise(use: Any) -> None:
+    make = functools.partial(ScalingEachTensor, smallest=0.0, largest=math.inf)
+    assert examine_rule(OptimizerConfig(optimizer=use(make))).is_elementwise
+
+
+class InGroups(torch.optim.SGD):
+    """Keep a number in the parameter groups, a list in the state and a number of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.calls = getattr(self, "calls", 0) + 1
+        for group in self.param_groups:
+            group["estimate"] = group.get("estimate", 1.0) * 0.5
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("past", []).append(0)
+                if self.calls > 1:
+                    self.state[parameter]["late"] = torch.zeros_like(parameter)
+
+
+def test_state_that_no_checkpoint_holds_is_named(use: Any) -> None:
+    rule = examine_rule(OptimizerConfig(optimizer=use(InGroups)))
+    assert rule.unsaved == (
+        "estimate of param_groups[0]",
+        "calls of the optimizer",
+        "past (list)",
+        "late (which does not exist after the first update)",
+    )
+
+
+def test_a_rule_that_needs_a_closure_is_rejected_in_one_line(use: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"LBFGS fails in a trial step.*closure") as caught:
+        examine_rule(OptimizerConfig(optimizer=use(torch.optim.LBFGS)))
+    assert "\n" not in str(caught.value)
+
+
+def test_state_that_was_made_to_be_loaded_goes_with_a_return_to_the_beginning(use: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    inner = InnerOptimizer(OptimizerConfig(optimizer=use(torch.optim.Adagrad)), [([parameter], 1.0)])
+    first = inner.state_of(parameter, "sum").clone()
+    inner.set_learning_rate(0.5, 0.25)
+    inner.make_state()
+    assert torch.equal(parameter.detach(), torch.ones(3))
+    assert parameter.grad is None
+    (group,) = inner.rule.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    for num_steps, expected in ((4, 5.0), (0, 0.0)):
+        inner.state_of(parameter, "sum").fill_(5.0)
+        inner.set_num_steps(num_steps)
+        assert torch.equal(inner.state_of(parameter, "sum"), first + expected)
+    inner.make_state()
+    inner.state_of(parameter, "sum").fill_(5.0)
+    inner.make_state()
+    assert torch.equal(inner.state_of(parameter, "sum"), first + 5.0)
+
+
+class SteppingAlways(torch.optim.SGD):
+    """Move every parameter, whatever the learning rate is."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["past"] = parameter.grad.clone()
+                parameter.add_(1.0)
+
+
+def test_creating_state_leaves_parameters_and_gradients(use: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), 2.0)
+    inner = InnerOptimizer(OptimizerConfig(optimizer=use(SteppingAlways)), [([parameter], 1.0)])
+    inner.make_state()
+    assert inner.names_of_state(parameter) == ["past"]
+    assert torch.equal(parameter.detach(), torch.ones(3))
+    assert torch.equal(parameter.grad, torch.full((3,), 2.0))
+
+
+def test_a_rule_that_is_not_elementwise_needs_whole_parameters(use: Any) -> None:
+    name = use(torch.optim.Adafactor)
+    with pytest.raises(ConfigurationError, match="Adafactor is not elementwise, and --use-precision-aware-optimizer"):
+        build(torch.bfloat16, optimizer=name, use_precision_aware_optimizer=True)
+    with pytest.raises(ConfigurationError, match="some rank holds a shard of"):
+        build(torch.float32, optimizer=name, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)

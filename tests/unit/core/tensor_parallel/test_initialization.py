@@ -1,4 +1,4 @@
-"""Initial values: a function of seed, global name and global index, and of nothing else."""
+"""Initial values by seed, name and index, torch's own generator in a run, and seeds by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.device import Device
+from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import Box, ParamSpec, even_pieces, full_pieces, spec_of, stacked_pieces
@@ -23,6 +25,7 @@ from megatron.core.tensor_parallel.initialization import (
     tile_key,
 )
 from megatron.core.tensor_parallel.layers import make_parameter
+from megatron.core.tensor_parallel.random import DEFAULT, RngStreams, stream_seed
 from tests.harness.toy_model import SEED, make_model, make_rng
 
 SHAPE = (2 * TILE_ROWS + 37, TILE_COLUMNS + 19)
@@ -178,3 +181,50 @@ def test_ranks_draw_about_as_many_values_each(costs: list[int], expected: list[i
     parts = _divide(blocks, 3)  # type: ignore[arg-type]
     assert [len(part) for part in parts] == expected
     assert [block for part in parts for block in part] == blocks
+
+
+def streams(seed: int = 5, **place: int) -> RngStreams:
+    return RngStreams(Device("cpu"), seed, {**ONE_RANK.place(), **place})
+
+
+def test_seeds_fit_a_generator_and_do_not_meet() -> None:
+    places = [(pp, dp, cp) for pp in range(4) for dp in range(4) for cp in range(4)]
+    seeds = {stream_seed(5, stream, place) for stream in ("sampling", "request") for place in places}
+    seeds |= {stream_seed(5, "request", (*place, tp)) for place in places for tp in range(4)}
+    assert len(seeds) == 64 * 2 + 256
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_default_generator_starts_equal_on_every_rank() -> None:
+    drawn = []
+    for tp_rank in range(3):
+        streams(tp=tp_rank, dp=tp_rank)
+        drawn.append(torch.rand(4))
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "dp"])
+def test_drawn_samples_differ_over_data_parallel_ranks_alone(axis: str) -> None:
+    device = torch.device("cpu")
+    states = [streams(**{axis: rank}).draw_dropout_samples(3, device).states for rank in (0, 1)]
+    assert torch.equal(*states) == (axis != "dp")
+    rng = streams()
+    first, second = (rng.draw_dropout_samples(3, device).states for _ in range(2))
+    assert len({*first.tolist(), *second.tolist()}) == 6
+
+
+def test_the_default_generator_goes_on_or_starts_anew() -> None:
+    rng = streams()
+    torch.rand(2)
+    states = {name: state.clone() for name, state in rng.state_dict().items()}
+    assert list(states) == [DEFAULT]
+    expected = torch.rand(3)
+    streams(99, tp=3).resume(states, 10)
+    assert torch.equal(torch.rand(3), expected)
+    anew = []
+    for iteration in (10, 11, 10):
+        streams().resume({"an older checkpoint's": torch.zeros(3)}, iteration)
+        anew.append(torch.rand(3))
+    assert torch.equal(anew[0], anew[2])
+    assert not torch.equal(anew[0], anew[1])

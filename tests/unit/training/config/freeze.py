@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.arguments import all_flags, resolve_arguments
-from tests.unit.training.config.command_lines import MINIMAL
-from tests.unit.training.config.test_arguments import DEFAULTS, FROZEN
-from tests.unit.training.config.test_checkpoint_arguments import TAKEN, taken_fields
+from tests.unit.config.command_lines import MINIMAL
+from tests.unit.config.test_arguments import DEFAULTS, FROZEN
+from tests.unit.config.test_checkpoint_arguments import TAKEN, taken_fields
 
 
 def lost_defaults(frozen: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:

@@ -1,4 +1,4 @@
-"""The model in one process: sizes, shapes, precision, and what makes two models the same."""
+"""The model in one process: sizes, shapes, precision, configuration, and muP's widths."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from megatron.core.device import Device
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.model_parallel_config import ParallelSizes
-from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
+from megatron.core.models.gpt.gpt_config import GPTConfig, flags_without_argument, padded_vocab_size
 from megatron.core.models.gpt.gpt_model import LOGIT_Z_LOSS, GPTModel
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.ops.dropout import DropoutSamples
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of
@@ -315,3 +319,130 @@ def test_the_keys_of_a_rank_are_of_the_positions_that_it_holds(cp_rank: int, pos
     assert alone is not None
     assert (alone.positions.tolist(), alone.layers, alone.rank) == ([0, 1, 2, 3], range(0), 0)
     assert keys_of_rank(None, (0,), 4, single_rank_group(), single_rank_group(("cp",)), False) is None
+
+
+GPT2: dict[str, Any] = {}
+SMALL_LLAMA: dict[str, Any] = {
+    "swiglu": True,
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+@pytest.mark.parametrize("settings", [GPT2, SMALL_LLAMA])
+def test_flops_are_those_of_the_weights_and_of_half_the_scores(settings: dict[str, Any]) -> None:
+    length = 12
+    model = make_model(single_rank_group(), device="meta", num_layers=3, **settings)
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
+    if model.output_layer is None:
+        weights += model.output_weight.numel()
+    # Scores and their product with the values, 4 heads of width 10, each over half of a square.
+    scores = 2 * 2 * 3 * (4 * 10) * length * length / 2
+    assert model.config.forward_flops_per_sequence(length) == 2 * length * weights + scores
+
+
+def test_flops_of_a_window_are_those_of_a_band() -> None:
+    full, windowed = (
+        make_model(single_rank_group(), device="meta", num_layers=3, **settings).config.forward_flops_per_sequence(12)
+        for settings in ({}, {"window_size": "3,0", "window_attn_skip_freq": "3"})
+    )
+    # Two layers look at 4 of 12 keys: of half a square of 12 remains what a half square of 8 leaves.
+    assert full - windowed == 2 * 2 * 2 * (4 * 10) * 8 * 8 / 2
+
+
+def test_shape_of_what_stages_hand_on() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 3}
+    config = GPTConfig(num_layers=2, hidden_size=28, num_attention_heads=4, **sizes)
+    assert config.hidden_shape(48, 5) == (16, 5, 28)
+    config = GPTConfig(num_layers=2, hidden_size=28, num_attention_heads=4, sequence_parallel=True, **sizes)
+    assert config.hidden_shape(48, 5) == (8, 5, 28)
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        ({}, []),
+        ({"attn_logit_softcapping": 30.0, "use_mup": True}, ["--attn-logit-softcapping 30.0", "--use-mup"]),
+        ({"rope_type": "rope"}, []),
+        ({"rope_type": "yarn", "rotary_scaling_factor": 4.0}, []),
+        ({"rotary_scaling_factor": 4.0}, ["--rotary-scaling-factor 4.0"]),
+        # Megatron's arguments hold these in another form.
+        ({"window_size": "3,0", "num_experts": 4}, []),
+        ({"multi_latent_attention": True, "kv_lora_rank": 8}, []),
+        ({"kv_lora_rank": 8}, ["--kv-lora-rank 8"]),
+        # A choice that Megatron does not have, of a field that it has.
+        ({"normalization": "MeanAbsNorm"}, ["--normalization MeanAbsNorm"]),
+        ({"num_experts": 4, "moe_router_score_function": "relu"}, ["--moe-router-score-function relu"]),
+    ],
+)
+def test_flags_that_the_arguments_of_megatrons_files_cannot_hold(fields: dict[str, Any], flags: list[str]) -> None:
+    config = GPTConfig(num_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=50, **fields)
+    assert sorted(flags_without_argument(config)) == sorted(flags)
+
+
+STATE = describe_parallel_state(0, 1)
+HEAD, VOCABULARY = 8, 53
+
+
+def shape(width: int) -> dict[str, Any]:
+    sizes = {"hidden_size": width, "num_attention_heads": width // HEAD, "kv_channels": HEAD}
+    return sizes | {"ffn_hidden_size": 2 * width, "init_method_std": 0.1}
+
+
+def growth(optimizer: dict[str, Any], *, with_mup: bool) -> tuple[float, float]:
+    """Return how many times more three steps move hidden states, and logits, at the large width than at the small."""
+    of_widths = []
+    for width in (32, 256):
+        mup = {"use_mup": True, "mup_base_hidden_size": 32} if with_mup else {}
+        model = make_model(single_rank_group(), **shape(width), **mup)
+        ddp = DistributedDataParallel(model, DistributedDataParallelConfig(), STATE)
+        rule = OptimizerConfig(lr=0.01, weight_decay=0.0, clip_grad=0.0, params_dtype="float32", **optimizer)
+        trained = MegatronOptimizer(rule, [ddp], STATE)
+        tokens, labels, positions, _ = make_batch(14, 3, VOCABULARY)
+        hidden: list[torch.Tensor] = []
+        model.decoder.register_forward_hook(lambda module, inputs, output, kept=hidden: kept.append(output[0].detach()))
+        logits = [model(tokens, positions).detach()]
+        for _ in range(3):
+            ddp.zero_grad_buffer()
+            ddp(tokens, positions, labels=labels).mean().backward()
+            ddp.finish_grad_sync()
+            trained.step()
+        logits.append(model(tokens, positions).detach())
+        changes = (hidden[-1] - hidden[0], (logits[1] - logits[0])[..., :VOCABULARY])
+        of_widths.append([change.square().mean().sqrt().item() for change in changes])
+    (narrow_hidden, narrow_logits), (wide_hidden, wide_logits) = of_widths
+    return wide_hidden / narrow_hidden, wide_logits / narrow_logits
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"optimizer": "adam"},
+        pytest.param({"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}, marks=pytest.mark.long),
+        {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", "muon_scale_mode": "unit_rms_norm"},
+    ],
+    ids=["adam", "muon", "muon-unit-rms"],
+)
+def test_updates_move_activations_as_much_at_any_width(optimizer: dict[str, Any]) -> None:
+    hidden, logits = growth(optimizer, with_mup=True)
+    assert 0.5 < hidden < 2.0
+    assert 0.5 < logits < 2.0
+    _, without = growth(optimizer, with_mup=False)
+    assert without > 3.0 * logits
+
+
+def test_hidden_matrices_begin_smaller_and_nothing_else_does() -> None:
+    base, wide = (make_model(single_rank_group(), **shape(32), use_mup=True, mup_width_mult=m) for m in (1.0, 16.0))
+    for before, after in zip(base.parameters(), wide.parameters(), strict=True):
+        spec = spec_of(after)
+        is_hidden = before.dim() == 2 and "embeddings" not in spec.name
+        assert spec.width_multiplier == (16.0 if is_hidden else 1.0)
+        torch.testing.assert_close(after, before / 4.0 if is_hidden else before)
+
+
+def test_the_base_width_is_the_model_without_it() -> None:
+    tokens, _, positions, _ = make_batch(14, 3, VOCABULARY)
+    plain = make_model(single_rank_group(), **shape(32))(tokens, positions)
+    base = {"use_mup": True, "mup_base_hidden_size": 32, "mup_base_head_dim": HEAD}
+    assert torch.equal(make_model(single_rank_group(), **shape(32), **base)(tokens, positions), plain)

@@ -1,0 +1,410 @@
+"""Which models are taken, how their settings are read and written, which tensor is which, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.checkpoint.formats.huggingface.families import FAMILIES, family_for, hugging_face_config, read_model
+from megatron.checkpoint.formats.huggingface.family import model_features, shapes_of
+from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.errors import CheckpointError, ConfigurationError, InputError
+from tests.unit.checkpoint.formats.huggingface.family_settings import (
+    DEEPSEEK,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    GPT_OSS,
+    LLAMA,
+    LLAMA31_SCALING,
+    MISTRAL,
+    MIXTRAL,
+    NEO,
+    NEOX,
+    OLMO2,
+    OLMO3,
+    OLMOE,
+    PHI3,
+    QWEN,
+    QWEN3,
+    QWEN3_MOE,
+    SMOLLM3,
+    YARN,
+    config_of,
+)
+
+
+def test_gpt2_settings_are_those_of_our_model(tmp_path: Path) -> None:
+    config = config_of(tmp_path, GPT2 | {"activation_function": "gelu_new", "vocab_size": 50257})
+    assert (config.hidden_size, config.ffn_hidden_size, config.num_query_groups, config.kv_channels) == (48, 192, 6, 8)
+    assert (config.activation, config.position_embedding_type, config.normalization) == (
+        "gelu_tanh",
+        "learned_absolute",
+        "LayerNorm",
+    )
+    assert (config.vocab_size, config.max_position_embeddings, config.params_dtype) == (50257, 1024, "float32")
+    assert not config.untie_embeddings_and_output_weights
+    assert config_of(tmp_path, GPT2 | {"activation_function": "gelu"}).activation == "gelu"
+
+
+def test_gpt_neo_has_windows_unscaled_scores_and_no_biases_of_queries(tmp_path: Path) -> None:
+    config = config_of(tmp_path, NEO)
+    assert config.layer_windows == (None, 256, None)
+    assert (config.score_scalar, config.has_qkv_bias, config.add_bias_linear) == (1, False, True)
+    assert config.activation == "gelu_tanh"
+    for values, problem in (
+        ({"num_layers": 4}, "does not make global or local of 4 layers"),
+        ({"attention_types": [[["global", "axial"], 1], [["global"], 1]]}, "does not make global or local of 3"),
+        ({"embed_dropout": 0.1}, "embed_dropout 0.1 is not resid_dropout 0.0"),
+    ):
+        with pytest.raises(ConfigurationError, match=problem):
+            config_of(tmp_path, NEO | values)
+
+
+def test_llama_31_settings_in_both_forms(tmp_path: Path) -> None:
+    older = config_of(tmp_path, LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA31_SCALING})
+    parameters = LLAMA31_SCALING | {"rope_theta": 500000.0}
+    assert config_of(tmp_path, LLAMA | {"rope_parameters": parameters}) == older
+    assert older.rotary_base == 500000
+    assert (older.use_rope_scaling, older.rope_scaling_factor) == (True, 8.0)
+    assert older.rope_scaling_original_max_position_embeddings == 8192
+    assert (older.params_dtype, older.bf16) == ("bfloat16", True)
+    assert older.untie_embeddings_and_output_weights
+    assert (older.add_bias_linear, older.has_qkv_bias, older.swiglu) == (False, False, True)
+
+
+def test_qwen_has_biases_on_queries_keys_and_values_only(tmp_path: Path) -> None:
+    config = config_of(tmp_path, QWEN | {"tie_word_embeddings": True, "rope_theta": 1000000.0})
+    assert (config.add_bias_linear, config.has_qkv_bias) == (False, True)
+    assert (config.rotary_base, config.untie_embeddings_and_output_weights) == (1000000, False)
+
+
+def test_qwen3_normalizes_queries_and_keys_and_its_heads_have_a_width_of_their_own(tmp_path: Path) -> None:
+    config = config_of(tmp_path, QWEN3)
+    assert (config.qk_layernorm, config.has_qkv_bias, config.kv_channels) == (True, False, 128)
+    assert config_of(tmp_path, QWEN3 | {"head_dim": 16}).kv_channels == 16
+
+
+def test_a_sliding_window_that_no_layer_uses_is_taken(tmp_path: Path) -> None:
+    unused = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2}
+    late = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3}
+    full = {"layer_types": ["full_attention"] * 3}
+    assert config_of(tmp_path, QWEN | unused) == config_of(tmp_path, QWEN | late) == config_of(tmp_path, QWEN | full)
+
+
+def test_neox_rotates_a_quarter_of_a_head_beside_parallel_residuals(tmp_path: Path) -> None:
+    config = config_of(tmp_path, NEOX)
+    assert (config.rotary_dim, config.use_parallel_residual, config.activation) == (2, True, "gelu")
+    newer = {"rope_parameters": {"rope_theta": 5000, "partial_rotary_factor": 0.5, "rope_type": "default"}}
+    older = {"rotary_emb_base": 5000, "rotary_pct": 0.5}
+    assert config_of(tmp_path, NEOX | newer) == config_of(tmp_path, NEOX | older)
+
+
+def test_windows_of_all_layers_and_of_the_later_ones(tmp_path: Path) -> None:
+    assert config_of(tmp_path, MISTRAL).layer_windows == (4096,) * 3
+    assert config_of(tmp_path, MISTRAL | {"sliding_window": None}).layer_windows == (None,) * 3
+    used = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    config = config_of(tmp_path, QWEN | used)
+    assert config.layer_windows == (None, 64, 64)
+    assert (config.window_size, config.window_attn_skip_freq) == ("63,0", "[0, 1, 1]")
+    alternating = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    assert config_of(tmp_path, QWEN | used | alternating).window_attn_skip_freq == "2"
+
+
+def test_smollm3_has_layers_without_positions_and_windows_in_them(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SMOLLM3)
+    assert config.layers_without_rotary == (False, False, False, True, False)
+    assert (config.no_rope_freq, config.rotary_base, config.untie_embeddings_and_output_weights) == (
+        "4",
+        2000000,
+        False,
+    )
+    assert config_of(tmp_path, SMOLLM3 | {"no_rope_layers": [1] * 7}).no_rope_freq is None
+    used = {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [0, 1, 1, 1, 0]}
+    assert config_of(tmp_path, SMOLLM3 | used).layer_windows == (9, None, None, None, 9)
+    for values in ([1, 1, 1, 1], [1, 1, 1, 1, 2], "4"):
+        with pytest.raises(ConfigurationError, match="a 1 or 0 for each of 5 layers is expected"):
+            config_of(tmp_path, SMOLLM3 | {"no_rope_layers": values})
+
+
+def test_a_null_stands_for_what_the_other_sizes_give(tmp_path: Path) -> None:
+    """Where it is left out, the configuration class has a number of its own."""
+    nulls = {"num_key_value_heads": None, "head_dim": None}
+    config = config_of(tmp_path, MISTRAL | nulls)
+    assert (config.num_query_groups, config.kv_channels) == (6, 8)
+    absent = {name: value for name, value in (MISTRAL | {"num_attention_heads": 8}).items() if name not in nulls}
+    assert config_of(tmp_path, absent).num_query_groups == 8
+
+
+MODELS = [
+    GPT2 | {"n_inner": 100, "tie_word_embeddings": False, "activation_function": "relu2"},
+    LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA31_SCALING, "head_dim": 16},
+    LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}, "tie_word_embeddings": True},
+    QWEN,
+    QWEN3,
+    QWEN3 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    SMOLLM3,
+    SMOLLM3 | {"no_rope_layers": [1, 1, 0, 0, 1, 1], "use_sliding_window": True, "sliding_window": 30},
+    MISTRAL | {"rope_scaling": YARN | {"beta_fast": 8.0}},
+    MIXTRAL | {"sliding_window": 100, "num_experts_per_tok": 3},
+    QWEN3_MOE | {"norm_topk_prob": True, "decoder_sparse_step": 2},
+    QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 9},
+    DEEPSEEK,
+    DEEPSEEK | {"num_nextn_predict_layers": 2, "q_lora_rank": None, "rope_scaling": YARN},
+    DEEPSEEK | {"n_group": 1, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    OLMOE,
+    OLMOE | {"norm_topk_prob": True},
+    OLMO2,
+    OLMO3 | {"rope_scaling": YARN},
+    GPT_OSS,
+    GPT_OSS | {"rope_scaling": YARN | {"attention_factor": 1.7}, "tie_word_embeddings": True},
+    GPT_OSS | {"rope_scaling": {"rope_type": "default"}, "layer_types": ["full_attention"] * 3, "swiglu_limit": 3.5},
+    MISTRAL | {"rope_scaling": YARN | {"truncate": False, "attention_factor": 0.3}},
+    GEMMA2 | {"attn_logit_softcapping": None},
+    GEMMA3 | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    PHI3 | {"partial_rotary_factor": 0.5, "sliding_window": 100, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    NEOX | {"rotary_pct": 0.5, "use_parallel_residual": False},
+]
+
+
+@pytest.mark.parametrize("values", MODELS, ids=lambda values: values["model_type"])
+def test_a_model_finds_its_family_and_settings_again(tmp_path: Path, values: dict[str, Any]) -> None:
+    config = config_of(tmp_path, values)
+    family = family_for(config)
+    assert family.architecture == values["architectures"][0]
+    written = Settings(json.loads(json.dumps(family.write_settings(config))), "written")
+    again, read = read_model(written)
+    assert again is family
+    assert model_features(read) == model_features(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "qk_layernorm True"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p True"),
+        ({"rotary_percent": 0.5, "add_qkv_bias": True}, "rotary_dim 4"),
+        ({"rotary_interleaved": True}, "rotary_interleaved True"),
+        ({"swiglu": False}, "activation 'gelu_tanh'"),
+        ({"swiglu": False, "quick_geglu": True}, "activation 'quick_geglu'"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset 1.0"),
+        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value 7.0"),
+        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm True"),
+    ],
+)
+def test_a_model_of_no_family_is_refused_with_the_reason(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    config = dataclasses.replace(config_of(tmp_path, LLAMA), **changes)
+    with pytest.raises(ConfigurationError, match="no supported Hugging Face architecture") as caught:
+        family_for(config)
+    assert named in str(caught.value)
+
+
+FAMILY_SETTINGS = [
+    GPT2,
+    NEO,
+    LLAMA,
+    QWEN,
+    QWEN3,
+    MISTRAL,
+    MIXTRAL,
+    QWEN3_MOE,
+    DEEPSEEK,
+    OLMOE,
+    NEOX,
+    OLMO2,
+    OLMO3,
+    GPT_OSS,
+    SMOLLM3,
+    PHI3,
+    GEMMA2,
+    GEMMA3,
+]
+
+
+@pytest.mark.parametrize("values", FAMILY_SETTINGS, ids=lambda values: values["model_type"])
+def test_links_cover_every_element_of_both_sides_once(tmp_path: Path, values: dict[str, Any]) -> None:
+    config = config_of(tmp_path, values)
+    (family,) = (family for family in FAMILIES if family.model_type == values["model_type"])
+    links = list(family.links(config))
+    for places in (
+        [(link.native, link.native_box, link.native_box.slices) for link in links],
+        [(link.foreign, link.foreign_box, link.foreign_slices(link.native_box)) for link in links],
+    ):
+        shapes = shapes_of((name, box) for name, box, _ in places)
+        counts = {name: np.zeros(shape, np.uint8) for name, shape in shapes.items()}
+        for name, _, slices in places:
+            counts[name][slices] += 1
+        assert [name for name, count in counts.items() if not (count == 1).all()] == []
+
+
+def test_one_expert_a_token_is_weighed_by_its_own_score(tmp_path: Path) -> None:
+    alone = DEEPSEEK | {"num_experts_per_tok": 1, "n_group": 1, "norm_topk_prob": False}
+    config = config_of(tmp_path, alone)
+    assert config.moe_router_topk == 1
+    written = family_for(config).write_settings(config)
+    assert (written["model_type"], written["norm_topk_prob"]) == ("deepseek_v3", False)
+
+
+def test_scores_that_grow_beside_plain_positions_have_no_folder(tmp_path: Path) -> None:
+    """transformers makes them grow with YaRN alone."""
+    plain = config_of(tmp_path, DEEPSEEK)
+    assert plain.rope_type == "rope"
+    assert family_for(dataclasses.replace(plain, rotary_scaling_factor=4.0)).model_type == "deepseek_v3"
+    grown = dataclasses.replace(plain, rotary_scaling_factor=4.0, mscale_all_dim=1.0)
+    with pytest.raises(ConfigurationError, match=r"deepseek_v3 has no mscale_all_dim 1\.0"):
+        family_for(grown)
+
+
+def test_mixtral_always_says_how_wide_a_head_is(tmp_path: Path) -> None:
+    """transformers does not load one without it, where YaRN stretches positions."""
+    config = config_of(tmp_path, MIXTRAL)
+    assert family_for(config).write_settings(config)["head_dim"] == config.kv_channels
+
+
+@pytest.mark.parametrize("base", [LLAMA, NEOX, GEMMA3], ids=["llama", "neox", "gemma3"])
+def test_the_older_description_of_positions_counts_beside_the_newer(tmp_path: Path, base: dict[str, Any]) -> None:
+    newer = {"rope_type": "linear", "factor": 8.0}
+    newer = {"full_attention": newer, "sliding_attention": {"rope_type": "default"}} if base is GEMMA3 else newer
+    older = {"rope_type": "linear", "factor": 2.0}
+    assert config_of(tmp_path, base | {"rope_parameters": newer}).rotary_seq_len_interpolation_factor == 8.0
+    both = base | {"rope_parameters": newer, "rope_scaling": older}
+    assert config_of(tmp_path, both).rotary_seq_len_interpolation_factor == 2.0
+    assert (
+        config_of(tmp_path, base | {"rope_parameters": newer, "rope_scaling": None}).rotary_seq_len_interpolation_factor
+        == 8.0
+    )
+
+
+def test_heads_of_neox_are_as_wide_as_they_are_said_to_be(tmp_path: Path) -> None:
+    assert config_of(tmp_path, NEOX | {"head_dim": 8}) == config_of(tmp_path, NEOX)
+
+
+REFUSED = [
+    (LLAMA, {"attention_bias": True}, "attention_bias is true"),
+    (LLAMA, {"mlp_bias": True}, "mlp_bias is true"),
+    (LLAMA, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
+    (LLAMA, {"rope_scaling": YARN | {"truncate": 0}}, "truncate is 0; true or false is expected"),
+    (LLAMA, {"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor is 0; a number greater than 0"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor is 1.5"),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+    (LLAMA, {"rope_scaling": LLAMA31_SCALING | {"factor": None}}, "factor is missing"),
+    (LLAMA, {"rope_theta": 10000.5}, "rope_theta is 10000.5"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    (LLAMA, {"num_key_value_heads": 4}, "num_attention_heads 6 is not divisible by num_key_value_heads 4"),
+    (LLAMA, {"hidden_size": None}, "hidden_size is missing"),
+    (LLAMA, {"hidden_size": "48"}, "hidden_size is '48'"),
+    (LLAMA, {"head_dim": 7}, "heads are 7 channels wide"),
+    (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'"),
+    (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config is set"),
+    (LLAMA, {"auto_map": {"AutoModel": "x.py"}}, "auto_map is set"),
+    (QWEN, {"layer_types": ["full_attention", "sliding_attention", "x"]}, "layer_types has x; supported are full_"),
+    (QWEN, {"layer_types": ["full_attention"] * 2}, "layer_types has 2 layers, but there are 3"),
+    (QWEN, {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
+    (NEOX, {"attention_bias": False}, "attention_bias is false"),
+    (NEOX, {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
+    (NEOX, {"rotary_pct": 1.5}, "rotary_pct is 1.5"),
+    (NEOX, {"head_dim": 16}, "head_dim is 16, supported is 8, hidden_size / num_attention_heads"),
+    (MISTRAL, {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "for a Ministral"),
+    (
+        QWEN3,
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type 'dynamic' is not supported",
+    ),
+    (NEOX, {"num_attention_heads": 7}, "hidden_size 48 is not divisible by num_attention_heads 7"),
+    (OLMO2, {"attention_bias": True}, "attention_bias is true"),
+    (
+        PHI3,
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+        "rope_type 'longrope' is not supported in phi3",
+    ),
+    (PHI3, {"embd_pdrop": 0.1}, "embd_pdrop is 0.1, supported is 0.0"),
+    (GEMMA2, {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
+    (GEMMA2, {"hidden_activation": "gelu"}, 'hidden_activation is "gelu"'),
+    (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+    (GEMMA3, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0"),
+    (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, 'rope_type is "linear"'),
+    (GEMMA3, {"rope_local_base_freq": 10.5}, "the rope_theta of layers with a window is 10.5"),
+    (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
+    (MISTRAL, {"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
+    (QWEN3, {"attention_bias": True}, "attention_bias is true"),
+    (GPT2, {"activation_function": "tanh"}, "activation_function 'tanh'"),
+    (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
+    (GPT2, {"add_cross_attention": True}, "add_cross_attention is true"),
+    (GPT2, {"n_head": 7}, "n_embd 48 is not divisible by n_head 7"),
+    (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
+    (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
+    (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0"),
+    (QWEN3_MOE, {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, but there are 6 experts"),
+    (QWEN3_MOE, {"mlp_only_layers": 2}, "mlp_only_layers is 2; a list of layer numbers"),
+    (
+        QWEN3_MOE,
+        {"mlp_only_layers": [0, 1, 2]},
+        "decoder_sparse_step 1 and mlp_only_layers leave no layer with experts",
+    ),
+    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+    (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2; latent attention has one for each of 6"),
+    (DEEPSEEK, {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5"),
+    (DEEPSEEK, {"n_group": 3}, "n_group 3 and topk_group 2 do not divide 16 experts"),
+    (DEEPSEEK, {"topk_group": 4}, "num_experts_per_tok 4 / topk_group 4 is not 2"),
+    (DEEPSEEK, {"first_k_dense_replace": 3}, "none of 3 layers has experts; up to 2 works"),
+    (
+        DEEPSEEK,
+        {"num_experts_per_tok": 1, "n_group": 1},
+        "norm_topk_prob is true, supported is false: the score of a single expert is its weight",
+    ),
+    (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob is false, supported is true"),
+    (DEEPSEEK, {"scoring_func": "softmax"}, 'scoring_func is "softmax"'),
+    (DEEPSEEK, {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim is given without mscale"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"factor": 1.0}}, "factor is 1.0; more than 1"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"type": "linear"}}, "rope_type 'linear' is not supported in this family"),
+    (DEEPSEEK, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
+    (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
+    (LLAMA, {"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM is not supported"),
+    (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
+    (LLAMA, {"architectures": None, "model_type": "mamba"}, "model_type 'mamba' is not supported"),
+]
+
+
+@pytest.mark.parametrize(("base", "change", "message"), REFUSED, ids=[case[2] for case in REFUSED])
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, base: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        config_of(tmp_path, base | change)
+    assert message in str(caught.value)
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        config_of(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"})
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[1]", "a JSON list, not an object")])
+def test_a_damaged_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        hugging_face_config(tmp_path)
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        hugging_face_config(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        hugging_face_config(tmp_path / "absent")
+
+
+def test_a_model_with_experts_of_no_family_is_refused_with_what_each_lacks(tmp_path: Path) -> None:
+    config = dataclasses.replace(config_of(tmp_path, MIXTRAL), moe_expert_capacity_factor=2.0)
+    with pytest.raises(ConfigurationError) as caught:
+        family_for(config)
+    assert "llama has no experts; " in str(caught.value)
+    assert "mixtral has no moe_expert_capacity_factor 2.0; " in str(caught.value)

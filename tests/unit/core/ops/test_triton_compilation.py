@@ -1,0 +1,173 @@
+"""What the compiler makes of Triton's programs for A100, H100 and B200: it needs none of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.distributed import run_distributed
+from tests.unit.core.ops.interpreted import needs_triton
+
+pytestmark = needs_triton
+MAX_REGISTERS = 64
+"""With these, 1024 threads of any program are at work on a multiprocessor at once."""
+MIN_FLOAT8_CAPABILITY = 90
+NUM_FLOAT8 = 4
+MAX_NORM_GRADIENT_REGISTERS = 128
+"""Its threads keep their part of the weight gradients while the rows pass."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Hold what a program takes of a GPU, and how many instructions move 16 bytes and how many 2."""
+
+    name: str
+    registers: int
+    stack_bytes: int
+    wide_loads: int
+    wide_stores: int
+    narrow_accesses: int
+
+
+def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
+    """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
+    from megatron.core.ops.triton import activation, column_sums, cross_entropy
+    from megatron.core.ops.triton import activation as gated_activation
+    from megatron.core.ops.triton import fp8_cast as float8_cast
+    from megatron.core.ops.triton import query_key_value as rotary
+    from megatron.core.ops.triton import query_key_value as split
+    from megatron.core.ops.triton import residual as dropout
+    from megatron.core.ops.triton import residual as residual_norm
+
+    rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
+    rows |= {"log_normalizer": "*fp32", "row_grad": "*fp32"}
+    block = cross_entropy._FORWARD_BLOCK
+    yield "cross-entropy", cross_entropy.normalizer_program, rows, {"BLOCK": block}, 8
+    block = cross_entropy._BACKWARD_BLOCK
+    yield "cross-entropy gradient", cross_entropy.gradient_program, rows, {"BLOCK": block}, 4
+    for kind in gated_activation.GATED_KINDS:
+        sizes = {"BLOCK": gated_activation._BLOCK, "KIND": kind}
+        yield kind, gated_activation.gated_forward_program, {"width": "i32"}, sizes, 4
+        yield f"{kind} gradient", gated_activation.gated_backward_program, {"width": "i32"}, sizes, 4
+    kinds = dict.fromkeys(rotary.rotate_program.arg_names[8:], "i32")
+    kinds |= {"cos": "*fp32", "sin": "*fp32", "batch": "odd", "num_groups": "odd", "heads_per_group": "odd"}
+    for rotary_dim, head_dim in ((128, 128), (32, 80)):
+        for is_interleaved in (False, True):
+            sizes = rotary.block_sizes(rotary_dim, head_dim)
+            sizes |= {"IS_INTERLEAVED": is_interleaved, "IS_INVERSE": True}
+            name = f"rotary {rotary_dim} {is_interleaved}"
+            yield name, rotary.rotate_program, kinds | {"value": None, "value_out": None}, sizes, 4
+            yield f"{name} of a projection", rotary.rotate_program, kinds, sizes, 4
+    kinds = dict.fromkeys(split.join_program.arg_names[6:], "i32") | {"bias_parts": "*fp32"}
+    kinds |= dict.fromkeys(("num_tokens", "tokens_per_part", "batch", "num_groups", "heads_per_group"), "odd")
+    for head_dim, channels in ((64, 64), (80, 128)):
+        sizes = {"HEAD_DIM": head_dim, "HEADS": split._TILE // channels, "CHANNELS": channels}
+        yield f"joined heads of {head_dim}", split.join_program, kinds, sizes, 4
+    kinds = {"bias_parts": "*fp32", "num_rows": "odd", "rows_per_part": "odd", "width": "i32"}
+    for kind in activation.PLAIN_KINDS:
+        sizes = {"BLOCK": activation._BLOCK, "KIND": kind}
+        yield f"{kind} gradient", activation.plain_backward_program, kinds, sizes, 4
+    kinds = dict.fromkeys(("parts", "first", "second", "third"), "*fp32") | {"num_parts": "odd", "width": "i32"}
+    sizes = {"ROWS": column_sums._ROWS, "COLUMNS": column_sums._COLUMNS}
+    sizes |= {"FIRST_ADDS": True, "SECOND_ADDS": True, "THIRD_ADDS": False}
+    yield "sums", column_sums.sums_program, kinds, sizes, 4
+    kinds = dict.fromkeys(("weight_parts", "bias_parts", "branch_parts", "means", "scales"), "*fp32")
+    kinds |= dict.fromkeys(("epsilon", "weight_offset", "kept_scale"), "fp32")
+    kinds |= {
+        "first_key": "*i32",
+        "second_key": "*i32",
+        "width": "i32",
+        "num_rows": "odd",
+        "rows_per_part": "odd",
+        "threshold": "odd",
+    }
+    for name, arguments in [("dropout", kinds | {"residual": None}), ("dropout and sum", kinds)]:
+        yield name, dropout.dropout_program, arguments, {"BLOCK": dropout._BLOCK}, 4
+    rms = kinds | {"means": None, "first_key": None, "bias": None, "bias_parts": None, "branch_parts": None}
+    width = residual_norm._MAX_SUMMED_WIDTH
+    sizes = {"BLOCK": width}
+    yield "LayerNorm, branch's sum, gradient", residual_norm.backward_program, kinds, sizes, residual_norm.warps(width)
+    width = residual_norm.MAX_WIDTH
+    for name, arguments in [
+        ("RMSNorm of the stream", rms | {"branch": None}),
+        ("RMSNorm", rms),
+        ("LayerNorm, dropout", kinds | {"branch_parts": None}),
+    ]:
+        warps = residual_norm.warps(width)
+        yield name, residual_norm.forward_program, arguments, {"BLOCK": width}, warps
+        yield f"{name}, gradient", residual_norm.backward_program, arguments, {"BLOCK": width}, warps
+    if capability >= MIN_FLOAT8_CAPABILITY:
+        kinds = {"scale": "*fp32", "amax": "*fp32", "data": "*u8", "turned": "*u8", "num_rows": "i32", "width": "i32"}
+        for is_e5m2 in (False, True):
+            sizes = {"BLOCK": float8_cast._BLOCK, "IS_E5M2": is_e5m2}
+            yield f"float8 {is_e5m2}", float8_cast.cast_program, kinds, sizes, 4
+            weights = kinds | {"amax": None, "data": None}
+            yield f"float8 transpose {is_e5m2}", float8_cast.cast_program, weights, sizes, 4
+
+
+def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) -> list[Compiled]:
+    """Compile every program; with ``odd_is_one`` as at a launch where every "odd" number is 1, which is built in."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    triton.knobs.cache.dir = str(folder / "cache")
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    results = []
+    for name, program, kinds, sizes, num_warps in programs(capability):
+        signature, constants, attributes = {}, dict(sizes), {}
+        for place, argument in enumerate(program.arg_names):
+            kind = "constexpr" if argument in sizes else kinds.get(argument, "*bf16")
+            if kind is None:
+                constants[argument] = None
+            elif kind == "odd" and odd_is_one:
+                kind, constants[argument] = "constexpr", 1
+            # As at a launch: pointers, and numbers that are no "odd" ones, are multiples of 16.
+            elif kind in ("i32", "*bf16", "*fp32", "*i32", "*i64", "*u8"):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+            signature[argument] = {None: "constexpr", "odd": "i32"}.get(kind, kind)
+        source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=attributes)
+        target = GPUTarget("cuda", capability, 32)
+        compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+        binary = folder / "program.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run([disassembler, "--dump-resource-usage", binary], capture_output=True, text=True).stdout
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert found is not None, usage
+        accesses = re.findall(r"(ld|st)\.global(\S*)", compiled.asm["ptx"])
+        wide = [direction for direction, width in accesses if width.endswith(".v4.b32")]
+        narrow = sum(width.endswith("b16") for _, width in accesses)
+        registers, stack = map(int, found.groups())
+        results.append(Compiled(name, registers, stack, wide.count("ld"), wide.count("st"), narrow))
+    return results
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
+)
+def test_programs_keep_to_registers_and_move_sixteen_bytes_at_a_time(capability: int, tmp_path: Path) -> None:
+    (results,) = run_distributed(1, compile_programs, capability, tmp_path, timeout_s=120.0)
+    assert len(results) == 29 + NUM_FLOAT8 * (capability >= MIN_FLOAT8_CAPABILITY)
+    for result in results:
+        assert result.stack_bytes == 0, result
+        is_norm_gradient = "Norm" in result.name and "gradient" in result.name
+        limit = MAX_NORM_GRADIENT_REGISTERS if is_norm_gradient else MAX_REGISTERS
+        assert 0 < result.registers <= limit, result
+        assert result.wide_loads >= (1 if result.name == "dropout" else 2), result
+        # The normalizer's program writes two numbers a row, and reads the label's logit by itself. Sums are few.
+        is_normalizer = result.name == "cross-entropy"
+        assert result.wide_stores >= (0 if is_normalizer or result.name == "sums" else 1), result
+        assert result.narrow_accesses == (1 if is_normalizer else 0), result
+
+
+@pytest.mark.long
+def test_programs_compile_for_one_row_one_sample_and_one_head(tmp_path: Path) -> None:
+    (results,) = run_distributed(1, compile_programs, 90, tmp_path, odd_is_one=True, timeout_s=120.0)
+    assert len(results) == 29 + NUM_FLOAT8

@@ -1,0 +1,634 @@
+"""Triton's programs, interpreted on the CPU, against their torch twins and float64, alone and in a whole model."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.main_grad import MainGrad, Receiver, attach_main_grad, bias_gradient, leave_parts, receive_parts
+from megatron.core.ops import cross_entropy
+from megatron.core.ops import gated_activation as gates
+from megatron.core.ops.dropout import DropoutSamples, RowKeys, drop_hidden
+from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantize_whole
+from megatron.core.ops.gated_activation import gated_activation
+from megatron.core.process_group import single_rank_group
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer.mlp import ACTIVATIONS, MLP
+from megatron.core.transformer.rotary_pos_embedding import (
+    RotaryAngles,
+    apply_rotary,
+    apply_rotary_to_both,
+    split_and_rotate,
+    split_projection,
+)
+from tests.harness.toy_model import make_batch, make_model, tensor_parallel_group
+from tests.unit.core.ops.interpreted import close, cpu_runs_on_triton, interpret, needs_triton
+
+pytestmark = needs_triton
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)]
+
+
+def check_block_sizes() -> None:
+    from megatron.core.ops import triton as triton_kernels
+
+    sizes = {
+        f"{module.name}.{name}": value
+        for module in pkgutil.iter_modules(triton_kernels.__path__)
+        for name, value in vars(importlib.import_module(f"{triton_kernels.__name__}.{module.name}")).items()
+        if name.endswith(("_BLOCK", "_TILE", "_ROWS", "_COLUMNS"))
+    }
+    assert {"cross_entropy._FORWARD_BLOCK", "query_key_value._TILE", "column_sums._ROWS"} <= sizes.keys()
+    # Triton takes no other ranges.
+    assert all(size & (size - 1) == 0 < size for size in sizes.values()), sizes
+
+
+def test_block_sizes_are_powers_of_two() -> None:
+    interpret(check_block_sizes)
+
+
+def check_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    from megatron.core.ops.triton import cross_entropy as programs
+
+    programs._FORWARD_BLOCK, programs._BACKWARD_BLOCK = 64, 128
+    for width, num_columns in [(300, 290), (48, 48), (40, 1), (24, 0)]:
+        logits = (4 * torch.randn(9, width)).to(dtype)
+        logits[0, : min(70, num_columns - 1)] = -torch.inf
+        # Some labels are other ranks'.
+        labels = torch.randint(-20, width + 20, (9,))
+        labels[1] = num_columns - 1
+        twin, result = logits.clone(), logits.clone()
+        expected = cross_entropy.normalizer_and_label_logits(twin, labels, num_columns)
+        with cpu_runs_on_triton():
+            actual = cross_entropy.normalizer_and_label_logits(result, labels, num_columns)
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(result, logits)
+        row_grad = torch.rand(9)
+        whole = torch.logaddexp(expected[0], torch.randn(9))
+        cross_entropy.overwrite_with_gradient(twin, labels, num_columns, expected[0], whole, row_grad)
+        with cpu_runs_on_triton():
+            cross_entropy.overwrite_with_gradient(result, labels, num_columns, actual[0], whole, row_grad)
+        if num_columns:
+            close(result, twin)
+        assert not result[:, num_columns:].any()
+
+
+@pytest.mark.default(1)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_the_cross_entropy(dtype: torch.dtype) -> None:
+    interpret(check_rows, dtype)
+
+
+def check_loss_of_ranks(dtype: torch.dtype, vocab_size: int) -> None:
+    torch.manual_seed(6)
+    tp = tensor_parallel_group()
+    whole = (3 * torch.randn(5, 3, 2 * 24)).to(dtype)
+    labels = torch.randint(0, vocab_size, (3, 5)).t()
+    weights = torch.rand(5, 3)
+    wide = whole.double().requires_grad_()
+    expected = F.cross_entropy(wide[..., :vocab_size].flatten(0, 1), labels.flatten(), reduction="none").view(5, 3)
+    (expected * weights).sum().backward()
+    assert wide.grad is not None
+    shard = whole.chunk(2, dim=-1)[tp.rank].contiguous().requires_grad_()
+    logits = shard * 1
+    with cpu_runs_on_triton():
+        losses = vocab_parallel_cross_entropy(logits, labels, vocab_size, tp)
+        (gradient,) = torch.autograd.grad(losses, logits, weights)
+    assert gradient.data_ptr() == logits.data_ptr()
+    torch.testing.assert_close(losses.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    close(gradient, wide.grad.chunk(2, dim=-1)[tp.rank])
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [(torch.float32, 45), (torch.bfloat16, 45), (torch.float32, 24)])
+def test_two_ranks_have_the_loss_of_one_and_its_gradient_in_the_logits(dtype: torch.dtype, vocab_size: int) -> None:
+    interpret(check_loss_of_ranks, dtype, vocab_size, world_size=2)
+
+
+def check_gated_activations(dtype: torch.dtype) -> None:
+    torch.manual_seed(7)
+    from megatron.core.ops.triton import activation as programs
+
+    programs._BLOCK = 32
+    for kind in programs.GATED_KINDS:
+        x = (2 * torch.randn(5, 3, 2 * 70)).to(dtype).requires_grad_()
+        grad = torch.randn(5, 3, 70).to(dtype)
+        expected = gated_activation(x.double(), kind)
+        (expected_grad,) = torch.autograd.grad(expected, x, grad.double())
+        with cpu_runs_on_triton():
+            actual = gated_activation(x, kind)
+            # A gradient that is the same for every element has no memory of its own.
+            (of_sum,) = torch.autograd.grad(actual.sum(), x, retain_graph=True)
+            (actual_grad,) = torch.autograd.grad(actual, x, grad)
+        close(actual, expected)
+        close(actual_grad, expected_grad)
+        close(of_sum, torch.autograd.grad(gated_activation(x.double(), kind).sum(), x)[0])
+
+
+@pytest.mark.default(1)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_activations(dtype: torch.dtype) -> None:
+    interpret(check_gated_activations, dtype)
+
+
+def check_new_gates() -> None:
+    """Compare gated activations that are new to the tables with autograd in float64, plain and with limits."""
+    gates._GATES["mish_glu"] = F.mish
+    gates._STEEPNESS["steep_glu"] = 1.7
+    functions = {"mish_glu": F.mish, "steep_glu": lambda x: x * torch.sigmoid(1.7 * x)}
+    x = (2 * torch.randn(5, 3, 2 * 70)).requires_grad_()
+    for kind, function in functions.items():
+        for offset, limit in ((0.0, None), (1.0, 0.75)):
+            gate, up = x.double().chunk(2, dim=-1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            expected = function(gate) * (up + offset)
+            with cpu_runs_on_triton():
+                actual = gated_activation(x, kind, offset, limit)
+                (actual_grad,) = torch.autograd.grad(actual.sum(), x)
+            close(actual, expected)
+            close(actual_grad, torch.autograd.grad(expected.sum(), x)[0])
+
+
+def test_a_gated_activation_without_a_program_is_computed_by_torch() -> None:
+    interpret(check_new_gates)
+
+
+def check_rotation(dtype: torch.dtype, interleaved: bool) -> None:
+    torch.manual_seed(8)
+    from megatron.core.ops.triton import query_key_value as programs
+
+    programs._TILE = 32
+    # Queries and keys are views of one projection, as attention cuts them; 12 of 20 channels or all are rotated.
+    for rotary_dim, batch_of_angles, groups, members in [(12, 1, 2, 3), (12, 2, 5, 1), (20, 2, 5, 1)]:
+        half = 3 * torch.randn(3, batch_of_angles, 1, rotary_dim // 2)
+        full = half.repeat_interleave(2, -1) if interleaved else torch.cat((half, half), -1)
+        angles = RotaryAngles(full.cos(), full.sin(), interleaved)
+        mixed = torch.randn(3, 2, groups, members + 2, 20).to(dtype).requires_grad_()
+        query, key, _ = split_projection(mixed)
+        compare_heads(
+            mixed,
+            (apply_rotary(query, angles), apply_rotary(key, angles)),
+            partial(apply_rotary_to_both, query, key, angles),
+        )
+        compare_heads(mixed, split_and_rotate(mixed, angles), partial(split_and_rotate, mixed, angles))
+
+
+def compare_heads(
+    mixed: torch.Tensor, expected: tuple[torch.Tensor, ...], rotate: Callable[[], tuple[torch.Tensor, ...]]
+) -> None:
+    with cpu_runs_on_triton():
+        actual = rotate()
+        # As they come from attention that has the heads before the sequence, but for one.
+        grads = [torch.randn(2, x.shape[2], 3, 20).to(x.dtype).permute(2, 0, 1, 3) for x in actual]
+        grads[-1] = grads[-1].contiguous()
+        (actual_grad,) = torch.autograd.grad(actual, mixed, grads, retain_graph=True)
+    assert all(x.is_contiguous() for x in (*actual, actual_grad))
+    (expected_grad,) = torch.autograd.grad(expected, mixed, grads, retain_graph=True)
+    for one, other in zip((*actual, actual_grad), (*expected, expected_grad), strict=True):
+        close(one, other)
+
+
+@pytest.mark.default(2)
+@pytest.mark.parametrize(
+    ("dtype", "interleaved"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.long),
+        pytest.param(torch.float32, True, marks=pytest.mark.long),
+    ],
+)
+def test_rotation_of_queries_and_keys_and_of_their_projection(dtype: torch.dtype, interleaved: bool) -> None:
+    interpret(check_rotation, dtype, interleaved)
+
+
+BIAS_DTYPES = [torch.float32, torch.bfloat16]
+
+
+def check_activations(dtype: torch.dtype) -> None:
+    from megatron.core.ops.triton import activation as programs
+
+    torch.manual_seed(11)
+    # Parts of 4, 4, 4 and 3 rows; blocks of 32, 32 and 6 columns.
+    programs._BLOCK, programs._MAX_PARTS = 32, 4
+    for kind in programs.PLAIN_KINDS:
+        activation = ACTIVATIONS[kind]
+        x = (2 * torch.randn(5, 3, 70)).to(dtype).requires_grad_()
+        bias = torch.zeros(70, dtype=dtype, requires_grad=True)
+        # As it comes from a product: transposed.
+        grad = torch.randn(3, 5, 70).to(dtype).transpose(0, 1)
+        expected = activation(x.double() + bias.double())
+        actual = programs.activate_with_bias(x, bias, activation, kind)
+        assert torch.equal(actual, activation(x))
+        for one, other in zip(
+            torch.autograd.grad(actual, (x, bias), grad), torch.autograd.grad(expected, (x, bias), grad.double())
+        ):
+            close(one, other)
+    empty = torch.zeros(0, 3, 70, requires_grad=True)
+    (of_nothing,) = torch.autograd.grad(programs.activate_with_bias(empty, bias, F.gelu, "gelu").sum(), bias)
+    assert torch.equal(of_nothing, torch.zeros(70, dtype=dtype))
+
+
+@pytest.mark.default(1)
+@pytest.mark.parametrize("dtype", BIAS_DTYPES)
+def test_activations_and_the_bias_before_them(dtype: torch.dtype) -> None:
+    interpret(check_activations, dtype)
+
+
+def check_split(dtype: torch.dtype) -> None:
+    from megatron.core.ops.triton import query_key_value as programs
+
+    torch.manual_seed(12)
+    # Tiles of two heads; parts of 2, 2 and 1 tokens.
+    programs._TILE, programs._MAX_PARTS = 64, 3
+    for groups, members in [(5, 1), (3, 2), (1, 3)]:
+        mixed = torch.randn(5, 1, groups, members + 2, 20).to(dtype).requires_grad_()
+        for of_batch in (mixed, mixed.expand(5, 2, groups, members + 2, 20)):
+            bias = torch.zeros(groups * (members + 2) * 20, dtype=dtype, requires_grad=True)
+            actual = split_projection(of_batch, bias)
+            # As they come from attention that has the heads before the sequence, but for one.
+            grads = [torch.randn(x.shape[1], x.shape[2], 5, 20).to(dtype).permute(2, 0, 1, 3) for x in actual]
+            grads[-1] = grads[-1].contiguous()
+            expected = split_projection(of_batch.double() + bias.double().view(mixed.shape[2:]))
+            wide_grads = torch.autograd.grad(expected, (mixed, bias), [grad.double() for grad in grads])
+            for one, other in zip(torch.autograd.grad(actual, (mixed, bias), grads), wide_grads):
+                close(one, other)
+
+
+@pytest.mark.default(1)
+@pytest.mark.parametrize("dtype", BIAS_DTYPES)
+def test_a_projection_in_parts_and_its_bias(dtype: torch.dtype) -> None:
+    interpret(check_split, dtype)
+
+
+def check_receivers() -> None:
+    torch.manual_seed(13)
+    parameters = [torch.zeros(70, dtype=torch.bfloat16) for _ in range(3)]
+    events: list[str] = []
+    totals = [torch.full((70,), 7.0) for _ in range(2)]
+    for name, parameter, total in zip(("first", "third"), parameters[::2], totals):
+        attach_main_grad(parameter, MainGrad(total, on_complete=partial(events.append, name)))
+    expected = torch.zeros(3, 70, dtype=torch.float64)
+    for num_parts in (130, 3):
+        parts = torch.randn(3, num_parts, 70)
+        first, second, third = receive_parts(parts, [Receiver.of(parameter) for parameter in parameters])
+        assert first is None
+        assert third is None
+        assert second is not None
+        assert second.dtype == torch.bfloat16
+        close(second, parts[1].double().sum(0))
+        # The first contribution overwrites what was there, the second is added.
+        expected += parts.double().sum(1)
+        close(totals[0], expected[0])
+        close(totals[1], expected[2])
+    assert events == ["first", "third", "first", "third"]
+    # Several layers' contributions meet in autograd.
+    attach_main_grad(parameters[1], MainGrad(torch.zeros(70), num_uses=2))
+    assert Receiver.of(parameters[1]).main_grad is None
+
+
+def test_sums_go_into_main_gradients_or_to_autograd() -> None:
+    interpret(check_receivers)
+
+
+def check_parts_left_with_a_gradient() -> None:
+    grad = torch.randn(5, 3, 70)
+    # A third of the true sum, so that it shows what was summed.
+    parts = grad.view(1, 15, 70)[:, :5]
+    to_autograd = Receiver(torch.float32, None)
+    leave_parts(grad, parts)
+    close(bias_gradient(grad, to_autograd), parts[0].double().sum(0))
+    main_grad = MainGrad(torch.zeros(70))
+    assert bias_gradient(grad, Receiver(torch.float32, main_grad)) is None
+    close(main_grad.tensor, parts[0].double().sum(0))
+    # Somebody else's gradient was added to it, in place or into another tensor.
+    rows = grad.view(15, 70)
+    close(bias_gradient(grad + 0, to_autograd), rows.double().sum(0))
+    grad.add_(1.0)
+    close(bias_gradient(grad, to_autograd), rows.double().sum(0))
+
+
+def test_parts_are_summed_only_of_an_unchanged_gradient() -> None:
+    interpret(check_parts_left_with_a_gradient)
+
+
+def check_activation_of_another_kind(is_registered: bool) -> None:
+    """Compare with autograd in float64, which sees the same two matmuls with the function itself between them."""
+    model = make_model(single_rank_group(), openai_gelu=True, num_layers=1)
+    mlp = next(module for module in model.modules() if isinstance(module, MLP))
+    mlp.activation = F.mish
+    if is_registered:
+        mlp.kind, ACTIVATIONS["mish"] = "mish", F.mish
+    parameters = [*mlp.linear_fc1.parameters(), *mlp.linear_fc2.parameters()]
+    for parameter in parameters:
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(3, 2, 28)
+    weight, bias, weight_2, bias_2 = (parameter.detach().double().requires_grad_() for parameter in parameters)
+    expected = F.mish(x.double() @ weight.t() + bias) @ weight_2.t() + bias_2
+    expected_grads = torch.autograd.grad(expected.sum(), [weight, bias, weight_2, bias_2])
+    with cpu_runs_on_triton():
+        actual = mlp(x).hidden
+        grads = torch.autograd.grad(actual.sum(), parameters)
+    close(actual, expected)
+    for one, other in zip(grads, expected_grads, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_an_activation_without_a_program_keeps_its_own_gradient(is_registered: bool) -> None:
+    interpret(check_activation_of_another_kind, is_registered)
+
+
+def check_cast(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    for rows, width in [(70, 45), (64, 128), (1, 3)]:
+        x = torch.randn(rows, width) * torch.logspace(-6, 3, width)
+        x[0, : min(3, width)] = torch.tensor([torch.inf, -1e30, torch.nan])[: min(3, width)]
+        for given in (x.bfloat16(), x, x.bfloat16().t()):
+            scale, amax, expected_amax = torch.full((1, 1), 0.5), torch.zeros(()), torch.zeros(())
+            expected = quantize_whole(given, dtype, scale, expected_amax, transpose=True)
+            with cpu_runs_on_triton():
+                actual = quantize_whole(given, dtype, scale, amax, transpose=True)
+                one = quantize_whole(given, dtype, scale, None, plain=False, transpose=True)
+            for ours, theirs in zip(actual, expected):
+                assert ours is not None
+                assert theirs is not None
+                assert ours.data.is_contiguous()
+                torch.testing.assert_close(ours.values(), theirs.values(), rtol=0, atol=0, equal_nan=True)
+            assert one[0] is None
+            assert one[1] is not None
+            assert torch.equal(one[1].data.view(torch.uint8), actual[1].data.view(torch.uint8))  # type: ignore[union-attr]
+            assert amax == torch.inf
+            assert not expected_amax.isfinite()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_bytes_are_those_of_torch(dtype: torch.dtype) -> None:
+    interpret(check_cast, dtype)
+
+
+WIDTH = 70
+EPSILON = 0.01
+
+
+def keeps(first_key: int, second_key: int, channel: int, probability: float) -> bool:
+    """Follow the rule of dropout in Python's integers."""
+    x = (first_key + (channel + 1) * 0x9E3779B1) % 2**32
+    x ^= x >> 16
+    x = x * 0x21F0AAAD % 2**32
+    x ^= x >> 15
+    x ^= second_key % 2**32
+    x = x * 0x735A2D97 % 2**32
+    x ^= x >> 15
+    return x >> 8 >= round(probability * 2**24)
+
+
+def reference(
+    inputs: dict[str, torch.Tensor], keys: tuple[torch.Tensor, torch.Tensor] | None, probability: float, rounded: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum and its norm in float64; the sum is ``rounded``, as the stream is."""
+    branch = inputs.get("branch", torch.zeros(()))
+    if keys is not None:
+        pairs = zip(*(key.flatten().tolist() for key in keys))
+        kept = torch.tensor([[keeps(a, b, channel, probability) for channel in range(WIDTH)] for a, b in pairs])
+        branch = branch * kept.view(branch.shape) / (1 - probability)
+    total = inputs["residual"] + branch
+    total = total + (total.to(rounded).double() - total).detach()
+    weight = inputs["weight"] + 1
+    if "bias" in inputs:
+        return total, F.layer_norm(total, (WIDTH,), weight, inputs["bias"], EPSILON)
+    return total, F.rms_norm(total, (WIDTH,), weight, EPSILON)
+
+
+def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
+    from megatron.core.ops.triton import residual as residual_norm
+
+    torch.manual_seed(9)
+    # Parts of 2, 2, 2, 2 and 1 rows.
+    residual_norm._MAX_PARTS = 5
+    shapes = {"branch": (3, 3, WIDTH), "residual": (3, 3, WIDTH), "weight": (WIDTH,)}
+    if is_layer_norm:
+        shapes |= {"bias": (WIDTH,)}
+    values = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    # Gradients may be transposed, too.
+    grads = tuple(torch.randn(3, 3, WIDTH).to(dtype).transpose(0, 1) for _ in range(2))
+    # Transposed, as they come from keys of samples and of positions.
+    some_keys = tuple(torch.randint(-(2**31), 2**31, (3, 3)).to(torch.int32).t() for _ in range(2))
+    for has_branch, keys, probability in [(False, None, 0.0), (True, None, 0.0), (True, some_keys, 0.3)]:
+        inputs = {n: value.clone().requires_grad_() for n, value in values.items() if has_branch or n != "branch"}
+        wide = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
+        expected = reference(wide, keys, probability, dtype)
+        expected_grads = torch.autograd.grad(expected, list(wide.values()), [grad.double() for grad in grads])
+        runs = []
+        for _ in range(2):
+            actual = residual_norm.add_and_normalize(
+                inputs["residual"],
+                inputs.get("branch"),
+                inputs["weight"],
+                inputs.get("bias"),
+                EPSILON,
+                subtracts_mean=is_layer_norm,
+                weight_offset=1.0,
+                keys=keys,
+                probability=probability,
+                sums_branch_grad=True,
+            )
+            of_inputs = torch.autograd.grad(actual, list(inputs.values()), grads)
+            runs.append((*actual, *of_inputs))
+            if has_branch:
+                of_branch = of_inputs[list(inputs).index("branch")]
+                of_rows = expected_grads[list(inputs).index("branch")].flatten(0, 1)
+                assert hasattr(of_branch, "column_parts")
+                close(bias_gradient(of_branch, Receiver(dtype, None)), of_rows.sum(0), units=2)
+        for name, one, other, again in zip(
+            ("total", "normalized", *inputs), runs[0], (*expected, *expected_grads), runs[1]
+        ):
+            assert one.dtype == dtype, name
+            # The interpreter cuts the stream down, and then a sum over its rows.
+            close(one, other, units=2 if name in ("weight", "bias") else 1)
+            assert torch.equal(one, again), name
+        assert has_branch or torch.equal(runs[0][0], values["residual"])
+        # Recompute takes the stream that a call has left.
+        parameters = inputs["weight"], inputs.get("bias"), EPSILON
+        _, again = residual_norm.add_and_normalize(
+            runs[0][0], None, *parameters, subtracts_mean=is_layer_norm, weight_offset=1.0
+        )
+        assert torch.equal(again, runs[0][1])
+        if keys is not None:
+            # What was dropped has no gradient.
+            dropped = runs[0][2] == 0
+            assert 0.2 < dropped.float().mean() < 0.4
+            assert torch.equal(dropped, expected_grads[0] == 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_layer_norm"),
+    [
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                *((torch.float32, False), (torch.bfloat16, True)),
+                *((torch.float16, False), (torch.float16, True)),
+            )
+        ),
+    ],
+)
+def test_sum_and_norm_with_their_gradients(dtype: torch.dtype, is_layer_norm: bool) -> None:
+    interpret(check_sum_and_norm, dtype, is_layer_norm)
+
+
+def check_dropout(dtype: torch.dtype) -> None:
+    from megatron.core.ops.triton import residual as programs
+
+    torch.manual_seed(10)
+    programs._BLOCK = 32
+    keys = RowKeys(*(torch.randint(-(2**31), 2**31, (3, 5)).to(torch.int32).t() for _ in range(2)))
+    x, residual = (torch.randn(5, 3, WIDTH).to(dtype).requires_grad_() for _ in range(2))
+    grad = torch.randn(3, 5, WIDTH).to(dtype).transpose(0, 1)
+    for others in ((), (residual,)):
+        wide = [tensor.double() for tensor in (x, *others)]
+        expected = drop_hidden(wide[0], keys, 0.3, *wide[1:])
+        with cpu_runs_on_triton():
+            actual = drop_hidden(x, keys, 0.3, *others)
+            actual_grads = torch.autograd.grad(actual, (x, *others), grad)
+        assert actual.dtype == dtype
+        close(actual, expected)
+        for one, other in zip(actual_grads, torch.autograd.grad(expected, (x, *others), grad.double())):
+            close(one, other)
+            assert torch.equal(one == 0, other == 0)
+    with cpu_runs_on_triton():
+        assert drop_hidden(x[:0], RowKeys(keys.k0[:0], keys.k1[:0]), 0.3).shape == (0, 3, WIDTH)
+        # A stream in another precision than the branch is torch's.
+        assert drop_hidden(x, keys, 0.3, residual.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [*(pytest.param(dtype, marks=pytest.mark.long) for dtype in (torch.float32, torch.float16)), torch.bfloat16],
+)
+def test_dropout_and_its_sum_with_the_stream(dtype: torch.dtype) -> None:
+    interpret(check_dropout, dtype)
+
+
+LLAMA = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "num_query_groups": 2,
+    "add_bias_linear": False,
+}
+NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.4, "apply_layernorm_1p": True, "geglu": True}
+PARALLEL = {"use_parallel_residual": True}
+GPT2 = {"openai_gelu": True}
+THROUGH = {"apply_residual_connection_post_layernorm": True}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
+
+
+def check_model(settings: dict[str, Any]) -> None:
+    from megatron.core.ops.triton import activation, column_sums, cross_entropy
+    from megatron.core.ops.triton import activation as gated_activation
+    from megatron.core.ops.triton import query_key_value as rotary
+    from megatron.core.ops.triton import query_key_value as split
+    from megatron.core.ops.triton import residual as dropout
+    from megatron.core.ops.triton import residual as residual_norm
+
+    launches: Counter[str] = Counter()
+    for module, attribute, name in [
+        (rotary, "rotate_program", "rotate"),
+        (gated_activation, "gated_forward_program", "gate"),
+        (gated_activation, "gated_backward_program", "gate gradient"),
+        (activation, "plain_backward_program", "activation gradient"),
+        (split, "join_program", "join"),
+        (column_sums, "sums_program", "sums"),
+        (residual_norm, "forward_program", "norm"),
+        (residual_norm, "backward_program", "norm gradient"),
+        (dropout, "dropout_program", "dropout"),
+        (cross_entropy, "normalizer_program", "normalizer"),
+        (cross_entropy, "gradient_program", "loss gradient"),
+    ]:
+        setattr(module, attribute, Counted(getattr(module, attribute), launches, name))
+    tp = tensor_parallel_group()
+    model = make_model(tp, sequence_parallel=tp.size > 1, **settings)
+    tokens, labels, positions, _ = make_batch(8, 3, 53)
+    samples = DropoutSamples.at(5, 0, 0, 3, "cpu")
+
+    def step() -> list[torch.Tensor]:
+        losses = model(tokens, positions, labels=labels, dropout_samples=samples)
+        return [losses.detach(), *torch.autograd.grad(losses.mean(), list(model.parameters()))]
+
+    expected = step()
+    assert not launches
+    with cpu_runs_on_triton():
+        launches.clear()
+        actual = step()
+    # In both directions: behind the embedding, at the end of the last layer, and where attention has no norm behind it.
+    num_drops = 2 * (1 + 1 + 2 * settings.get("use_parallel_residual", False)) if "hidden_dropout" in settings else 0
+    is_gated = settings.get("swiglu", False) or settings.get("geglu", False)
+    has_bias = settings.get("add_bias_linear", True)
+    # Branches with a bias that meet a norm; several ranks of a CPU add it to their sum.
+    num_branches = (1 if settings.get("use_parallel_residual", False) else 3) if has_bias and tp.size == 1 else 0
+    num_joins = 2 if settings.get("position_embedding_type") is None else 0
+    num_activations = 0 if is_gated or not has_bias else 2
+    assert launches == {
+        **({} if num_joins else {"rotate": 4}),
+        **({"gate": 2, "gate gradient": 2} if is_gated else {}),
+        **({"activation gradient": num_activations} if num_activations else {}),
+        **({"join": num_joins} if num_joins else {}),
+        "sums": 4 + num_branches + num_activations + num_joins,
+        "norm": 4,
+        "norm gradient": 4,
+        **({"dropout": num_drops} if num_drops else {}),
+        "normalizer": 1,
+        "loss gradient": 1,
+    }
+    for one, other in zip(actual, expected, strict=True):
+        close(one, other)
+
+
+class Counted:
+    """Count a program's launches."""
+
+    def __init__(self, program: Any, launches: Counter[str], name: str) -> None:
+        self.program, self.launches, self.name = program, launches, name
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launches[self.name] += 1
+        return self.program[grid]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("settings", "world_size"),
+    [
+        pytest.param(LLAMA, 1, marks=pytest.mark.long),
+        (LLAMA | DROPOUT, 2),
+        pytest.param(NEOX, 1, marks=pytest.mark.long),
+        pytest.param(NEOX | DROPOUT, 1, marks=pytest.mark.long),
+        (NEOX | DROPOUT | PARALLEL, 2),
+        pytest.param(GPT2, 1, marks=pytest.mark.long),
+        pytest.param(GPT2 | DROPOUT, 2, marks=pytest.mark.long),
+        (GPT2 | THROUGH, 1),
+    ],
+    ids=[
+        "llama",
+        "llama, dropout, 2 ranks",
+        "neox",
+        "neox, dropout",
+        "neox, parallel, dropout, 2 ranks",
+        "gpt2",
+        "gpt2, dropout, 2 ranks",
+        "gpt2, stream through the norms",
+    ],
+)
+def test_a_model_on_triton_equals_the_model_in_torch(settings: dict[str, Any], world_size: int) -> None:
+    interpret(check_model, settings, world_size=world_size)
