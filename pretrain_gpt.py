@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 
 from megatron.cli.pretrain import main
-from megatron.training.exit_reason import run_program
-from megatron.training.gpt import forward_step, provide_datasets, provide_model
+from megatron.training import forward_step, provide_datasets, provide_model, run_program
 
 __all__ = ["forward_step", "main", "provide_datasets", "provide_model"]
 

@@ -25,9 +25,13 @@ from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import Group
 from megatron.core.sharding import attach_spec, spec_of
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.initialization import initialize_parameter
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    initialize_parameter,
+    vocab_parallel_cross_entropy,
+)
 
 VOCAB, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 256, 64, 4, 2, 48, 8
 PARALLEL_LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)

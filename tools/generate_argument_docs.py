@@ -10,8 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from docs.scripts.markdown_cells import code, prose  # noqa: E402
-from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED  # noqa: E402
-from megatron.config.run_config import command_line_fields, config_parts  # noqa: E402
+from megatron.config import NO_EFFECT, NOT_SUPPORTED, command_line_fields, config_parts  # noqa: E402  # noqa: E402
 from megatron.core.config_base import FieldSpec, field_docs, field_specs  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "arguments.md"

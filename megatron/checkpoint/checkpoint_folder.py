@@ -20,8 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
-from megatron.core.dist_checkpointing.disk import replace_text, sync_folder, write_text
-from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, index_text, write_index
+from megatron.core.dist_checkpointing import (
+    INDEX_FILE,
+    CheckpointIndex,
+    index_text,
+    replace_text,
+    sync_folder,
+    write_index,
+    write_text,
+)
 from megatron.core.errors import CheckpointError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.core.ranged_file import open_ranged, read_range

@@ -17,12 +17,12 @@ import torch
 from megatron.checkpoint.checkpoint_folder import find_checkpoint
 from megatron.checkpoint.checkpoint_source import CheckpointSource, SourceView, TensorInfo
 from megatron.checkpoint.config_changes import compare_configs
-from megatron.checkpoint.formats.torchtitan_settings import idle_lines
+from megatron.checkpoint.formats import idle_lines
 from megatron.checkpoint.inference_model import sample_tokens, source_config, streamed_logits
 from megatron.checkpoint.progress import ByteProgress
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
-from megatron.config.run_config import RunConfig
-from megatron.core.dist_checkpointing.planner import MODEL_PREFIX, dtype_name
+from megatron.config import RunConfig
+from megatron.core.dist_checkpointing import MODEL_PREFIX, dtype_name
 from megatron.core.errors import InputError, MegatronError
 from megatron.core.sharding import split_box
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.run_config import config_parts
+from megatron.config import config_parts
 from megatron.core.config_base import field_specs
-from megatron.core.dist_checkpointing.planner import ShardedTensor
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.errors import CheckpointError
-from megatron.core.transformer.lora_targets import ADAPTERS, adapted_parts, plain_names
-from megatron.core.transformer.transformer_config import GATED_ACTIVATIONS, MoEConfig, moe_layers
+from megatron.core.transformer import ADAPTERS, GATED_ACTIVATIONS, MoEConfig, adapted_parts, moe_layers, plain_names
 
 
 @dataclass(frozen=True)

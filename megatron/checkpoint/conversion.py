@@ -29,27 +29,28 @@ from megatron.checkpoint.checkpoint_folder import (
 from megatron.checkpoint.checkpoint_source import AveragedSource, CheckpointSource, SourceView
 from megatron.checkpoint.comparison import check_result, compare_logits, parameters_of, transformers_logits
 from megatron.checkpoint.conversion_request import FORMATS, ConversionRequest, Target, idle_flags
-from megatron.checkpoint.formats.adapters import MergedSource, PeftSource, write_peft
-from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
-from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
-from megatron.checkpoint.formats.megatron.torch_dist_writer import carried_values, write_torch_dist
-from megatron.checkpoint.formats.megatron.torch_format import write_megatron_torch
-from megatron.checkpoint.formats.native import NativeSource, TokenizerWriter, write_native
+from megatron.checkpoint.formats import (
+    MergedSource,
+    NativeSource,
+    PeftSource,
+    TokenizerWriter,
+    write_native,
+    write_peft,
+)
+from megatron.checkpoint.formats.huggingface import HuggingFaceSource, write_hugging_face
+from megatron.checkpoint.formats.megatron import carried_values, write_megatron_torch, write_torch_dist
 from megatron.checkpoint.inference_model import EVEN_PIPELINE, sample_tokens, source_config, streamed_logits
 from megatron.checkpoint.progress import ByteProgress
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
+from megatron.config import RunConfig
 from megatron.config.checks import parallelism
-from megatron.config.run_config import RunConfig
-from megatron.core.dist_checkpointing.disk import sync_folder
-from megatron.core.dist_checkpointing.planner import OPTIMIZER_PREFIX, RNG_PREFIX
+from megatron.core.dist_checkpointing import OPTIMIZER_PREFIX, RNG_PREFIX, sync_folder
 from megatron.core.errors import CheckpointError, ConfigurationError, TokenizerError
-from megatron.core.pipeline_parallel.stage_layout import layout_problems
+from megatron.core.pipeline_parallel import layout_problems
+from megatron.core.tokenizers import HuggingFaceTokenizer, NullTokenizer, record_tokenizer
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.tokenizer import NullTokenizer
-from megatron.core.tokenizers.tokenizer_record import record_tokenizer
-from megatron.core.transformer.lora_targets import ADAPTERS
-from megatron.training.fault_tolerance.run_lock import FOLDER_RECORD, own_folder
+from megatron.core.transformer import ADAPTERS
+from megatron.training.fault_tolerance import FOLDER_RECORD, own_folder
 
 _TARGET_FLAGS = {
     "--tensor-model-parallel-size": "--target-tensor-parallel-size",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.formats.torchtitan_settings import idle_lines
+from megatron.checkpoint.formats import idle_lines
 
 FORMATS = {
     "megatron": "megatron",

@@ -11,17 +11,15 @@ import torch
 from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo
 from megatron.core.config_base import config_from_dict
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.load import Progress, untold
-from megatron.core.dist_checkpointing.planner import MODEL_PREFIX, ShardedTensor, from_spec, model_tensors
+from megatron.core.dist_checkpointing import MODEL_PREFIX, Progress, ShardedTensor, from_spec, model_tensors, untold
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.model_parallel_config import ONE_RANK, ParallelSizes
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.parallel_state import ExpertGroups, ParallelState
-from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.pipeline_parallel import StageContents
 from megatron.core.process_group import single_rank_group
 from megatron.core.sharding import spec_of, split_box
-from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.tensor_parallel import RngStreams
 
 EVEN_PIPELINE: Final[Mapping[str, Any]] = {
     "num_layers_per_virtual_pipeline_stage": None,

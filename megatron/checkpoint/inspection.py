@@ -9,12 +9,11 @@ from typing import Any
 from megatron.checkpoint.checkpoint_folder import FORMAT_NAMES, FoundCheckpoint, find_checkpoint
 from megatron.checkpoint.checkpoint_source import CheckpointSource
 from megatron.checkpoint.comparison import MAX_BOX_BYTES
-from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
-from megatron.checkpoint.formats.native import NativeSource
-from megatron.checkpoint.formats.torchtitan_settings import idle_lines
+from megatron.checkpoint.formats import NativeSource, idle_lines
+from megatron.checkpoint.formats.huggingface import HuggingFaceSource
 from megatron.checkpoint.progress import ByteProgress
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
-from megatron.core.dist_checkpointing.planner import MODEL_PREFIX, OPTIMIZER_PREFIX, dtype_name
+from megatron.core.dist_checkpointing import MODEL_PREFIX, OPTIMIZER_PREFIX, dtype_name
 from megatron.core.sharding import split_box
 
 _GIGABYTE = 1e9

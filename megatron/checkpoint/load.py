@@ -32,11 +32,11 @@ from megatron.checkpoint.config_changes import (
     refuse_other_adapters,
     without_new_adapters,
 )
-from megatron.checkpoint.formats.huggingface.model_record import MODEL_RECORD
-from megatron.checkpoint.formats.torchtitan_settings import describe_told
+from megatron.checkpoint.formats import describe_told
+from megatron.checkpoint.formats.huggingface import MODEL_RECORD
 from megatron.checkpoint.stored_checkpoint import is_release, open_stored
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.run_config import CheckpointConfig
+from megatron.config import CheckpointConfig
 from megatron.core.collectives import (
     all_gather_objects,
     any_rank,
@@ -44,29 +44,33 @@ from megatron.core.collectives import (
     raise_on_all_ranks,
     run_on_all_ranks,
 )
-from megatron.core.dist_checkpointing.index import CheckpointIndex
-from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, untold
-from megatron.core.dist_checkpointing.planner import (
+from megatron.core.dist_checkpointing import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
+    STRICT,
+    STRICTNESS,
+    CheckpointIndex,
     CheckpointState,
     Float8Scaling,
+    LoadedTensors,
+    Progress,
     ShardedTensor,
+    Strictness,
     average_choice,
     dtype_name,
     float8_tensors,
     model_tensors,
     optimizer_tensors,
     rng_name,
+    untold,
     whole_tensor,
 )
-from megatron.core.dist_checkpointing.validation import STRICT, STRICTNESS, Strictness
-from megatron.core.distributed.weight_checks import not_finite
+from megatron.core.distributed import not_finite
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.model_parallel_config import GRID_AXES, SIZE_NAMES
 from megatron.core.object_store import as_path, local_copy
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
-from megatron.core.tensor_parallel.random import STREAM_AXES
+from megatron.core.tensor_parallel import STREAM_AXES
 
 Log = Callable[[str], None]
 """Prints a line, on rank 0 only."""

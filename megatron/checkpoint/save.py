@@ -32,9 +32,9 @@ from megatron.checkpoint.checkpoint_folder import (
     publish,
     recover_objects,
 )
-from megatron.checkpoint.formats.huggingface.model_record import MODEL_RECORD
-from megatron.checkpoint.formats.megatron.rank_planner import FLOAT8_SCALING
-from megatron.checkpoint.formats.megatron.run_checkpoint import (
+from megatron.checkpoint.formats.huggingface import MODEL_RECORD
+from megatron.checkpoint.formats.megatron import (
+    FLOAT8_SCALING,
     TorchDistShare,
     TorchShare,
     plan_torch_dist_share,
@@ -42,7 +42,7 @@ from megatron.checkpoint.formats.megatron.run_checkpoint import (
 )
 from megatron.checkpoint.load import Log
 from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.run_config import CheckpointConfig
+from megatron.config import CheckpointConfig
 from megatron.core.collectives import (
     all_gather_objects,
     any_rank,
@@ -50,25 +50,32 @@ from megatron.core.collectives import (
     raise_on_all_ranks,
     run_on_all_ranks,
 )
-from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
-from megatron.core.dist_checkpointing.disk import checksum, sync_folder, write_error
-from megatron.core.dist_checkpointing.index import INDEX_FILE, encode_common
-from megatron.core.dist_checkpointing.planner import (
+from megatron.core.dist_checkpointing import (
+    INDEX_FILE,
+    BackgroundTask,
     CheckpointState,
+    RankShare,
     SavePlan,
     SavePlanner,
     ShardedTensor,
+    StagingArea,
+    WrittenShare,
+    build_index,
+    checksum,
+    encode_common,
     float8_tensors,
     model_tensors,
     optimizer_tensors,
     rng_tensors,
+    sync_folder,
+    take_share,
+    write_error,
 )
-from megatron.core.dist_checkpointing.shard_file import RankShare, WrittenShare, build_index, take_share
 from megatron.core.errors import CheckpointError, InputError, MegatronError, TokenizerError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.core.parallel_state import ParallelState, gather_from_world
-from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
-from megatron.training.fault_tolerance.run_lock import RunLock, own_folder
+from megatron.core.tokenizers import TOKENIZER_FOLDER
+from megatron.training.fault_tolerance import RunLock, own_folder
 
 _MARK_SUFFIX = ".shared"
 _OLD_MARK_S = 600.0

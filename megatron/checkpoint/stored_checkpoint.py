@@ -9,23 +9,32 @@ from typing import Any, Protocol
 
 from megatron.checkpoint.checkpoint_folder import FORMAT_MARKS, RELEASE, detect_format, refuse_objects
 from megatron.checkpoint.checkpoint_source import CheckpointSource
-from megatron.checkpoint.formats.adapters import NO_ADAPTERS, PeftSource
-from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
-from megatron.checkpoint.formats.megatron.rank_planner import CHECKPOINT_VERSION
-from megatron.checkpoint.formats.megatron.run_checkpoint import SourceCheckpoint, index_of, open_torch_checkpoint
-from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
-from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource
-from megatron.checkpoint.formats.native import NativeSource
-from megatron.checkpoint.formats.peft_settings import base_of
-from megatron.checkpoint.formats.torchtitan import TorchtitanSource
+from megatron.checkpoint.formats import NO_ADAPTERS, NativeSource, PeftSource, TorchtitanSource, base_of
+from megatron.checkpoint.formats.huggingface import HuggingFaceSource
+from megatron.checkpoint.formats.megatron import (
+    CHECKPOINT_VERSION,
+    MegatronTorchSource,
+    SourceCheckpoint,
+    TorchDistSource,
+    index_of,
+    open_torch_checkpoint,
+)
 from megatron.core.collectives import run_on_all_ranks
 from megatron.core.config_base import IDENTITY, field_specs
-from megatron.core.dist_checkpointing.index import CheckpointIndex, check_run_state
-from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, load_index, load_tensors, untold
-from megatron.core.dist_checkpointing.planner import ShardedTensor
-from megatron.core.dist_checkpointing.validation import STRICT, Strictness
+from megatron.core.dist_checkpointing import (
+    STRICT,
+    CheckpointIndex,
+    LoadedTensors,
+    Progress,
+    ShardedTensor,
+    Strictness,
+    check_run_state,
+    load_index,
+    load_tensors,
+    untold,
+)
 from megatron.core.errors import CheckpointError
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import as_path
 from megatron.core.parallel_state import ParallelState
 

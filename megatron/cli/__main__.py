@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megatron.cli.arguments import dispatcher
 from megatron.core.broken_pipe import reader_may_leave
-from megatron.training.exit_reason import run_program
+from megatron.training import run_program
 
 COMMANDS = {
     "train": "train",

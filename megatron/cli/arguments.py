@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.checkpoint.formats.torchtitan_settings import told_specs
-from megatron.config.resolution import unused_tokenizer_flags
+from megatron.checkpoint.formats import told_specs
+from megatron.config import unused_tokenizer_flags
 from megatron.core.broken_pipe import STATUS, has_lost_reader
 from megatron.core.config_base import field_docs
 from megatron.core.errors import InputError, MegatronError, StorageError
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import as_path, is_url
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
-from megatron.core.tokenizers.tiktoken_tokenizer import DEFAULT_NUM_SPECIAL_TOKENS
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers import DEFAULT_NUM_SPECIAL_TOKENS, TOKENIZER_TYPES, Tokenizer
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 
 _CLOSE = 0.8
 """Share of the letters that must agree: ``--laod`` is 0.83 of ``--load``."""

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from megatron.cli.arguments import Parser, exit_status_of
 from megatron.cli.planner_arguments import write_text
 from megatron.core.errors import ConfigurationError
-from megatron.planner.gpu import GPUS, AttentionRate, Gpu, find_gpu, gpu_to_json
-from megatron.planner.step_time import MEMORY_SHARE
+from megatron.planner import GPUS, MEMORY_SHARE, AttentionRate, Gpu, find_gpu, gpu_to_json
 
 if TYPE_CHECKING:
     from megatron.cli.doctor.benchmarks import Rates

@@ -17,9 +17,9 @@ from typing import Any
 
 from megatron.cli.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.serving.generation_setup import load_engine, open_checkpoint
-from megatron.serving.openai.chat_client import ChatClient, ChatFailed
-from megatron.training.initialize import LaunchEnvironment, shut_down
+from megatron.serving import load_engine, open_checkpoint
+from megatron.serving.openai import ChatClient, ChatFailed
+from megatron.training import LaunchEnvironment, shut_down
 
 URL = "http://127.0.0.1:8000"
 Answer = Callable[[Sequence[Mapping[str, str]]], Iterator[str]]
@@ -161,10 +161,9 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
 
 
 def _local_answer(arguments: argparse.Namespace, launch: LaunchEnvironment) -> Answer:
-    from megatron.core.datasets.chat_template import choose_template
-    from megatron.core.inference.continuous_engine import ContinuousEngine
-    from megatron.serving.openai.local_chat import LocalChat
-    from megatron.serving.openai.translator import Translator
+    from megatron.core.datasets import choose_template
+    from megatron.core.inference import ContinuousEngine
+    from megatron.serving.openai import LocalChat, Translator
 
     checkpoint = open_checkpoint(model_request(arguments), launch)
     longest = checkpoint.config.max_position_embeddings

@@ -22,9 +22,7 @@ from megatron.cli.arguments import (
     tokenizer_keywords,
 )
 from megatron.core.errors import ConfigurationError
-from megatron.data.cleaner import Cleaner, CleaningPlan
-from megatron.data.document_reader import find_inputs, is_read
-from megatron.data.text_filters import TextRules, UrlBlacklist
+from megatron.data import Cleaner, CleaningPlan, TextRules, UrlBlacklist, find_inputs, is_read
 
 
 def build_parser() -> Parser:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron.config.arguments import all_flags
+from megatron.config import all_flags
 
 _SHELLS = ("bash", "zsh")
 _FOLDER = Path(__file__).resolve().parent

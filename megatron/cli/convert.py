@@ -7,7 +7,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from megatron.checkpoint.conversion_request import FORMATS, ConversionRequest, Target
+from megatron.checkpoint import FORMATS, ConversionRequest, Target
 from megatron.cli.arguments import Parser, add_told_settings, exit_status_of, local_folder, stored_folder, told_settings
 
 _CHECKPOINT_DECIDES = "the checkpoint's own configuration says it"
@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command, by default on the words of the command line, and return its exit status."""
     request, notes = parse_arguments(argv)
     # A wrong flag is answered before torch is imported.
-    from megatron.checkpoint.conversion import convert
+    from megatron.checkpoint import convert
 
     for note in notes:
         print(note, flush=True)

@@ -13,7 +13,7 @@ import secrets
 from pathlib import Path
 
 from megatron.cli.arguments import Parser
-from megatron.plotting.dashboard_server import DashboardServer, address
+from megatron.plotting import DashboardServer, address
 
 _LARGEST_PORT = 65535
 

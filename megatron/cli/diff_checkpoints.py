@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     told = told_settings(arguments)
     if not 0 <= arguments.tolerance < float("inf"):
         parser.error(f"--tolerance {arguments.tolerance} is not a number that is 0 or more")
-    from megatron.checkpoint.comparison import diff_checkpoints
+    from megatron.checkpoint import diff_checkpoints
 
     is_equal: list[bool] = []
     if exit_status_of(lambda: is_equal.append(diff_checkpoints(**vars(arguments), told=told))) != 0:

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 from megatron.cli.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.console import ProgressBar
 from megatron.core.errors import ConfigurationError, DataError, InputError
-from megatron.serving.generation_setup import Checkpoint, load_engine, open_checkpoint
-from megatron.training.initialize import LaunchEnvironment, shut_down
+from megatron.serving import Checkpoint, load_engine, open_checkpoint
+from megatron.training import LaunchEnvironment, shut_down
 
 if TYPE_CHECKING:
-    from megatron.evaluation.harness_tasks import HarnessTasks
-    from megatron.evaluation.model_ranks import ModelRanks, TextEncoding
+    from megatron.evaluation import HarnessTasks, ModelRanks, TextEncoding
 
 _DEFAULT_LENGTH = 2048
 _DEFAULT_SEED = 1234
@@ -126,7 +125,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     tasks = _load_tasks(arguments) if arguments.tasks and launch.rank == 0 else None
     checkpoint = open_checkpoint(model, launch)
     max_length = most_tokens(arguments.max_length, checkpoint)
-    from megatron.evaluation.model_ranks import ModelRanks, TextEncoding
+    from megatron.evaluation import ModelRanks, TextEncoding
 
     encoding = TextEncoding(checkpoint.tokenizer)
     try:
@@ -147,7 +146,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
 
 
 def _load_tasks(arguments: argparse.Namespace) -> HarnessTasks:
-    from megatron.evaluation.harness_tasks import HarnessTasks, TaskChoice
+    from megatron.evaluation import HarnessTasks, TaskChoice
 
     return HarnessTasks(
         TaskChoice(tuple(arguments.tasks), arguments.include_path, arguments.num_fewshot, arguments.limit)
@@ -162,9 +161,8 @@ def _run_tasks(
     max_length: int,
     bar: ProgressBar,
 ) -> None:
-    from megatron.core.datasets.chat_template import choose_template
-    from megatron.evaluation.harness_model import HarnessModel
-    from megatron.evaluation.harness_tasks import table_of
+    from megatron.core.datasets import choose_template
+    from megatron.evaluation import HarnessModel, table_of
 
     form = None
     if arguments.apply_chat_template:
@@ -184,7 +182,7 @@ def _run_tasks(
 def _measure_texts(
     arguments: argparse.Namespace, ranks: ModelRanks, encoding: TextEncoding, max_length: int, bar: ProgressBar
 ) -> None:
-    from megatron.evaluation.text_perplexity import in_all, measure_texts, read_documents
+    from megatron.evaluation import in_all, measure_texts, read_documents
 
     documents = list(read_documents(arguments.text, arguments.json_key or _DEFAULT_KEY))
     if not documents:

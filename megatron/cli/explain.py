@@ -29,10 +29,15 @@ from megatron.cli.planner_arguments import (
     write_text,
 )
 from megatron.core.errors import ConfigurationError
-from megatron.planner.explanation import explain, find_changes
-from megatron.planner.implementations import find_implementation
-from megatron.planner.report import describe_changes, to_page, to_text
-from megatron.planner.trace_store import trace_in_this_process
+from megatron.planner import (
+    describe_changes,
+    explain,
+    find_changes,
+    find_implementation,
+    to_page,
+    to_text,
+    trace_in_this_process,
+)
 
 
 def build_parser(world_size: int) -> Parser:

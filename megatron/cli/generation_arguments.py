@@ -10,9 +10,8 @@ from typing import NoReturn
 
 from megatron.cli.arguments import SpellingParser, add_tokenizer_source, add_told_settings, told_settings
 from megatron.core.errors import InputError
-from megatron.serving.generation_setup import ModelRequest
-from megatron.training.exit_reason import launch_environment_or_exit, refuse
-from megatron.training.initialize import LaunchEnvironment
+from megatron.serving import ModelRequest
+from megatron.training import LaunchEnvironment, launch_environment_or_exit, refuse
 
 TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 

@@ -16,12 +16,11 @@ from pathlib import Path
 
 from megatron.cli.arguments import Parser, exit_status_of
 from megatron.cli.planner_arguments import check_world_size, check_writable, write_text
-from megatron.config.arguments import resolve_arguments
+from megatron.config import resolve_arguments
 from megatron.core.errors import ConfigurationError
 from megatron.core.model_parallel_config import ParallelSizes
-from megatron.planner.explanation import with_known_vocabulary
-from megatron.planner.gpu import GPUS, find_gpu
-from megatron.planner.simulation.fake_cuda import load_fake_cuda
+from megatron.planner import GPUS, find_gpu, with_known_vocabulary
+from megatron.planner.simulation import load_fake_cuda
 
 # Torch is imported by the function that needs it: the library that replaces the CUDA driver must be loaded before.
 
@@ -76,11 +75,17 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     for note in parsed.notes:
         print(note)
     load_fake_cuda()
+    from megatron.planner.simulation import (
+        EstimatedRun,
+        draw_memory,
+        estimate_step,
+        has_triton_package,
+        slowest_of,
+        to_json,
+        to_text,
+    )
     from megatron.planner.simulation.dry_run import dry_run
-    from megatron.planner.simulation.estimate import EstimatedRun, estimate_step, slowest_of
-    from megatron.planner.simulation.fake_triton import has_triton_package
-    from megatron.planner.simulation.report import draw_memory, to_json, to_text
-    from megatron.training.gpt import forward_step, provide_model
+    from megatron.training import forward_step, provide_model
 
     if not (arguments.without_triton or has_triton_package()):
         print("Triton is not installed: the kernels of this project are counted from their source code")

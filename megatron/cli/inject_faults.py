@@ -20,9 +20,17 @@ from pathlib import Path
 
 from megatron.cli.arguments import Parser, exit_status_of
 from megatron.core.errors import ConfigurationError
-from megatron.verification.faults.campaign import Campaign, Plan, check_folder
-from megatron.verification.faults.injection import CORRUPTIBLE, Fault, Kind, parse_fault
-from megatron.verification.faults.launch import AttackedCommand, small_command
+from megatron.verification.faults import (
+    CORRUPTIBLE,
+    AttackedCommand,
+    Campaign,
+    Fault,
+    Kind,
+    Plan,
+    check_folder,
+    parse_fault,
+    small_command,
+)
 
 FLAGS: tuple[tuple[Kind, str, str], ...] = (
     ("kill", "RANK", "kill a rank without a warning; 'any', 'all', or the 'launcher' alone"),

@@ -18,9 +18,8 @@ from typing import Any
 
 from megatron.cli.arguments import Parser, exit_status_of, stored_folder
 from megatron.core.errors import TokenizerError, TrainingError
-from megatron.core.tokenizers.tokenizer import NullTokenizer, Tokenizer
-from megatron.core.tokenizers.tokenizer_record import load_recorded_tokenizer
-from megatron.training.step_position import StepPosition, find_step
+from megatron.core.tokenizers import NullTokenizer, Tokenizer, load_recorded_tokenizer
+from megatron.training import StepPosition, find_step
 
 _SHOWN_CHARACTERS = 300
 
@@ -61,7 +60,7 @@ def inspect_batch(arguments: argparse.Namespace) -> None:
     """
     position = find_step(arguments.load, arguments.step, arguments.ckpt_step, arguments.metrics_jsonl)
     tokenizer = _tokenizer_of(position)
-    from megatron.training.step_samples import StepSamples
+    from megatron.training import StepSamples
 
     samples = StepSamples(position, tokenizer, _warn)
     end = position.first_sample + position.num_samples

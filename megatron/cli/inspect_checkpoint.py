@@ -18,6 +18,6 @@ def main(argv: list[str] | None = None) -> int:
     add_told_settings(parser)
     arguments = parser.parse_args(argv)
     told = told_settings(arguments)
-    from megatron.checkpoint.inspection import inspect_checkpoint
+    from megatron.checkpoint import inspect_checkpoint
 
     return exit_status_of(lambda: inspect_checkpoint(**vars(arguments), told=told))

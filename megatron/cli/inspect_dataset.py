@@ -23,9 +23,9 @@ from megatron.cli.arguments import (
     tokenizer_of,
 )
 from megatron.core.console import CountedBar
-from megatron.core.datasets.indexed_dataset import IndexedDataset, checksums_path, write_checksums
+from megatron.core.datasets import IndexedDataset, checksums_path, write_checksums
 from megatron.core.errors import ConfigurationError, DataError
-from megatron.data.dataset_inspection import (
+from megatron.data import (
     LengthStatistics,
     TokenStatistics,
     count_tokens,
@@ -39,7 +39,7 @@ from megatron.data.dataset_inspection import (
 )
 
 if TYPE_CHECKING:
-    from megatron.core.tokenizers.tokenizer import Tokenizer
+    from megatron.core.tokenizers import Tokenizer
 
 BAR_WIDTH = 40
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron.cli.arguments import Parser, exit_status_of
 from megatron.core.console import CountedBar
-from megatron.core.datasets.indexed_dataset import (
+from megatron.core.datasets import (
     CHECKSUM_BLOCK_BYTES,
     PIECE_LENGTH,
     Block,
@@ -32,7 +32,7 @@ from megatron.core.datasets.indexed_dataset import (
     write_index,
 )
 from megatron.core.errors import DataError
-from megatron.data.token_shards import TokenShard, find_token_shards
+from megatron.data import TokenShard, find_token_shards
 
 
 def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:

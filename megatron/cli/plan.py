@@ -44,35 +44,42 @@ from megatron.cli.planner_arguments import (
     verify_fitting_plan,
     write_text,
 )
-from megatron.config.arguments import ParsedArguments, without_flags
-from megatron.config.checks.run_checks import find_problems
-from megatron.config.config_sources import preset_names, preset_words
+from megatron.config import ParsedArguments, preset_names, preset_words, without_flags
+from megatron.config.checks import find_problems
 from megatron.core.console import waiting
 from megatron.core.errors import ConfigurationError, DataError, MegatronError
-from megatron.planner.choice import SEARCHED_FLAGS, Choice, has_flag
-from megatron.planner.evaluation import describe_errors, evaluate, read_runs
-from megatron.planner.explanation import explain, find_changes
-from megatron.planner.gpu import GPUS
-from megatron.planner.implementations import IMPLEMENTATIONS, find_implementation
-from megatron.planner.report import (
+from megatron.planner import (
+    GPUS,
+    IMPLEMENTATIONS,
+    SEARCHED_FLAGS,
+    Candidate,
+    Choice,
+    Search,
     Variation,
     describe_changes,
     describe_comparison,
+    describe_errors,
     describe_experts,
     describe_ranking,
     describe_sensitivities,
+    evaluate,
+    explain,
+    find_changes,
+    find_implementation,
     find_sensitivity,
+    has_flag,
     launch_command,
     ranking_json,
+    read_runs,
     to_page,
+    trace_in_this_process,
     variations,
 )
-from megatron.planner.search import Candidate, Search, search
-from megatron.planner.trace_store import trace_in_this_process
+from megatron.planner.search import search
 
 if TYPE_CHECKING:
-    from megatron.config.run_config import RunConfig
-    from megatron.planner.verified_stage import VerifiedStage
+    from megatron.config import RunConfig
+    from megatron.planner import VerifiedStage
 
 _DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
 _DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10

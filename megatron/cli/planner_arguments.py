@@ -12,19 +12,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.arguments import ParsedArguments, resolve_arguments
-from megatron.config.run_config import RunConfig
+from megatron.config import ParsedArguments, RunConfig, resolve_arguments
 from megatron.core.console import waiting
 from megatron.core.errors import ConfigurationError, MegatronError
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.planner.explanation import with_known_vocabulary
-from megatron.planner.gpu import GPUS, Gpu, find_gpu, read_gpu
-from megatron.planner.implementations import IMPLEMENTATIONS, OURS, Implementation
-from megatron.planner.prediction import HOPPER_MACHINES, usable_bytes
-from megatron.planner.simulation.fake_cuda import load_fake_cuda
+from megatron.core.models.gpt import GPTConfig
+from megatron.planner import (
+    GPUS,
+    HOPPER_MACHINES,
+    IMPLEMENTATIONS,
+    OURS,
+    Gpu,
+    Implementation,
+    find_gpu,
+    read_gpu,
+    usable_bytes,
+    with_known_vocabulary,
+)
+from megatron.planner.simulation import load_fake_cuda
 
 if TYPE_CHECKING:
-    from megatron.planner.verified_stage import VerifiedStage
+    from megatron.planner import VerifiedStage
 
 
 MOST_RANKS = 1 << 17
@@ -157,8 +164,8 @@ def verify_plan(config: RunConfig, gpu: Gpu) -> Sequence[VerifiedStage]:
     Raises:
         ConfigurationError: the dry run refuses the configuration.
     """
-    from megatron.planner.verified_stage import stages_to_verify, verify_stage
-    from megatron.training.gpt import forward_step, provide_model
+    from megatron.planner import stages_to_verify, verify_stage
+    from megatron.training import forward_step, provide_model
 
     made_of = provide_model, forward_step
     stages, verified = stages_to_verify(config, gpu), []

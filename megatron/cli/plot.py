@@ -11,9 +11,7 @@ from pathlib import Path
 
 from megatron.cli.arguments import Parser, exit_status_of
 from megatron.core.errors import DataError
-from megatron.plotting.chart import charts_of
-from megatron.plotting.metrics_record import read_several
-from megatron.plotting.run_page import to_page
+from megatron.plotting import charts_of, read_several, to_page
 
 
 def build_parser() -> Parser:
@@ -58,7 +56,7 @@ def plot(arguments: argparse.Namespace) -> None:
     for output in outputs:
         try:
             if output.suffix == ".png":
-                from megatron.plotting.chart import write_png
+                from megatron.plotting import write_png
 
                 write_png(output, charts_of(records), ", ".join(record.name for record in records))
             else:

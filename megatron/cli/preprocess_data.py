@@ -22,18 +22,40 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron.cli.arguments import Parser, add_tokenizer_arguments, exit_status_of, report_unused, tokenizer_of
-from megatron.core.datasets.conversation_file import MASK_DTYPE, ConversationEncoder, ConversationOptions, mask_prefix
-from megatron.core.datasets.indexed_dataset import bin_path, idx_path, optimal_dtype
+from megatron.core.datasets import (
+    MASK_DTYPE,
+    ConversationEncoder,
+    ConversationOptions,
+    bin_path,
+    idx_path,
+    mask_prefix,
+    optimal_dtype,
+)
 from megatron.core.errors import ConfigurationError, DataError, TokenizerError
-from megatron.core.tokenizers.text_encoder import ENGINES, ReferenceEncoder, choose_encoder, missing_engine
-from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.data.input_chunks import CHUNK_BYTES, cut_input, first_keys, take_sample
-from megatron.data.input_files import KINDS, STDIN, InputFile, find_input
-from megatron.data.json_lines import find_compiled_reader
-from megatron.data.leader import Leader, Progress
-from megatron.data.tokenized_chunk import Recipe, load_splitter
-from megatron.data.work_folder import FORMAT, WorkFolder, differences, record_path, unfinished_path
-from megatron.data.worker_pool import WorkerPool, num_slots, work
+from megatron.core.tokenizers import ENGINES, ReferenceEncoder, Tokenizer, choose_encoder, missing_engine
+from megatron.data import (
+    CHUNK_BYTES,
+    FORMAT,
+    KINDS,
+    InputFile,
+    Leader,
+    Progress,
+    Recipe,
+    WorkerPool,
+    WorkFolder,
+    cut_input,
+    differences,
+    find_compiled_reader,
+    find_input,
+    first_keys,
+    load_splitter,
+    num_slots,
+    record_path,
+    take_sample,
+    unfinished_path,
+    work,
+)
+from megatron.data.input_files import STDIN
 
 # What all workers together may hold with their slots, what each needs anyway and for one chunk more than it should, and
 # the least that it may grow by.

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.training.exit_reason import launch_environment_or_exit, parse_arguments_or_exit
-from megatron.training.gpt import forward_step, provide_datasets, provide_model
+from megatron.training import (
+    forward_step,
+    launch_environment_or_exit,
+    parse_arguments_or_exit,
+    provide_datasets,
+    provide_model,
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,8 +22,8 @@ def main(argv: Sequence[str]) -> int:
         return explain.main(argv, launch.world_size) if launch.rank == 0 else 0
     config = parse_arguments_or_exit(argv, launch.world_size, launch.rank)
     # Neither --help nor a wrong command line waits for these.
-    from megatron.training.fault_tolerance.supervisor import keep_rank
-    from megatron.training.preflight import prepare_data_or_exit
+    from megatron.training import prepare_data_or_exit
+    from megatron.training.fault_tolerance import keep_rank
 
     kept = keep_rank(config, launch)
     tokenizer = prepare_data_or_exit(config, launch, provide_datasets)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError
-from megatron.training.exit_reason import OWN_RUN_ID
+from megatron.training import OWN_RUN_ID
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext

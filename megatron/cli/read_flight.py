@@ -14,7 +14,7 @@ from megatron.cli.arguments import Parser
 from megatron.cli.drawing import BarRow, add_drawing_arguments, chosen_format, put_text, write_png
 from megatron.core.errors import InputError
 from megatron.core.flight_recorder import Communication
-from megatron.training.fault_tolerance.hang_report import HangReport, describe_communication, read_hang_report
+from megatron.training.fault_tolerance import HangReport, describe_communication, read_hang_report
 
 WIDTH, ROW_HEIGHT, LABEL_WIDTH, MARGIN = 1600, 26, 190, 10
 LINE_WIDTH = 200

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 
 from megatron.cli.arguments import Parser, exit_status_of
-from megatron.config.arguments import resolve_arguments
+from megatron.config import resolve_arguments
 from megatron.core.errors import ConfigurationError
-from megatron.planner.explanation import with_known_vocabulary
-from megatron.training.theoretical_memory_usage import describe_theoretical_memory
+from megatron.planner import with_known_vocabulary
+from megatron.training import describe_theoretical_memory
 
 
 def build_parser() -> Parser:

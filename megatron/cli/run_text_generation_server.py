@@ -22,11 +22,11 @@ from megatron.cli.generation_arguments import (
     server_problems,
 )
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.serving.generation_setup import load_engine, open_checkpoint
-from megatron.training.initialize import LaunchEnvironment, initialize_device, shut_down
+from megatron.serving import load_engine, open_checkpoint
+from megatron.training import LaunchEnvironment, initialize_device, shut_down
 
 if TYPE_CHECKING:
-    from megatron.serving.text_generation_server import GenerationServer
+    from megatron.serving import GenerationServer
 
 _LAST_ANSWERS_S = 2.0
 
@@ -60,7 +60,7 @@ def open_port(arguments: argparse.Namespace) -> GenerationServer:
     Raises:
         InputError: the port is taken or not allowed.
     """
-    from megatron.serving.text_generation_server import GenerationServer
+    from megatron.serving import GenerationServer
 
     try:
         return GenerationServer(arguments.host, arguments.port)
@@ -80,10 +80,9 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     model = model_request(arguments)
     end = ShutdownSignal()
     from megatron.core.flight_recorder import FlightRecorder
-    from megatron.core.inference.continuous_engine import ContinuousEngine
-    from megatron.serving.generation_service import run_service
-    from megatron.serving.text_generation_server import ApiTranslator
-    from megatron.training.fault_tolerance.watchdog import watching
+    from megatron.core.inference import ContinuousEngine
+    from megatron.serving import ApiTranslator, run_service
+    from megatron.training.fault_tolerance import watching
 
     flight = FlightRecorder()
     checkpoint = open_checkpoint(model, launch)

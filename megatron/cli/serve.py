@@ -22,15 +22,14 @@ from megatron.cli.generation_arguments import (
     run_on_ranks,
     server_problems,
 )
-from megatron.core.datasets.chat_template import choose_template
+from megatron.core.datasets import choose_template
 from megatron.core.errors import ConfigurationError, DataError, InputError
-from megatron.serving.generation_setup import Checkpoint, load_engine, open_checkpoint
-from megatron.training.initialize import LaunchEnvironment, initialize_device, shut_down
+from megatron.serving import Checkpoint, load_engine, open_checkpoint
+from megatron.training import LaunchEnvironment, initialize_device, shut_down
 
 if TYPE_CHECKING:
-    from megatron.serving.job_queue import JobQueue
-    from megatron.serving.openai.http_server import HttpServer
-    from megatron.serving.openai.translator import Translator
+    from megatron.serving import JobQueue
+    from megatron.serving.openai import HttpServer, Translator
 
 _SWITCH_S = 0.0005
 _HERE = ("127.0.0.1", "localhost", "::1")
@@ -102,8 +101,7 @@ def open_port(arguments: argparse.Namespace) -> HttpServer:
         InputError: a package is missing, or the port is taken or not allowed.
     """
     try:
-        from megatron.serving.openai import application
-        from megatron.serving.openai.http_server import HttpServer
+        from megatron.serving.openai import HttpServer, application
     except ImportError as error:
         if error.name is None or error.name.startswith("megatron"):
             raise
@@ -126,7 +124,7 @@ def make_translator(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Tr
     Raises:
         InputError: the chat template that a flag names cannot be used.
     """
-    from megatron.serving.openai.translator import Translator
+    from megatron.serving.openai import Translator
 
     template, why_not = None, ""
     try:
@@ -144,9 +142,9 @@ def make_application(
     arguments: argparse.Namespace, translator: Translator, jobs: JobQueue, key: str | None, max_batch_size: int
 ) -> Any:
     """Return the application with its limits, as a server of ASGI runs it."""
+    from megatron.serving import ApiTranslator, PutApi
+    from megatron.serving.openai import Guard, Limits, Metrics
     from megatron.serving.openai.application import Application
-    from megatron.serving.openai.guard import Guard, Limits, Metrics
-    from megatron.serving.text_generation_server import ApiTranslator, PutApi
 
     own = ApiTranslator(translator.tokenizer, translator.config, translator.max_tokens, max_batch_size)
     metrics = Metrics()
@@ -179,10 +177,9 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
     model = model_request(arguments)
     end = ShutdownSignal()
     from megatron.core.flight_recorder import FlightRecorder
-    from megatron.core.inference.continuous_engine import ContinuousEngine
-    from megatron.serving.generation_service import run_service
-    from megatron.serving.job_queue import JobQueue
-    from megatron.training.fault_tolerance.watchdog import watching
+    from megatron.core.inference import ContinuousEngine
+    from megatron.serving import JobQueue, run_service
+    from megatron.training.fault_tolerance import watching
 
     flight = FlightRecorder()
     server = open_port(arguments) if launch.rank == 0 else None

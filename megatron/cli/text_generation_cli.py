@@ -15,13 +15,18 @@ from typing import Literal
 
 from megatron.cli.generation_arguments import Parser, add_model_flags, model_request, run_on_ranks
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.inference.beam_search import BeamConfig
-from megatron.core.inference.inference_request import GenerationRequest, StopRule, check_request, context_length
-from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.serving.generation_setup import ModelRequest, load_engine, open_checkpoint
-from megatron.training.initialize import LaunchEnvironment, shut_down
+from megatron.core.inference import (
+    BeamConfig,
+    GenerationRequest,
+    SamplingConfig,
+    StopRule,
+    check_request,
+    context_length,
+)
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.tokenizers import Tokenizer
+from megatron.serving import ModelRequest, load_engine, open_checkpoint
+from megatron.training import LaunchEnvironment, shut_down
 
 SEPARATOR = "-" * 40
 

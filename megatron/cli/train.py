@@ -20,17 +20,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron.checkpoint.checkpoint_folder import TRACKER_FILE
+from megatron.checkpoint import TRACKER_FILE
 from megatron.cli.rank_launcher import Place, launch
-from megatron.config.arguments import parse_arguments, resolve_arguments
+from megatron.config import parse_arguments, resolve_arguments
 from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError, InputError, StorageError
 from megatron.core.object_store import as_path
 from megatron.core.safe_io import parse_json, read_plain_text
-from megatron.training.exit_reason import reasons_of, refuse
-from megatron.training.gpt import training_script
-from megatron.training.loggers.run_record import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE, RECORD_FOLDER
+from megatron.training import reasons_of, refuse, training_script
+from megatron.training.loggers import CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE, RECORD_FOLDER
 
 
 @dataclass(frozen=True)

@@ -24,22 +24,27 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from megatron.cli.arguments import Parser, report_unused
 from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.console import ProgressBar
-from megatron.verification.cells import MAX_WORLD_SIZE, SHAPES, Cell, matrix
-from megatron.verification.model_cells import (
+from megatron.verification import (
     ATTENTION_SHAPES,
     EXPERT_SHAPES,
     LATENT_SHAPES,
+    MAX_WORLD_SIZE,
     PREDICTION_SHAPES,
+    SHAPES,
+    Cell,
     attention_matrix,
     expert_matrix,
+    fuzz,
     latent_matrix,
+    matrix,
+    odd_matrix,
     prediction_matrix,
+    recipe_matrix,
+    sharding_matrix,
 )
-from megatron.verification.random_cells import fuzz
-from megatron.verification.training_cells import odd_matrix, recipe_matrix, sharding_matrix
 
 if TYPE_CHECKING:
-    from megatron.verification.verifier import Tolerance, Verifier
+    from megatron.verification import Tolerance, Verifier
 
     OpenVerifier = Callable[[int, str, Tolerance | None], AbstractContextManager[Verifier]]
 
@@ -168,9 +173,8 @@ def _verify_on_emulated_devices(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _open_cpu_verifier(size: int, dtype: str, tolerance: Tolerance | None) -> Iterator[Verifier]:
-    from megatron.training.gpt import forward_step, provide_model
-    from megatron.verification.verifier import Verifier
-    from megatron.verification.worker_pool import WorkerPool
+    from megatron.training import forward_step, provide_model
+    from megatron.verification import Verifier, WorkerPool
 
     with WorkerPool(size) as pool:
         yield Verifier(pool, provide_model, forward_step, dtype, tolerance)
@@ -179,9 +183,8 @@ def _open_cpu_verifier(size: int, dtype: str, tolerance: Tolerance | None) -> It
 def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
     """Record and replay the cells, and print one line each, with a line more for each rule that is broken."""
     from megatron.core.errors import ConfigurationError, TrainingError
-    from megatron.training.gpt import forward_step, provide_model
-    from megatron.verification.collective_recorder import record_cell
-    from megatron.verification.communication_replay import communication_problems
+    from megatron.training import forward_step, provide_model
+    from megatron.verification import communication_problems, record_cell
 
     counts = {"passed": 0, "failed": 0, "refused": 0}
     bar = ProgressBar()
@@ -205,7 +208,7 @@ def replay_communication(cells: Sequence[Cell], is_random: bool) -> int:
 
 def verify(cells: Sequence[Cell], arguments: argparse.Namespace, open_verifier: OpenVerifier) -> int:
     """Run the cells and print one line each."""
-    from megatron.verification.verifier import NOT_HELD, Tolerance
+    from megatron.verification import NOT_HELD, Tolerance
 
     counts = {"passed": 0, "failed": 0, "refused": 0}
     start_time = time.perf_counter()

@@ -13,17 +13,19 @@ from pathlib import Path
 from megatron.cli.arguments import Parser
 from megatron.cli.drawing import BarRow, add_drawing_arguments, chosen_format, put_text, write_png
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.pipeline_parallel.schedules import (
+from megatron.core.pipeline_parallel import (
     SCHEDULES,
+    Durations,
     Pass,
     StagePlace,
+    Timeline,
     build_schedule,
     default_schedule,
+    read_timeline,
+    simulate,
     with_deferred_grads,
 )
-from megatron.core.pipeline_parallel.simulator import Durations, simulate
-from megatron.core.pipeline_parallel.timeline import Timeline, read_timeline
-from megatron.planner.pipeline_chart import HUES, LETTERS, draw_svg, label, rows_of, summary, title
+from megatron.planner import HUES, LETTERS, draw_svg, label, rows_of, summary, title
 
 OUTPUT_WEIGHT_HELP = "Part of a backward pass that is the gradient of the output layer's weight; by default a quarter."
 LEGEND = "F forward   B backward (of the input where W follows)   W backward of the weights   "

@@ -1,1 +1,45 @@
 """The configuration of a run: its fields, command line, files and presets, and the checks of its values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.config.arguments import ParsedArguments, all_flags, parse_arguments, resolve_arguments, without_flags
+    from megatron.config.checkpoint_arguments import recorded_config
+    from megatron.config.config_sources import preset_names, preset_words
+    from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, ForeignFlag, foreign_flag
+    from megatron.config.printed_config import format_arguments, format_config, summarize
+    from megatron.config.resolution import DEFAULT_SPLIT, machine_notes, unused_tokenizer_flags
+    from megatron.config.run_config import (
+        INDEXED_DATASETS,
+        NATIVE_FORMAT,
+        RAW_DATASETS,
+        CheckpointConfig,
+        DataConfig,
+        FaultConfig,
+        RunConfig,
+        TokenizerConfig,
+        TrainingConfig,
+        command_line_fields,
+        config_parts,
+        extra_validation_sets,
+    )
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "arguments": "ParsedArguments all_flags parse_arguments resolve_arguments without_flags",
+        "checkpoint_arguments": "recorded_config",
+        "config_sources": "preset_names preset_words",
+        "megatron_flags": "ForeignFlag NOT_SUPPORTED NO_EFFECT foreign_flag",
+        "printed_config": "format_arguments format_config summarize",
+        "resolution": "DEFAULT_SPLIT machine_notes unused_tokenizer_flags",
+        "run_config": (
+            "CheckpointConfig DataConfig FaultConfig INDEXED_DATASETS NATIVE_FORMAT RAW_DATASETS RunConfig "
+            "TokenizerConfig TrainingConfig command_line_fields config_parts extra_validation_sets"
+        ),
+    },
+)

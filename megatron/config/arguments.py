@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER, no_checkpoint, read_checkpoint_arguments
-from megatron.config.checks.run_checks import find_problems
+from megatron.config.checks import find_problems
 from megatron.config.megatron_flags import (
     NO_EFFECT,
     NOT_SUPPORTED,

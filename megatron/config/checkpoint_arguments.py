@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.checkpoint_folder import TRACKER_FILE, candidate_folders, detect_format
+from megatron.checkpoint import TRACKER_FILE, candidate_folders, detect_format
 from megatron.config.run_config import TokenizerConfig, command_line_fields
 from megatron.core.config_base import IDENTITY, Role, field_specs
-from megatron.core.dist_checkpointing.index import read_index_file
+from megatron.core.dist_checkpointing import read_index_file
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, TokenizerError
 from megatron.core.object_store import as_path, local_copy
-from megatron.core.tokenizers.tokenizer import NullTokenizer, read_json_object
-from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, recorded_arguments
+from megatron.core.tokenizers import RECORD_FILE, TOKENIZER_FOLDER, NullTokenizer, read_json_object, recorded_arguments
 
 PRECISION = ("fp16", "bf16")
 """Fields of the precision: those of a checkpoint hold where no flag gives one."""
@@ -81,17 +80,17 @@ def recorded_config(folder: Path) -> Mapping[str, Any]:
 
         return recorded_shared(folder)
     if found == "torchtitan":
-        from megatron.checkpoint.formats.torchtitan import recorded_config as recorded_shapes
+        from megatron.checkpoint.formats import recorded_config as recorded_shapes
 
         return recorded_shapes(folder)
     if found == "peft":
-        from megatron.checkpoint.formats.peft_settings import base_of, read_settings
+        from megatron.checkpoint.formats import base_of, read_settings
 
         config, adapters = recorded_config(base_of(folder)), read_settings(folder)
         scaling = {"lora_rank": adapters["r"], "lora_alpha": adapters["lora_alpha"]}
         return {**config, "model": {**config["model"], **scaling}}
     if found == "hf":
-        from megatron.checkpoint.formats.huggingface.families import recorded_config as recorded_model
+        from megatron.checkpoint.formats.huggingface import recorded_config as recorded_model
 
         return recorded_model(folder)
     if found == "torch":

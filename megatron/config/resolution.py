@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
-from megatron.checkpoint.checkpoint_folder import candidate_folders
+from megatron.checkpoint import candidate_folders
 from megatron.config.run_config import (
     RAW_DATASETS,
     CheckpointConfig,
@@ -21,9 +21,9 @@ from megatron.core.config_base import FieldSpec, field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.model_parallel_config import Float8Config
 from megatron.core.object_store import as_path
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.tensor_parallel.comm_overlap_config import read_overlap_methods
-from megatron.core.tokenizers.sentencepiece_tokenizer import SENTENCE_PIECE_TYPES
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import read_overlap_methods
+from megatron.core.tokenizers import SENTENCE_PIECE_TYPES
 
 BF16 = "bf16"
 PREDICTED_MS: Mapping[str, Mapping[str, float]] = {

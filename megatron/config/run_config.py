@@ -25,17 +25,15 @@ from megatron.core.config_base import (
     idle_with,
     idle_without,
 )
-from megatron.core.datasets.gpt_dataset_config import ValidationSet, parse_blend
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.datasets import ValidationSet, parse_blend
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.errors import ConfigurationError
 from megatron.core.model_parallel_config import ParallelSizes
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.pipeline_parallel.schedules import default_schedule
-from megatron.core.pipeline_parallel.stage_layout import StageLayout, plan_stage_layout
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.pipeline_parallel import StageLayout, default_schedule, plan_stage_layout
 from megatron.core.safe_io import MAX_TEXT_BYTES, parse_json
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES
-from megatron.core.tokenizers.huggingface_tokenizer import CODE_TOKENIZER_TYPES, PATCH_TOKENIZER_TYPES
+from megatron.core.tokenizers import CODE_TOKENIZER_TYPES, PATCH_TOKENIZER_TYPES, TOKENIZER_TYPES
 
 _WITHOUT_LOGGERS = idle_without("tensorboard_dir", "wandb_project", "mlflow_experiment")
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from megatron.core.ops.gemm import (
+from megatron.core.ops import (
     add_rows,
     add_wide_product,
     gradient_library,
@@ -311,7 +311,7 @@ def receive_parts(parts: torch.Tensor, receivers: Sequence[Receiver]) -> list[to
 
     Shapes: ``parts: [receivers, n, width]`` in float32 ``-> [width]``.
     """
-    from megatron.core.ops.triton.column_sums import sum_parts
+    from megatron.core.ops.triton import sum_parts
 
     totals, adds = [], []
     for dtype, main_grad in receivers:

@@ -10,16 +10,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.indexed_dataset import (
-    Damage,
-    IndexedDataset,
-    Read,
-    bin_path,
-    checksums_path,
-    idx_path,
-    untold,
-    verify_checksums,
-)
+from megatron.core.datasets import Damage, IndexedDataset, Read, bin_path, checksums_path, idx_path, verify_checksums
+from megatron.core.datasets.indexed_dataset import untold
 from megatron.core.errors import DataError
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.errors import ConfigurationError, DataError
-from megatron.core.tokenizers.tokenizer import load_package
+from megatron.core.tokenizers import load_package
 
 # Scripts that put no space between words count each character as one: Thai, Lao, Burmese, Khmer; kana and CJK, of
 # which the punctuation is left out.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
 from megatron.core.errors import ConfigurationError, DataError
-from megatron.core.tokenizers.tokenizer import load_package
+from megatron.core.tokenizers import load_package
 
 STDIN: Final = "-"
 TEXT_SUFFIXES: Final = (".txt", ".text", ".md")

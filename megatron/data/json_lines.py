@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.errors import DataError, TokenizerError
-from megatron.core.tokenizers.tokenizer import require_unicode
+from megatron.core.tokenizers import require_unicode
 
 ExtractTexts = Callable[[bytes, Sequence[bytes]], tuple[list[bytes | None], NDArray[np.int64], int]]
 """From a block and keys to the text of each document and key (None: left to `parse_line`), the (line, begin, end) of

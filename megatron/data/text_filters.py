@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from megatron.core.errors import ConfigurationError, DataError, MegatronError, TokenizerError
+from megatron.core.tokenizers import load_package
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.core.tokenizers.tokenizer import load_package
 from megatron.data.deduplication import SignatureMaker, shingles
 from megatron.data.document_reader import Document
 

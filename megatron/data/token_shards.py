@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.indexed_dataset import idx_path
+from megatron.core.datasets import idx_path
 from megatron.core.errors import DataError
 
 _PIECE_TOKENS: Final = 1 << 20

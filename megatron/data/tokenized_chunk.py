@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.conversation_file import MASK_DTYPE, ConversationEncoder, EncodedConversation
+from megatron.core.datasets import MASK_DTYPE, ConversationEncoder, EncodedConversation
 from megatron.core.errors import DataError, InputError, TokenizerError
-from megatron.core.tokenizers.text_encoder import TextEncoder
+from megatron.core.tokenizers import TextEncoder
 from megatron.data.json_lines import ExtractTexts, JsonLines, Problem, list_lines, read_json_lines
 
 SplitSentences = Callable[[str], list[str]]

@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.indexed_dataset import (
+from megatron.core.datasets import (
     PIECE_LENGTH,
     Block,
     bin_path,

@@ -10,8 +10,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.core.errors import InputError
-from megatron.core.inference.prompt_batch import Score, ScoredRow
-from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.inference import SamplingConfig, Score, ScoredRow
 from megatron.evaluation.model_ranks import ModelRanks, TextEncoding, TextQuestion
 
 MAX_NEW_TOKENS = 256

@@ -12,13 +12,18 @@ from typing import Any, TypeVar
 
 from megatron.core.collectives import all_gather_objects, broadcast_object
 from megatron.core.errors import InputError, MegatronError, TrainingError
-from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.inference_request import GenerationCancelled, GenerationRequest, StopRule
-from megatron.core.inference.prompt_batch import Score, ScoredRow, batches_of_like_length
-from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.inference import (
+    GenerationCancelled,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingConfig,
+    Score,
+    ScoredRow,
+    StopRule,
+    batches_of_like_length,
+)
 from megatron.core.process_group import Group
-from megatron.core.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 
 class TextEncoding:

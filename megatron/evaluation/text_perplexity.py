@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import InputError
-from megatron.core.inference.prompt_batch import ScoredRow
+from megatron.core.inference import ScoredRow
 from megatron.evaluation.model_ranks import ModelRanks, TextEncoding
 
 _LINES = (".jsonl", ".json")

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.arguments import without_flags
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig, without_flags
 
 LAYOUT_FLAGS = (
     "--tensor-model-parallel-size",

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.distributed.param_layout import parts_of_range, plan_buckets
+from megatron.core.distributed import parts_of_range, plan_buckets
 from megatron.core.model_parallel_config import ELEMENT_BYTES, GRID_AXES, ParallelSizes, Place
-from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.pipeline_parallel import StageContents
 from megatron.planner.gpu import Gpu
 from megatron.planner.memory import (
     StageState,
@@ -29,10 +29,10 @@ from megatron.planner.memory import (
 )
 from megatron.planner.plan import Plan, layer_numbers
 from megatron.planner.traces import PHASES, PieceTrace
-from megatron.verification.traffic import Traffic, TrafficSum
+from megatron.verification import Traffic, TrafficSum
 
 if TYPE_CHECKING:
-    from megatron.config.run_config import RunConfig
+    from megatron.config import RunConfig
 
 
 GPUS_A_MACHINE = 8
@@ -212,7 +212,7 @@ def step_traffic(config: RunConfig, rank: int, capability: tuple[int, int]) -> T
 
 def _add_samples(total: TrafficSum, here: StepRank) -> None:
     """Add what the first rank of a tensor-parallel group sends the others of the samples that it reads."""
-    from megatron.training.batch_source import batch_layout
+    from megatron.training import batch_layout
 
     place = here.place
     num_bytes = batch_layout(here.config, place["pp"], place["cp"], here.config.model.vocab_size).num_bytes

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.model_parallel_config import ParallelSizes
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.pipeline_parallel.schedules import default_schedule
-from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
-from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
-from megatron.core.transformer.transformer_config import default_ffn_hidden_size
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.pipeline_parallel import default_schedule, plan_stage_layout
+from megatron.core.transformer import default_ffn_hidden_size, parse_layer_pattern, parse_window
 from megatron.planner.gpu import Gpu, gpu_in_text
 from megatron.planner.implementations import MEGATRON_BRIDGE, Implementation, implementation_of_software
 from megatron.planner.plan import Plan

@@ -16,17 +16,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.arguments import ParsedArguments, without_flags
-from megatron.config.resolution import DEFAULT_SPLIT
-from megatron.config.run_config import RunConfig
-from megatron.core.datasets.gpt_dataset_config import parse_blend, parse_split, split_boundaries
-from megatron.core.datasets.index_builder import count_samples, plan_epochs
-from megatron.core.datasets.indexed_dataset import IndexedDataset, idx_path
+from megatron.config import DEFAULT_SPLIT, ParsedArguments, RunConfig, without_flags
+from megatron.core.datasets import (
+    IndexedDataset,
+    count_samples,
+    idx_path,
+    parse_blend,
+    parse_split,
+    plan_epochs,
+    split_boundaries,
+)
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.model_parallel_config import ParallelSizes
-from megatron.core.pipeline_parallel.schedules import StagePlace, build_schedule, with_deferred_grads
-from megatron.core.pipeline_parallel.simulator import Durations, simulate
-from megatron.core.pipeline_parallel.timeline import Timeline
+from megatron.core.pipeline_parallel import (
+    Durations,
+    StagePlace,
+    Timeline,
+    build_schedule,
+    simulate,
+    with_deferred_grads,
+)
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
 from megatron.planner.choice import (
     LAYOUT_FLAGS,
@@ -43,7 +52,7 @@ from megatron.planner.implementations import Implementation
 from megatron.planner.plan import Plan, step_flops
 from megatron.planner.prediction import Prediction, predict, usable_bytes
 from megatron.planner.step_time import StepTime
-from megatron.training.theoretical_memory_usage import ModelSize, model_size
+from megatron.training import ModelSize, model_size
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.distributed.param_layout import MIN_POOL_SIZE, ParamLayout, plan_buckets
+from megatron.core.distributed import MIN_POOL_SIZE, ParamLayout, plan_buckets
 from megatron.core.model_parallel_config import ELEMENT_BYTES
-from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters, gathered_units
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.optimizer.optimizer_config import state_bytes
-from megatron.core.pipeline_parallel.schedules import Action, Pass, StagePlace, with_deferred_grads
-from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.models.gpt import ChunkParameter, GPTConfig, gathered_units
+from megatron.core.models.gpt.chunk_parameters import chunk_parameters
+from megatron.core.optimizer import state_bytes
+from megatron.core.pipeline_parallel import Action, Pass, StageContents, StagePlace, with_deferred_grads
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation, SavedBytes, expert_layer, score_elements
 from megatron.planner.plan import Plan, layer_kinds

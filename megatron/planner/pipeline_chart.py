@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from megatron.core.pipeline_parallel.schedules import Pass
-from megatron.core.pipeline_parallel.timeline import Event, Timeline
+from megatron.core.pipeline_parallel import Event, Pass, Timeline
 
 LETTERS = {
     Pass.FORWARD: "F",

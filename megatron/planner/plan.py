@@ -20,16 +20,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ParallelSizes
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.pipeline_parallel.schedules import Action, first_actions, most_passes_in_flight
-from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.pipeline_parallel import Action, StageContents, StageLayout, first_actions, most_passes_in_flight
 
 if TYPE_CHECKING:
-    from megatron.config.run_config import RunConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.config import RunConfig
+    from megatron.core.transformer import TransformerConfig
 
 
 class LayerKind(NamedTuple):

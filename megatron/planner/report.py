@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.errors import ConfigurationError
 from megatron.core.model_parallel_config import ParallelSizes
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.pipeline_parallel import StageContents
 from megatron.planner.communication import GPUS_A_MACHINE
 from megatron.planner.explanation import Change, Explanation, first_rank
 from megatron.planner.gpu import Gpu

@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.errors import ConfigurationError
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 from megatron.planner.bounds import Bounds
 from megatron.planner.choice import RECOMPUTES, ZERO_BUBBLE, Choice
 from megatron.planner.communication import GPUS_A_MACHINE

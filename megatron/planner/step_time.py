@@ -22,9 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.core.model_parallel_config import ELEMENT_BYTES
-from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import Durations, simulate
-from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.pipeline_parallel import Durations, StageContents, build_schedule, simulate
 from megatron.planner.communication import Links, exposed_replica_seconds, exposed_seconds
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import Implementation, loss_bytes, num_launches, passed_bytes

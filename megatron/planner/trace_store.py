@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.errors import ConfigurationError
-from megatron.planner.simulation.fake_cuda import load_fake_cuda
+from megatron.planner.simulation import load_fake_cuda
 from megatron.planner.traces import (
     FEWEST_SAMPLES,
     OPERATION_FIELDS,
@@ -80,10 +80,10 @@ class TraceStore:
     def _take(self, missing: Mapping[str, TraceRequest]) -> Mapping[str, Mapping[str, Any]]:
         given = [{"key": key, "request": request_to_json(request)} for key, request in missing.items()]
         if _may_trace_here():
-            from megatron.planner.simulation.fake_cuda import load_fake_cuda
+            from megatron.planner.simulation import load_fake_cuda
 
             load_fake_cuda()
-            from megatron.planner.simulation.piece_tracer import take_traces
+            from megatron.planner.simulation import take_traces
 
             taken: Mapping[str, Mapping[str, Any]] = take_traces(missing)
         else:
@@ -112,7 +112,7 @@ def trace_in_this_process() -> None:
 
     If this node cannot simulate CUDA, the first trace that is missing says so.
     """
-    from megatron.planner.simulation.fake_cuda import load_fake_cuda
+    from megatron.planner.simulation import load_fake_cuda
 
     if "torch" not in sys.modules:
         with suppress(ConfigurationError):
@@ -208,7 +208,7 @@ def _sources_key() -> str:
 
 def _may_trace_here() -> bool:
     """Return whether CUDA can be simulated in this process: torch is not imported yet, or with the library."""
-    from megatron.planner.simulation.fake_cuda import load_fake_cuda
+    from megatron.planner.simulation import load_fake_cuda
 
     return "torch" not in sys.modules or load_fake_cuda.cache_info().currsize > 0
 
@@ -227,7 +227,7 @@ def run_trace_worker() -> None:
 
 
 def _answer_request(line: str) -> dict[str, object]:
-    from megatron.planner.simulation.piece_tracer import take_traces
+    from megatron.planner.simulation import take_traces
 
     try:
         requests = {each["key"]: request_from_json(each["request"]) for each in json.loads(line)}

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.pipeline_parallel import StageContents
 
 PHASES = ("forward", "backward", "weights")
 """The passes of a piece; ``weights`` has the weight gradients where a schedule defers them."""

@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.planner.communication import step_traffic
 from megatron.planner.gpu import Gpu
 from megatron.planner.implementations import OURS
 from megatron.planner.memory import MEMORY_PARTS, StageMemory, model_pieces, stage_memory
 from megatron.planner.plan import Plan
-from megatron.verification.traffic import Traffic, Volume
+from megatron.verification import Traffic, Volume
 
 if TYPE_CHECKING:
-    from megatron.planner.simulation.recorder import StepRecord
-    from megatron.training.model_setup import ModelProvider
-    from megatron.training.training_step import ForwardStep
+    from megatron.planner.simulation import StepRecord
+    from megatron.training import ForwardStep, ModelProvider
 
 CLOSE = 0.02
 """Relative difference that is allowed between the dry run's peak of memory and the plan."""

@@ -15,15 +15,21 @@ from pathlib import Path
 from statistics import median
 from typing import Generic, TypeVar
 
-from megatron.checkpoint.checkpoint_folder import FORMAT_NAMES, detect_format
-from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, read_index
+from megatron.checkpoint import FORMAT_NAMES, detect_format
+from megatron.core.dist_checkpointing import INDEX_FILE, CheckpointIndex, read_index
 from megatron.core.errors import CheckpointError, DataError
-from megatron.core.pipeline_parallel.schedules import Pass
-from megatron.core.pipeline_parallel.simulator import Durations, ScheduleError, simulate
-from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline, read_timeline
-from megatron.planner.pipeline_chart import draw_svg
+from megatron.core.pipeline_parallel import (
+    Durations,
+    Pass,
+    RankTimeline,
+    ScheduleError,
+    Timeline,
+    read_timeline,
+    simulate,
+)
+from megatron.planner import draw_svg
 from megatron.plotting.metrics_record import METRICS_FILE
-from megatron.training.fault_tolerance.hang_report import HangReportError, read_hang_report
+from megatron.training.fault_tolerance import HangReportError, read_hang_report
 
 Content = TypeVar("Content")
 

@@ -15,15 +15,15 @@ import torch
 from megatron.core.collectives import all_gather_objects, all_reduce, broadcast_object
 from megatron.core.errors import TrainingError
 from megatron.core.flight_recorder import FlightRecorder
-from megatron.core.inference.continuous_engine import ContinuousEngine
-from megatron.core.inference.inference_request import (
+from megatron.core.inference import (
+    ContinuousEngine,
     GenerationRequest,
+    News,
     Progress,
     PromptEnded,
     PromptFailed,
     PromptSearched,
 )
-from megatron.core.inference.running_batch import News
 from megatron.core.parallel_state import twin_group
 from megatron.core.process_group import Group
 from megatron.serving.job_queue import GenerationFailed, Job, JobQueue, ServiceEnding

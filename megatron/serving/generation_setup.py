@@ -11,32 +11,33 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.formats.torchtitan_settings import idle_lines
+from megatron.checkpoint.formats import idle_lines
+from megatron.config import RunConfig, TokenizerConfig
 from megatron.config.checks import model as moe
 from megatron.config.checks import parallelism
-from megatron.config.run_config import RunConfig, TokenizerConfig
 from megatron.core.console import waiting
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError, choices
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.object_store import as_path
-from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.core.tokenizers.tokenizer import NullTokenizer, Tokenizer, read_json_object
-from megatron.core.tokenizers.tokenizer_record import (
+from megatron.core.tokenizers import (
     PATH_ARGUMENTS,
     RECORD_FILE,
+    NullTokenizer,
+    Tokenizer,
     describe_tokenizer,
     load_recorded_tokenizer,
+    read_json_object,
 )
-from megatron.training.initialize import LaunchEnvironment, initialize_device, initialize_distributed
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.training import LaunchEnvironment, initialize_device, initialize_distributed
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.checkpoint_source import CheckpointSource
+    from megatron.checkpoint import CheckpointSource
     from megatron.core.device import Device
-    from megatron.core.dist_checkpointing.load import Progress
+    from megatron.core.dist_checkpointing import Progress
     from megatron.core.flight_recorder import FlightRecorder
-    from megatron.core.inference.engine import InferenceEngine
-    from megatron.core.models.gpt.gpt_config import GPTConfig
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.inference import InferenceEngine
+    from megatron.core.models.gpt import GPTConfig, GPTModel
     from megatron.core.parallel_state import ParallelState
 
 TIMEOUT_MINUTES = 10
@@ -151,7 +152,7 @@ def open_checkpoint(request: ModelRequest, launch: LaunchEnvironment) -> Checkpo
 
 
 def _report_idle(told: Mapping[str, Any], folder: Path | None, log: Log) -> None:
-    from megatron.checkpoint.checkpoint_folder import detect_format
+    from megatron.checkpoint import detect_format
 
     if folder is None or detect_format(folder) != "torchtitan":
         for line in idle_lines(told):
@@ -166,7 +167,7 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
     Raises:
         CheckpointError: the folder has another format than the one asked for, or one that cannot be read.
     """
-    from megatron.checkpoint.checkpoint_folder import candidate_folders, detect_format
+    from megatron.checkpoint import candidate_folders, detect_format
 
     folder = as_path(request.folder)
     if request.is_hugging_face:
@@ -180,7 +181,7 @@ def _folder_of_other_format(request: ModelRequest) -> Path | None:
 
 
 def _open_native(request: ModelRequest, sizes: ParallelSizes, log: Log) -> Checkpoint:
-    from megatron.checkpoint.load import read_common
+    from megatron.checkpoint import read_common
 
     common = read_common(request.folder, request.ckpt_step, log)
     config = check_layout(RunConfig.from_dict(common["config"]), sizes)
@@ -189,8 +190,7 @@ def _open_native(request: ModelRequest, sizes: ParallelSizes, log: Log) -> Check
     check_tokenizer(tokenizer, config.model.vocab_size, pads_any=is_own)
 
     def load_model(state: ParallelState, device: Device, told: Progress) -> GPTModel:
-        from megatron.checkpoint.inference_model import build_inference_model
-        from megatron.checkpoint.load import load_model_weights
+        from megatron.checkpoint import build_inference_model, load_model_weights
 
         model = build_inference_model(config.model, state, device)
         load_model_weights(request.folder, [model], state, log, request.ckpt_step, told=told)
@@ -200,10 +200,9 @@ def _open_native(request: ModelRequest, sizes: ParallelSizes, log: Log) -> Check
 
 
 def _open_source(request: ModelRequest, folder: Path, sizes: ParallelSizes) -> Checkpoint:
-    from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
-    from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource
-    from megatron.checkpoint.formats.torchtitan import TorchtitanSource
-    from megatron.checkpoint.inference_model import load_model_from
+    from megatron.checkpoint import load_model_from
+    from megatron.checkpoint.formats import TorchtitanSource
+    from megatron.checkpoint.formats.megatron import MegatronTorchSource, TorchDistSource
     from megatron.core.collectives import raise_on_all_ranks
 
     source: CheckpointSource = _source_of(folder, request.told)
@@ -237,12 +236,10 @@ def _open_source(request: ModelRequest, folder: Path, sizes: ParallelSizes) -> C
 
 def _source_of(folder: Path, told: Mapping[str, Any]) -> CheckpointSource:
     """Open a folder; checksums are compared later, by all ranks together."""
-    from megatron.checkpoint.checkpoint_folder import detect_format
-    from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
-    from megatron.checkpoint.formats.megatron.torch_dist_source import TorchDistSource
-    from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource
-    from megatron.checkpoint.formats.native import NativeSource
-    from megatron.checkpoint.formats.torchtitan import TorchtitanSource
+    from megatron.checkpoint import detect_format
+    from megatron.checkpoint.formats import NativeSource, TorchtitanSource
+    from megatron.checkpoint.formats.huggingface import HuggingFaceSource
+    from megatron.checkpoint.formats.megatron import MegatronTorchSource, TorchDistSource
 
     found = detect_format(folder)
     if found in ("torch", "torch_dist"):
@@ -258,7 +255,7 @@ def check_layout(config: RunConfig, sizes: ParallelSizes) -> RunConfig:
     Raises:
         ConfigurationError: the model cannot be split this way.
     """
-    from megatron.checkpoint.inference_model import inference_config, inference_stage
+    from megatron.checkpoint import inference_config, inference_stage
 
     inference_stage(config.model.num_layers, sizes.pp, 0)
     if sizes.ep > 1 and config.model.num_experts is None:
@@ -344,9 +341,9 @@ def load_engine(
     Raises:
         InputError: the weights cannot be loaded.
     """
-    from megatron.core.inference.engine import InferenceEngine
+    from megatron.core.inference import InferenceEngine
     from megatron.core.parallel_state import create_parallel_state
-    from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
+    from megatron.core.pipeline_parallel import create_pipeline_links
 
     device = initialize_device(launch)
     initialize_distributed(launch, device, device.default_backend, TIMEOUT_MINUTES)

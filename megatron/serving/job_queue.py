@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from megatron.core.errors import MegatronError
-from megatron.core.inference.inference_request import Continuation, GatheredAnswer, GenerationRequest, Progress
+from megatron.core.inference import Continuation, GatheredAnswer, GenerationRequest, Progress
 
 MAX_WAITING = 256
 """How many requests may wait for their turn."""

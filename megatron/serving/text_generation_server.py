@@ -18,19 +18,20 @@ from itertools import count
 from typing import Any
 
 from megatron.core.errors import InputError
-from megatron.core.inference.beam_search import BeamConfig
-from megatron.core.inference.inference_request import (
+from megatron.core.inference import (
+    MIN_TEMPERATURE,
+    BeamConfig,
     Continuation,
     GenerationRequest,
+    SamplingConfig,
     StopRule,
     TokenPairs,
     check_request,
     context_length,
 )
-from megatron.core.inference.sampling_config import MIN_TEMPERATURE, SamplingConfig
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.tensor_parallel.random import stream_seed
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.tensor_parallel import stream_seed
+from megatron.core.tokenizers import Tokenizer
 from megatron.serving.job_queue import GenerationFailed, JobQueue, ServiceEnding
 
 MAX_PROMPTS = 128

@@ -11,21 +11,23 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.checkpoint_folder import candidate_folders
-from megatron.checkpoint.stored_checkpoint import is_release
-from megatron.config.checkpoint_arguments import recorded_config
-from megatron.config.run_config import RunConfig
+from megatron.checkpoint import candidate_folders, is_release
+from megatron.config import RunConfig, recorded_config
 from megatron.core.collectives import all_reduce, any_rank, broadcast_object
 from megatron.core.errors import ConfigurationError, InputError
 from megatron.core.main_grad import MainGrad
 from megatron.core.object_store import as_path
-from megatron.core.ops.gemm import gradient_library, grouped_product, has_library, linear
+from megatron.core.ops import gradient_library, grouped_product, has_library, linear
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearOverlap, linear_overlap
-from megatron.core.tensor_parallel.layers import tensor_parallel_linear
-from megatron.core.tensor_parallel.mappings import InputRegion
-from megatron.core.tensor_parallel.symmetric_memory import why_no_symmetric_memory
+from megatron.core.tensor_parallel import (
+    WHOLE,
+    InputRegion,
+    LinearOverlap,
+    linear_overlap,
+    tensor_parallel_linear,
+    why_no_symmetric_memory,
+)
 from megatron.training.initialize import Runtime
 
 AUTO = "auto"

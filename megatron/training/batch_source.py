@@ -10,22 +10,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.collectives import broadcast, raise_on_all_ranks
 from megatron.core.console import print_line
-from megatron.core.context_parallel.partition import chunk_length, chunks_of, cut_sequence
-from megatron.core.datasets.batch import Batch, BatchContents, BatchLayout
-from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
-from megatron.core.datasets.data_samplers import (
+from megatron.core.context_parallel import chunk_length, chunks_of, cut_sequence
+from megatron.core.datasets import (
+    Batch,
+    BatchContents,
+    BatchLayout,
     DataloaderType,
+    DatasetSplits,
+    ExternalReader,
+    ExternalSamples,
+    MicroBatchReader,
     MicroBatchSampler,
+    ReadAhead,
+    SampleDataset,
     SampleOrder,
     WholeSetSampler,
+    blend_names,
+    data_set_numbers,
     sample_ids_hash,
 )
-from megatron.core.datasets.gpt_dataset import ExternalSamples, SampleDataset
-from megatron.core.datasets.micro_batch_reader import ExternalReader, MicroBatchReader, ReadAhead
-from megatron.core.datasets.sample_keys import blend_names, data_set_numbers, sample_keys
+from megatron.core.datasets.sample_keys import sample_keys
 from megatron.core.device import Device
 from megatron.core.errors import DataError, MegatronError
 from megatron.core.flight_recorder import FlightRecorder

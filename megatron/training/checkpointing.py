@@ -9,38 +9,41 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.checkpoint_folder import (
-    ValidationWindow,
-    iteration_folder,
-    mark_known,
-    newest_known,
-    point_tracker,
-    saved_iterations,
-)
-from megatron.checkpoint.load import Log, load_checkpoint
-from megatron.checkpoint.save import (
+from megatron.checkpoint import (
     CommonState,
     SaveContext,
     SaveFolders,
+    TrainState,
+    ValidationWindow,
     apply_retention,
+    iteration_folder,
+    load_checkpoint,
+    mark_known,
+    newest_known,
+    point_tracker,
     prepare_save_directory,
     save_in_steps,
+    saved_iterations,
 )
-from megatron.checkpoint.train_state import TrainState
-from megatron.config.run_config import NATIVE_FORMAT, CheckpointConfig, RunConfig
+from megatron.checkpoint.load import Log
+from megatron.config import NATIVE_FORMAT, CheckpointConfig, RunConfig
 from megatron.core.collectives import any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.config_base import config_from_dict
-from megatron.core.dist_checkpointing.async_save import BackgroundTask, StagingArea
-from megatron.core.dist_checkpointing.disk import CheckpointWriteError
-from megatron.core.dist_checkpointing.load import Progress, untold
-from megatron.core.dist_checkpointing.planner import CheckpointState, SavePlanner
+from megatron.core.dist_checkpointing import (
+    BackgroundTask,
+    CheckpointState,
+    CheckpointWriteError,
+    Progress,
+    SavePlanner,
+    StagingArea,
+    untold,
+)
 from megatron.core.errors import CheckpointError, TrainingError
 from megatron.core.object_store import as_path
-from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, conflicting_fields
-from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.core.tokenizers.tokenizer_record import record_tokenizer
+from megatron.core.optimizer import ScheduleConfig, conflicting_fields
+from megatron.core.tokenizers import Tokenizer, record_tokenizer
 from megatron.training.initialize import Runtime
-from megatron.training.loggers.startup_lines import describe_schedule_values
+from megatron.training.loggers import describe_schedule_values
 from megatron.training.model_setup import ModelAndOptimizer, schedule_of
 
 _FLAGS: Mapping[str, str] = {

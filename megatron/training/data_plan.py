@@ -10,18 +10,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from megatron.checkpoint.train_state import TrainState
-from megatron.config.resolution import DEFAULT_SPLIT
-from megatron.config.run_config import DataConfig, RunConfig, extra_validation_sets
-from megatron.core.datasets.conversation_file import ConversationOptions
-from megatron.core.datasets.data_history import RunPosition, recorded_history
-from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, special_token_id
-from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig, ValidationSet, parse_blend
+from megatron.checkpoint import TrainState
+from megatron.config import DEFAULT_SPLIT, DataConfig, RunConfig, extra_validation_sets
+from megatron.core.datasets import (
+    Blend,
+    ConversationOptions,
+    FillInTheMiddle,
+    GPTDatasetConfig,
+    RunPosition,
+    ValidationSet,
+    parse_blend,
+    recorded_history,
+    special_token_id,
+)
 from megatron.core.errors import ConfigurationError, TokenizerError
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
+    from megatron.core.datasets import DatasetSplits
 
 
 class DatasetSplitsBuilder(Protocol):

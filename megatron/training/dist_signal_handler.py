@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from megatron.config.run_config import TrainingConfig
+from megatron.config import TrainingConfig
 
 
 class ExitRequest:

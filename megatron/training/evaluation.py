@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.checkpoint.train_state import TrainState
-from megatron.config.run_config import RunConfig, extra_validation_sets
-from megatron.core.datasets.batch import Batch
-from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
-from megatron.core.datasets.gpt_dataset import ExternalSamples, SampleDataset
-from megatron.core.models.model import Model
-from megatron.core.pipeline_parallel.executor import ChunkResult, ModelChunk, run_schedule
-from megatron.core.pipeline_parallel.schedules import Action, forward_only
+from megatron.checkpoint import TrainState
+from megatron.config import RunConfig, extra_validation_sets
+from megatron.core.datasets import Batch, DatasetSplits, ExternalSamples, SampleDataset
+from megatron.core.models import Model
+from megatron.core.pipeline_parallel import Action, ChunkResult, ModelChunk, forward_only, run_schedule
 from megatron.training.batch_source import BatchSource
 from megatron.training.initialize import Runtime
 from megatron.training.model_setup import ModelAndOptimizer

@@ -14,11 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megatron.config.arguments import parse_arguments
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig, parse_arguments
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError, MegatronError
-from megatron.training.fault_tolerance.processes import die_with_launcher, find_launcher, parent_of
+from megatron.training.fault_tolerance import die_with_launcher, find_launcher, parent_of
 from megatron.training.initialize import (
     LaunchEnvironment,
     elastic_run_id,

@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megatron
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.errors import ConfigurationError
 from megatron.training.initialize import Runtime
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron.core.datasets.batch import Batch
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.models.model import Model
-    from megatron.core.pipeline_parallel.executor import ChunkResult
-    from megatron.core.pipeline_parallel.stage_layout import StageContents
-    from megatron.core.tokenizers.tokenizer import Tokenizer
+    from megatron.core.datasets import Batch, BlendedDatasetBuilder
+    from megatron.core.models import Model
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.pipeline_parallel import ChunkResult, StageContents
+    from megatron.core.tokenizers import Tokenizer
     from megatron.training.data_plan import SampleTargets
 
 # Functions import what needs torch: wrong data are rejected before torch is imported.
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 def provide_model(config: RunConfig, runtime: Runtime, contents: StageContents) -> GPTModel:
     """Return one model chunk of this rank, initialized: the whole model where there is no pipeline."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.parallel_state import ExpertGroups
 
     return GPTModel(
@@ -51,7 +49,7 @@ def provide_datasets(
     config: RunConfig, tokenizer: Tokenizer, targets: SampleTargets, report: Callable[[str], None]
 ) -> BlendedDatasetBuilder:
     """Return what builds the training, validation and test data that the flags name."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder
+    from megatron.core.datasets import BlendedDatasetBuilder
     from megatron.training.data_plan import dataset_config, run_position
 
     if config.data.dataloader_type == "external":
@@ -77,8 +75,8 @@ def forward_step(batch: Batch, model: Model, hidden: torch.Tensor | None) -> Chu
     import torch
 
     from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
-    from megatron.core.ops.attention_pattern import AttentionPattern
-    from megatron.core.pipeline_parallel.executor import MicrobatchLoss
+    from megatron.core.ops import AttentionPattern
+    from megatron.core.pipeline_parallel import MicrobatchLoss
 
     pattern, losses = AttentionPattern(document_ids=batch.document_ids), list[AuxiliaryLoss]()
     output: torch.Tensor = model(

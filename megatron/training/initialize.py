@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.resolution import machine_notes
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig, machine_notes
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError
 from megatron.core.flight_recorder import FlightRecorder
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.core.device import Device
     from megatron.core.parallel_state import ParallelState
     from megatron.core.process_group import Observer
-    from megatron.core.tensor_parallel.random import RngStreams
+    from megatron.core.tensor_parallel import RngStreams
 
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -333,7 +332,7 @@ def make_runtime(config: RunConfig, device: Device, local_rank: int = 0, observe
     ``observer`` is told of every communication over the groups.
     """
     from megatron.core.parallel_state import create_parallel_state
-    from megatron.core.tensor_parallel.random import RngStreams
+    from megatron.core.tensor_parallel import RngStreams
 
     timeout = timedelta(minutes=config.initialization.distributed_timeout_minutes)
     flight = FlightRecorder()

@@ -14,45 +14,51 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.formats.huggingface.families import describe_missing_family
-from megatron.config.run_config import RunConfig
+from megatron.checkpoint.formats.huggingface import describe_missing_family
+from megatron.config import RunConfig
 from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.cuda_graph import GraphBackend
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory import HostCopies
 from megatron.core.main_grad import WeightGradQueue
-from megatron.core.models.fp8_layers import compute_in_float8, describe_float8
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.model import Model, wrap_model
-from megatron.core.ops.attention_backend import describe_missing_flash
-from megatron.core.ops.fp8_quantizers import Float8State
-from megatron.core.ops.gemm import why_no_wide_products
-from megatron.core.ops.transformer_engine import TRANSFORMER_ENGINE, why_no_transformer_engine
-from megatron.core.ops.triton_support import runs_on_triton
-from megatron.core.optimizer.distrib_optimizer import make_optimizer
-from megatron.core.optimizer.inner_optimizer import examine_rule, load_fused_adam
-from megatron.core.optimizer.muon import is_orthogonalized
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig, host_state_bytes, state_bytes
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, ScheduleConfig
-from megatron.core.optimizer.param_rates import ParamRates
+from megatron.core.models import Model, compute_in_float8, describe_float8, wrap_model
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.ops import (
+    TRANSFORMER_ENGINE,
+    Float8State,
+    describe_missing_flash,
+    runs_on_triton,
+    why_no_transformer_engine,
+    why_no_wide_products,
+)
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    OptimizerParamScheduler,
+    ParamRates,
+    ScheduleConfig,
+    examine_rule,
+    host_state_bytes,
+    is_orthogonalized,
+    load_fused_adam,
+    make_optimizer,
+    state_bytes,
+)
 from megatron.core.parallel_state import all_gather_from_world
-from megatron.core.pipeline_parallel.executor import PipelineConnection
-from megatron.core.pipeline_parallel.p2p_communication import MessageOrders, create_pipeline_links
-from megatron.core.pipeline_parallel.schedules import StagePlace
-from megatron.core.pipeline_parallel.stage_layout import StageContents, StageLayout
+from megatron.core.pipeline_parallel import (
+    MessageOrders,
+    PipelineConnection,
+    StageContents,
+    StageLayout,
+    StagePlace,
+    create_pipeline_links,
+)
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import spec_of
-from megatron.core.tensor_parallel.cpu_offload import ActivationOffload, WeightOffload
-from megatron.core.transformer.attention import describe_attention
-from megatron.core.transformer.cuda_graphs import GraphedLayers
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.load_balancing import ExpertLoads
-from megatron.core.transformer.moe.moe_layer import loads_of
-from megatron.core.transformer.norm import Norm, normalize
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.tensor_parallel import ActivationOffload, WeightOffload
+from megatron.core.transformer import MLP, GraphedLayers, Norm, TransformerConfig, describe_attention, normalize
+from megatron.core.transformer.moe import ExpertLoads, loads_of
 from megatron.training.initialize import Runtime
 from megatron.training.preflight import check_host_memory
 from megatron.training.theoretical_memory_usage import activation_bytes

@@ -6,13 +6,13 @@ import dataclasses
 import math
 import sys
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.available_host_memory import HostRoom, available_bytes
-from megatron.core.datasets.indexed_dataset import report_lost_pages
+from megatron.core.datasets import report_lost_pages
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.optimizer.optimizer_config import host_state_bytes
+from megatron.core.optimizer import host_state_bytes
+from megatron.core.tokenizers import Tokenizer
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.data_plan import DatasetsProvider, sample_targets
 from megatron.training.exit_reason import reasons_of, refuse_in_run
 from megatron.training.initialize import LaunchEnvironment

@@ -8,36 +8,52 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 
-from megatron.checkpoint.train_state import TrainState
-from megatron.config.run_config import RunConfig
+from megatron.checkpoint import TrainState
+from megatron.config import RunConfig
 from megatron.core.available_host_memory import HostRoom, available_bytes
 from megatron.core.console import print_line
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedDatasetBuilder, DatasetSplits
-from megatron.core.datasets.data_history import SkippedSamples, recorded_history
-from megatron.core.datasets.gpt_dataset import ExternalSamples, SampleDataset
-from megatron.core.datasets.sample_keys import ReadCounter, blend_names
+from megatron.core.datasets import (
+    BlendedDatasetBuilder,
+    DatasetSplits,
+    ExternalSamples,
+    ReadCounter,
+    SampleDataset,
+    SkippedSamples,
+    blend_names,
+    recorded_history,
+)
 from megatron.core.errors import ConfigurationError, InputError, MegatronError, TrainingError
 from megatron.core.timers import Timers
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers import Tokenizer
 from megatron.training.autotune import choose_library, choose_tp_overlap
 from megatron.training.batch_source import BatchSource, build_datasets, sample_order
-from megatron.training.callbacks.callback import Callback, TrainingRun
-from megatron.training.callbacks.configured import configured_callbacks
-from megatron.training.callbacks.live_line import LiveLine
-from megatron.training.callbacks.periodic_evals import open_periodic_evaluations
-from megatron.training.callbacks.profiling import Profiling, ScheduleRecorder
-from megatron.training.callbacks.progress_log import open_progress
-from megatron.training.callbacks.stragglers import PartsClock, Stragglers
+from megatron.training.callbacks import (
+    Callback,
+    LiveLine,
+    PartsClock,
+    Profiling,
+    ScheduleRecorder,
+    Stragglers,
+    TrainingRun,
+    configured_callbacks,
+    open_periodic_evaluations,
+    open_progress,
+)
 from megatron.training.checkpointing import RunCheckpoints, open_saver
 from megatron.training.data_plan import DatasetsProvider, sample_targets
 from megatron.training.dist_signal_handler import ExitRequest
 from megatron.training.evaluation import plan_evaluation
 from megatron.training.exit_reason import reasons_of, refuse_in_run, report_failure
-from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
-from megatron.training.fault_tolerance.inprocess_restart import RendezvousMember, train_with_restarts
-from megatron.training.fault_tolerance.step_replay import Rewind
-from megatron.training.fault_tolerance.supervisor import REPLACE, KeptRank
-from megatron.training.fault_tolerance.watchdog import phase_marker, watching
+from megatron.training.fault_tolerance import (
+    REPLACE,
+    AnomalyDetector,
+    KeptRank,
+    RendezvousMember,
+    Rewind,
+    phase_marker,
+    train_with_restarts,
+    watching,
+)
 from megatron.training.initialize import (
     LaunchEnvironment,
     Runtime,
@@ -46,17 +62,18 @@ from megatron.training.initialize import (
     is_first_failure,
     shut_down,
 )
-from megatron.training.loggers.experiment_loggers import check_packages, check_services
-from megatron.training.loggers.log_lines import format_datetime
-from megatron.training.loggers.metrics import open_metrics
-from megatron.training.loggers.run_record import RunRecord
-from megatron.training.loggers.startup_lines import (
+from megatron.training.loggers import (
+    RunRecord,
+    check_packages,
+    check_services,
     describe_batch_and_tokenizer,
     describe_buckets,
     describe_datasets,
     describe_initialized,
     describe_precision,
+    format_datetime,
     log_arguments,
+    open_metrics,
 )
 from megatron.training.model_setup import (
     ModelAndOptimizer,

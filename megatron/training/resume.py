@@ -9,23 +9,30 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.checkpoint_folder import (
+from megatron.checkpoint import (
+    FoundCopies,
+    LocalCopies,
+    TrainProgress,
+    TrainState,
     candidate_folders,
     iteration_folder,
     iteration_of_folder,
     saved_iterations,
 )
-from megatron.checkpoint.local_copies import FoundCopies, LocalCopies
-from megatron.checkpoint.train_state import TrainProgress, TrainState
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.collectives import broadcast_object
-from megatron.core.dist_checkpointing.index import INDEX_FILE
-from megatron.core.dist_checkpointing.planner import CheckpointState, float8_tensors, model_tensors, optimizer_tensors
+from megatron.core.dist_checkpointing import (
+    INDEX_FILE,
+    CheckpointState,
+    float8_tensors,
+    model_tensors,
+    optimizer_tensors,
+)
 from megatron.core.errors import InputError
 from megatron.core.object_store import ObjectPath, as_path
-from megatron.training.callbacks.callback import Callback, TrainingRun
+from megatron.training.callbacks import Callback, TrainingRun
 from megatron.training.checkpointing import RunCheckpoints
-from megatron.training.fault_tolerance.inprocess_restart import RendezvousMember
+from megatron.training.fault_tolerance import RendezvousMember
 from megatron.training.initialize import LaunchEnvironment, Runtime
 
 _MEASURED = ("cpu_matmul", "tp_comm_overlap_impl")

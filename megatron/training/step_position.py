@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.checkpoint_folder import candidate_folders, iteration_folder, saved_iterations
-from megatron.checkpoint.train_state import TrainProgress
-from megatron.config.run_config import RunConfig
-from megatron.core.dist_checkpointing.index import read_index_file
+from megatron.checkpoint import TrainProgress, candidate_folders, iteration_folder, saved_iterations
+from megatron.config import RunConfig
+from megatron.core.dist_checkpointing import read_index_file
 from megatron.core.errors import CheckpointError, ConfigurationError
 
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron.core.datasets.blended_megatron_dataset_builder import (
+from megatron.core.datasets import (
+    Blend,
     BlendedDatasetBuilder,
+    DataHistory,
+    ExternalSamples,
+    GPTDatasetConfig,
+    GPTSample,
     OpenedPart,
     ResumedDataset,
+    SampleDataset,
+    SamplePlace,
+    locate_sample,
     open_data_set,
+    recorded_history,
+    sample_ids_hash,
+    select_index_builder,
 )
-from megatron.core.datasets.data_history import DataHistory, recorded_history
-from megatron.core.datasets.data_samplers import sample_ids_hash
-from megatron.core.datasets.gpt_dataset import ExternalSamples, GPTSample, SampleDataset
-from megatron.core.datasets.gpt_dataset_config import Blend, GPTDatasetConfig
-from megatron.core.datasets.index_builder import select_index_builder
-from megatron.core.datasets.sample_keys import SamplePlace, locate_sample, sample_keys
+from megatron.core.datasets.sample_keys import sample_keys
 from megatron.core.errors import ConfigurationError, DataError
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers import Tokenizer
 from megatron.training.batch_source import sample_order
 from megatron.training.data_plan import dataset_config, sample_targets
 from megatron.training.step_position import StepPosition

@@ -19,17 +19,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
+from megatron.core.context_parallel import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.model_parallel_config import ELEMENT_BYTES
-from megatron.core.models.gpt.chunk_parameters import ChunkParameter, chunk_parameters
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.optimizer.optimizer_config import state_bytes
-from megatron.core.pipeline_parallel.schedules import first_actions, most_in_flight
-from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.models.gpt import ChunkParameter, GPTConfig
+from megatron.core.models.gpt.chunk_parameters import chunk_parameters
+from megatron.core.optimizer import state_bytes
+from megatron.core.pipeline_parallel import StageContents, first_actions, most_in_flight
 
 if TYPE_CHECKING:
-    from megatron.config.run_config import RunConfig
-    from megatron.core.models.gpt.gpt_config import GPTConfig
+    from megatron.config import RunConfig
+    from megatron.core.models.gpt import GPTConfig
 
 
 _READ_FIRST_NORM = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.console import print_line
 from megatron.training.batch_source import BatchSource
-from megatron.training.callbacks.callback import TrainingRun, is_due
+from megatron.training.callbacks import TrainingRun, is_due
 from megatron.training.dist_signal_handler import ExitRequest
 from megatron.training.evaluation import EvaluationSet, evaluate_weights
-from megatron.training.loggers.log_lines import (
+from megatron.training.loggers import (
     IntervalAverage,
     StepReport,
     format_evaluation,

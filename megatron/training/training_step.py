@@ -11,29 +11,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.checkpoint.train_state import TrainState
-from megatron.config.run_config import RunConfig
+from megatron.checkpoint import TrainState
+from megatron.config import RunConfig
 from megatron.core.collectives import all_reduce
-from megatron.core.datasets.batch import Batch
+from megatron.core.datasets import Batch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.errors import TrainingError
-from megatron.core.models.model import Model
-from megatron.core.ops.dropout import DropoutSamples
-from megatron.core.optimizer.optimizer import StepOutcome
-from megatron.core.pipeline_parallel.executor import (
+from megatron.core.models import Model
+from megatron.core.ops import DropoutSamples
+from megatron.core.optimizer import StepOutcome
+from megatron.core.pipeline_parallel import (
+    SCHEDULES,
+    Action,
     ChunkForward,
     ChunkResult,
     MicrobatchLoss,
     ModelChunk,
     ScheduleResult,
+    StagePlace,
     run_schedule,
+    with_deferred_grads,
 )
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, StagePlace, with_deferred_grads
 from megatron.core.timers import Timers
-from megatron.core.transformer.moe.load_balancing import LoadReport
+from megatron.core.transformer.moe import LoadReport
 from megatron.training.dist_signal_handler import ExitRequest
 from megatron.training.initialize import Runtime
-from megatron.training.loggers.log_lines import DataSetLoss, StepReport
+from megatron.training.loggers import DataSetLoss, StepReport
 from megatron.training.model_setup import ModelAndOptimizer
 
 

@@ -16,18 +16,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.checkpoint.train_state import TrainState
-from megatron.config.run_config import RunConfig
+from megatron.checkpoint import TrainState
+from megatron.config import RunConfig
 from megatron.core.collectives import any_rank
 from megatron.core.device import Device
-from megatron.core.distributed.weight_checks import check_replicas_equal
+from megatron.core.distributed import check_replicas_equal
 from megatron.core.process_group import CollectiveCall
 from megatron.core.timers import Timers
-from megatron.training.evaluation import evaluate
-from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
-from megatron.training.initialize import Runtime, make_runtime
-from megatron.training.model_setup import ModelAndOptimizer, ModelProvider, build_model_and_optimizer
-from megatron.training.training_step import ForwardStep, TrainingStep
+from megatron.training import (
+    ForwardStep,
+    ModelAndOptimizer,
+    ModelProvider,
+    Runtime,
+    TrainingStep,
+    build_model_and_optimizer,
+    evaluate,
+    make_runtime,
+)
+from megatron.training.fault_tolerance import AnomalyDetector
 from megatron.verification.cells import Cell
 from megatron.verification.communication_replay import Call, Operation
 from megatron.verification.run_cell import make_source, resolve_cell

@@ -15,20 +15,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.checkpoint.train_state import TrainState
-from megatron.config.arguments import resolve_arguments
-from megatron.config.run_config import RunConfig
-from megatron.core.datasets.gpt_dataset import GPTSample, make_sample
-from megatron.core.datasets.gpt_dataset_config import GPTDatasetConfig
+from megatron.checkpoint import TrainState
+from megatron.config import RunConfig, resolve_arguments
+from megatron.core.datasets import GPTDatasetConfig, GPTSample, make_sample
 from megatron.core.device import Device
 from megatron.core.sharding import Box, ParamSpec, held_of
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.training.batch_source import BatchSource
-from megatron.training.data_plan import dataset_config
-from megatron.training.initialize import Runtime, make_runtime
-from megatron.training.model_setup import ModelAndOptimizer, ModelProvider, build_model_and_optimizer
-from megatron.training.training_step import ForwardStep, TrainingStep
+from megatron.training import (
+    BatchSource,
+    ForwardStep,
+    ModelAndOptimizer,
+    ModelProvider,
+    Runtime,
+    TrainingStep,
+    build_model_and_optimizer,
+    dataset_config,
+    make_runtime,
+)
 
 _NUM_SAMPLES = 1 << 16
 _DOCUMENT_ENDS = 0.15

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.config.arguments import resolve_arguments
+from megatron.config import resolve_arguments
 from megatron.core.errors import ConfigurationError, TrainingError
-from megatron.training.model_setup import ModelProvider
-from megatron.training.training_step import ForwardStep
+from megatron.training import ForwardStep, ModelProvider
 from megatron.verification.cells import Cell
 from megatron.verification.run_cell import Array, CellResult, assemble, compare, gradient_floor, run_cell
 from megatron.verification.worker_pool import Job, WorkerPool

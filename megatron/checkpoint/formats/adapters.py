@@ -13,27 +13,23 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo
-from megatron.checkpoint.formats.huggingface.family import Family, query_key_value_rows
-from megatron.checkpoint.formats.huggingface.model_export import choose_family, publish_folder
-from megatron.checkpoint.formats.huggingface.model_record import decode_record
-from megatron.checkpoint.formats.huggingface.weight_files import WeightInfo, write_weights
+from megatron.checkpoint import CheckpointSource, TensorInfo
+from megatron.checkpoint.formats.huggingface import (
+    Family,
+    WeightInfo,
+    choose_family,
+    decode_record,
+    publish_folder,
+    query_key_value_rows,
+    write_weights,
+)
 from megatron.checkpoint.formats.peft_settings import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_settings
 from megatron.core.config_base import config_from_dict
-from megatron.core.dist_checkpointing.disk import write_text
-from megatron.core.dist_checkpointing.planner import OPTIMIZER_PREFIX, dtype_of
+from megatron.core.dist_checkpointing import OPTIMIZER_PREFIX, dtype_of, write_text
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box
-from megatron.core.transformer.lora_targets import (
-    ADAPTERS,
-    GATE_UP,
-    LINEAR_LAYERS,
-    PART_OF,
-    QUERY_KEY_VALUE,
-    WHOLE,
-    plain_names,
-)
+from megatron.core.transformer import ADAPTERS, GATE_UP, LINEAR_LAYERS, PART_OF, QUERY_KEY_VALUE, WHOLE, plain_names
 
 _DOWN = re.compile(r"(model\..+)\.adapters\.(\w+)\.lora_A")
 NO_ADAPTERS: dict[str, Any] = {"lora_rank": 0, "lora_alpha": 16.0, "lora_target_modules": [], "lora_dropout": 0.0}

@@ -10,35 +10,36 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.checkpoint.checkpoint_folder import new_iteration
-from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo
-from megatron.core.dist_checkpointing.disk import SequentialFile, checksum, read_error
-from megatron.core.dist_checkpointing.index import (
+from megatron.checkpoint import CheckpointSource, TensorInfo, new_iteration
+from megatron.core.dist_checkpointing import (
+    FLOAT8_PREFIX,
     INDEX_FILE,
+    MAX_PIECE_BYTES,
+    RNG_PREFIX,
     CheckpointIndex,
+    SequentialFile,
+    ShardEntry,
     StoredFile,
     StoredPiece,
     StoredTensor,
+    check_file,
+    check_geometry,
     check_run_state,
-    encode_common,
-    read_index,
-    write_index,
-)
-from megatron.core.dist_checkpointing.planner import (
-    FLOAT8_PREFIX,
-    MAX_PIECE_BYTES,
-    RNG_PREFIX,
+    checksum,
     dtype_name,
     dtype_of,
+    encode_common,
     piece_key,
+    read_error,
+    read_index,
+    shard_header,
+    write_index,
 )
-from megatron.core.dist_checkpointing.shard_file import ShardEntry, check_file, shard_header
-from megatron.core.dist_checkpointing.validation import check_geometry
 from megatron.core.errors import DamagedCheckpointError
 from megatron.core.object_store import as_path, local_copy
 from megatron.core.ranged_file import RangedFile, open_ranged
 from megatron.core.sharding import Box, describe_box, split_box, uncovered
-from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
+from megatron.core.tokenizers import TOKENIZER_FOLDER
 
 
 class NativeSource:

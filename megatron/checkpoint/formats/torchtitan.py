@@ -10,24 +10,16 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.checkpoint_source import TensorInfo, refuse_misfits, untrained_common
-from megatron.checkpoint.formats.huggingface.family import TensorLink, shapes_of
-from megatron.checkpoint.formats.huggingface.linked_tensors import LinkTable
-from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
-from megatron.checkpoint.formats.megatron.torch_dist_metadata import (
-    BoxReader,
-    StoredBox,
-    StoredEntry,
-    StoredMetadata,
-    chunk_boxes,
-    read_metadata,
-)
+from megatron.checkpoint import TensorInfo, refuse_misfits, untrained_common
+from megatron.checkpoint.formats.huggingface import LinkTable, LlamaFamily, TensorLink, shapes_of
+from megatron.checkpoint.formats.megatron import BoxReader, StoredEntry, StoredMetadata, chunk_boxes, read_metadata
+from megatron.checkpoint.formats.megatron.torch_dist_metadata import StoredBox
 from megatron.checkpoint.formats.torchtitan_settings import require_told
-from megatron.core.dist_checkpointing.planner import dtype_name
+from megatron.core.dist_checkpointing import dtype_name
 from megatron.core.errors import CheckpointError
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box
-from megatron.core.tokenizers.tokenizer import NullTokenizer
+from megatron.core.tokenizers import NullTokenizer
 
 EMBEDDING, OUTPUT_LAYER = "tok_embeddings.weight", "output.weight"
 _THEIRS: Mapping[str, str] = {

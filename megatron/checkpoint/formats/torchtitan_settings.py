@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.config_base import FieldSpec, field_specs
 from megatron.core.errors import CheckpointError
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 
 NEEDED = ("num_attention_heads", "rotary_base", "norm_epsilon", "max_position_embeddings")
 """Fields without which the model is not known: no shape of a weight tells them."""

@@ -19,7 +19,7 @@ from typing import Any
 from megatron.cli import convert, merge_datasets, preprocess_data, run_text_generation_server
 from megatron.cli.adopt.adoption import adopt_file, report_json, report_lines
 from megatron.cli.arguments import Parser, exit_status_of
-from megatron.config.arguments import resolve_arguments
+from megatron.config import resolve_arguments
 from megatron.core.errors import ConfigurationError
 
 

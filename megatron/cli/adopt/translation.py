@@ -8,9 +8,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.cli.adopt.shell_values import is_unresolved, plain_name, readable, unknown_mark, without_placeholder
-from megatron.config.arguments import all_flags
-from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, ForeignFlag, foreign_flag
-from megatron.config.run_config import command_line_fields
+from megatron.config import NO_EFFECT, NOT_SUPPORTED, ForeignFlag, all_flags, command_line_fields, foreign_flag
 from megatron.core.config_base import FieldSpec
 
 TOKENIZER_FOLDER = "TOKENIZER_FOLDER"

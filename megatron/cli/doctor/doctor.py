@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 
 from megatron.cli.arguments import Parser, local_folder
-from megatron.training.exit_reason import launch_environment_or_exit
+from megatron.training import launch_environment_or_exit
 
 
 def build_parser() -> Parser:

@@ -32,7 +32,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
-from megatron.training.initialize import LaunchEnvironment, initialize_distributed, shut_down
+from megatron.training import LaunchEnvironment, initialize_distributed, shut_down
 
 _MAX_SKEW_S = 1.0
 _QUICK_BYTES = 16 * 2**20

@@ -1,1 +1,17 @@
 """Checks of a configuration: what cannot run is rejected before anything starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.config.checks.run_checks import NO_PROFILE_FOLDER, find_problems
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "run_checks": "NO_PROFILE_FOLDER find_problems",
+    },
+)

@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterator
 from itertools import count
 
+from megatron.config import NATIVE_FORMAT, RunConfig
 from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
-from megatron.config.run_config import NATIVE_FORMAT, RunConfig
 from megatron.core.config_base import field_specs
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
-from megatron.core.models.gpt.gpt_config import STRETCH_FIELDS, GPTConfig, flags_without_argument
-from megatron.core.transformer.lora_targets import adapted_parts
-from megatron.core.transformer.transformer_config import GATED_ACTIVATIONS
+from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
+from megatron.core.transformer import GATED_ACTIVATIONS, adapted_parts
 
 _MOST_VALUES = 10**13
 """More than a rank can hold of anything: the memory of twenty GPUs of 2 TB."""

@@ -6,12 +6,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron.config.run_config import RunConfig
-from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
+from megatron.config import RunConfig
+from megatron.core.context_parallel import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
-from megatron.core.pipeline_parallel.schedules import default_schedule, schedule_problems
-from megatron.core.pipeline_parallel.stage_layout import layout_problems
+from megatron.core.pipeline_parallel import default_schedule, layout_problems, schedule_problems
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,19 +6,30 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.config import (
+    DEFAULT_SPLIT,
+    INDEXED_DATASETS,
+    NATIVE_FORMAT,
+    RAW_DATASETS,
+    RunConfig,
+    extra_validation_sets,
+)
 from megatron.config.checks import model, parallelism
 from megatron.config.checks.parallelism import Check, divisors_of, has_whole_copies
-from megatron.config.resolution import DEFAULT_SPLIT
-from megatron.config.run_config import INDEXED_DATASETS, NATIVE_FORMAT, RAW_DATASETS, RunConfig, extra_validation_sets
 from megatron.core.config_base import BELOW_ONE
-from megatron.core.datasets.conversation_file import ConversationFile, is_raw
-from megatron.core.datasets.gpt_dataset_config import parse_blend, parse_split, split_boundaries, suggest_split
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets import (
+    ConversationFile,
+    IndexedDataset,
+    is_raw,
+    parse_blend,
+    parse_split,
+    split_boundaries,
+    suggest_split,
+)
 from megatron.core.errors import ConfigurationError, DataError, StorageError, choices
 from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.object_store import PACKAGES, is_url, url_problem
-from megatron.core.optimizer.optimizer_config import parse_override
-from megatron.core.optimizer.optimizer_param_scheduler import styles_unknown_to_megatron
+from megatron.core.optimizer import parse_override, styles_unknown_to_megatron
 
 _LENGTHS = (
     "train_iters",

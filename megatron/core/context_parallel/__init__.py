@@ -1,1 +1,27 @@
 """Context parallelism: how a sequence is split over ranks, and how attention sees all of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.core.context_parallel.attention import with_context_parallel
+    from megatron.core.context_parallel.key_value_heads import copies_of_key_value_heads, key_value_heads_of_rank
+    from megatron.core.context_parallel.partition import (
+        chunk_length,
+        chunks_of,
+        cut_sequence,
+        positions_of,
+        to_sequence_order,
+    )
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "attention": "with_context_parallel",
+        "key_value_heads": "copies_of_key_value_heads key_value_heads_of_rank",
+        "partition": "chunk_length chunks_of cut_sequence positions_of to_sequence_order",
+    },
+)

@@ -24,14 +24,20 @@ from megatron.core.context_parallel.partition import (
     to_rank_order,
     to_sequence_order,
 )
-from megatron.core.ops.attention_block import AttentionBlocks, BlockMask, merge_block
-from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.attention_sinks import merge_sinks, sinks_gradient
-from megatron.core.ops.dot_product_attention import AttentionCore, AttentionInputs
-from megatron.core.ops.dropout import AttentionDropout
+from megatron.core.ops import (
+    AttentionBlocks,
+    AttentionCore,
+    AttentionDropout,
+    AttentionInputs,
+    AttentionPattern,
+    BlockMask,
+    merge_block,
+    merge_sinks,
+    sinks_gradient,
+)
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
 @dataclass(frozen=True)

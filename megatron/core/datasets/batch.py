@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.gpt_dataset import GPTSample
 from megatron.core.errors import DataError
-from megatron.core.ops.dropout import DropoutSamples
+from megatron.core.ops import DropoutSamples
 
 _TORCH_DTYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.uint16): torch.uint16, np.dtype(np.int32): torch.int32}
 _WIDE_DTYPES = {"loss_mask": torch.float32, "padding_mask": torch.bool}

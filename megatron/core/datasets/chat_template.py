@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 
 from megatron.core.datasets.conversation import ASSISTANT, Conversation, Message
 from megatron.core.errors import DataError, InputError
-from megatron.core.tokenizers.tokenizer import Tokenizer, load_package, read_json_object, read_text
+from megatron.core.tokenizers import Tokenizer, load_package, read_json_object, read_text
 
 END_OF_DOCUMENT: Final = "\ufdd2"
 """Stands in a rendered text for the tokenizer's end-of-document token where no spelling gives it."""

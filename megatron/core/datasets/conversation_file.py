@@ -21,8 +21,7 @@ from megatron.core.datasets.conversation import Message, read_conversations
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, idx_path, optimal_dtype
 from megatron.core.errors import DataError, InputError
 from megatron.core.object_store import as_path
-from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.core.tokenizers.tokenizer_record import PATH_ARGUMENTS
+from megatron.core.tokenizers import PATH_ARGUMENTS, Tokenizer
 
 
 @dataclass(frozen=True)

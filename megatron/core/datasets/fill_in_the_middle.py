@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.errors import TokenizerError
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers import Tokenizer
 
 _NOT_TEXT = "\ufffd"
 

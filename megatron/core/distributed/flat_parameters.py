@@ -14,7 +14,7 @@ import torch
 from megatron.core.collectives import all_gather_into, all_reduce
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
 from megatron.core.flight_recorder import PendingWork
-from megatron.core.ops.fp8_tensor import E4M3, WHOLE, Quantized, quantize, scale_of
+from megatron.core.ops import E4M3, WHOLE, Quantized, quantize, scale_of
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, flat_range_boxes, spec_of
 

@@ -19,7 +19,7 @@ from megatron.core.distributed.flat_parameters import (
 from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
 from megatron.core.flight_recorder import PendingWork
 from megatron.core.main_grad import MainGrad, attach_main_grad, gradient_uses_of
-from megatron.core.ops.gemm import adds_wide_products
+from megatron.core.ops import adds_wide_products
 from megatron.core.process_group import Group
 
 

@@ -21,9 +21,9 @@ from megatron.core.inference.prompt_batch import (
 )
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.staged_model import StagedModel
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks
+from megatron.core.pipeline_parallel import PipelineLinks
 from megatron.core.process_group import Group
 
 TokenCallback = Callable[[int, int], None]

@@ -12,7 +12,7 @@ from typing import Literal
 from megatron.core.errors import ConfigurationError, InputError, MegatronError
 from megatron.core.inference.beam_search import BeamConfig, Hypothesis
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 
 
 class GenerationCancelled(MegatronError):

@@ -18,12 +18,11 @@ from megatron.core.inference.beam_search import BeamSearch, Candidate
 from megatron.core.inference.inference_request import Continuation, GenerationCancelled, GenerationRequest
 from megatron.core.inference.sampling import add_bias, choose_tokens, forbid_pairs, forbid_repeats, penalize
 from megatron.core.inference.staged_model import StagedModel
-from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+from megatron.core.ops import CAUSAL, AttentionPattern
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.random import stream_seed
-from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.tensor_parallel import stream_seed, vocab_parallel_cross_entropy
+from megatron.core.transformer import KeyValueCache
 
 _PADDING = 0
 

@@ -27,10 +27,10 @@ from megatron.core.inference.prompt_batch import gather_logits
 from megatron.core.inference.sampling import add_bias, choose_tokens, forbid_pairs, forbid_repeats, penalize
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.inference.staged_model import StagedModel
-from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.ops import AttentionPattern
 from megatron.core.precision import arithmetic_dtype
-from megatron.core.tensor_parallel.random import stream_seed
-from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.tensor_parallel import stream_seed
+from megatron.core.transformer import KeyValueCache
 
 
 class Row:

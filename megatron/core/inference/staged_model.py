@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from megatron.core.collectives import broadcast
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.models.gpt import GPTModel
+from megatron.core.ops import AttentionPattern
 from megatron.core.parallel_state import ExpertGroups, ParallelState
-from megatron.core.pipeline_parallel.p2p_communication import PipelineLinks, ReceiveQueue, SendQueue
+from megatron.core.pipeline_parallel import PipelineLinks, ReceiveQueue, SendQueue
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
-from megatron.core.transformer.kv_cache import KeyValueCache
+from megatron.core.transformer import KeyValueCache
 
 
 def share_model(chunk: GPTModel, wrapped: DistributedDataParallel, state: ParallelState) -> GPTModel:

@@ -7,18 +7,25 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron.core.distributed.flat_parameters import send_in_float8
-from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
-from megatron.core.ops.fp8_tensor import has_scaled_products
-from megatron.core.ops.transformer_engine import TRANSFORMER_ENGINE
-from megatron.core.ops.triton_support import casts_to_float8, triton_works
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SharedGroupQueryKeyValue
-from megatron.core.transformer.moe.experts import GroupedLinear
-from megatron.core.transformer.multi_latent_attention import ReplicatedLinear
-from megatron.core.transformer.multi_token_prediction import MTPLayer
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.distributed import send_in_float8
+from megatron.core.ops import (
+    TRANSFORMER_ENGINE,
+    Float8Recipe,
+    Float8State,
+    Fp8Quantizers,
+    casts_to_float8,
+    has_scaled_products,
+    triton_works,
+)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import (
+    MTPLayer,
+    ReplicatedLinear,
+    SharedGroupQueryKeyValue,
+    TransformerConfig,
+    TransformerLayer,
+)
+from megatron.core.transformer.moe import GroupedLinear
 
 _LINEAR = (ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, SharedGroupQueryKeyValue)
 

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import attach_spec, held_of, spec_of
-from megatron.core.tensor_parallel.initialization import initialize_divided
-from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.tensor_parallel import initialize_divided
+from megatron.core.transformer import TransformerBlock, TransformerConfig
 from megatron.core.weight_prefetch import has_memory
 
 

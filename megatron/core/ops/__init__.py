@@ -1,1 +1,87 @@
 """Operators: what computes one thing quickly, each beside its plain torch twin, and fp8 operands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.core.ops.attention_backend import (
+        PLAIN_BACKENDS,
+        AttentionCall,
+        describe_missing_flash,
+        select_attention_core,
+    )
+    from megatron.core.ops.attention_block import AttentionBlocks, BlockMask, merge_block
+    from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
+    from megatron.core.ops.attention_sinks import merge_sinks, sinks_gradient
+    from megatron.core.ops.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
+    from megatron.core.ops.dot_product_attention import AttentionCore, AttentionInputs
+    from megatron.core.ops.dropout import (
+        AttentionDropout,
+        DropoutKeys,
+        DropoutSamples,
+        RowKeys,
+        drop_hidden,
+        hash_numbers,
+        keyed_dropout,
+    )
+    from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
+    from megatron.core.ops.fp8_tensor import (
+        E4M3,
+        WHOLE,
+        Blocks,
+        Quantized,
+        has_scaled_products,
+        quantize,
+        scale_of,
+        scaled_product,
+    )
+    from megatron.core.ops.gemm import (
+        RowCounts,
+        add_rows,
+        add_wide_product,
+        adds_wide_products,
+        gradient_library,
+        group_gradient,
+        grouped_gradient,
+        grouped_product,
+        has_library,
+        lengthened_group,
+        linear,
+        linear_into,
+        product,
+        row_counts,
+        uses_onednn,
+        why_no_wide_products,
+    )
+    from megatron.core.ops.transformer_engine import (
+        TRANSFORMER_ENGINE,
+        EngineNorm,
+        transformer_engine_for,
+        why_no_transformer_engine,
+    )
+    from megatron.core.ops.triton_support import casts_to_float8, runs_on_triton, triton_works
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "attention_backend": "AttentionCall PLAIN_BACKENDS describe_missing_flash select_attention_core",
+        "attention_block": "AttentionBlocks BlockMask merge_block",
+        "attention_pattern": "AttentionPattern CAUSAL",
+        "attention_sinks": "merge_sinks sinks_gradient",
+        "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
+        "dot_product_attention": "AttentionCore AttentionInputs",
+        "dropout": "AttentionDropout DropoutKeys DropoutSamples RowKeys drop_hidden hash_numbers keyed_dropout",
+        "fp8_quantizers": "Float8Recipe Float8State Fp8Quantizers",
+        "fp8_tensor": "Blocks E4M3 Quantized WHOLE has_scaled_products quantize scale_of scaled_product",
+        "gemm": (
+            "RowCounts add_rows add_wide_product adds_wide_products gradient_library group_gradient "
+            "grouped_gradient grouped_product has_library lengthened_group linear linear_into product row_counts "
+            "uses_onednn why_no_wide_products"
+        ),
+        "transformer_engine": "EngineNorm TRANSFORMER_ENGINE transformer_engine_for why_no_transformer_engine",
+        "triton_support": "casts_to_float8 runs_on_triton triton_works",
+    },
+)

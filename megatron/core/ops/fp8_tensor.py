@@ -137,7 +137,7 @@ def _cast_whole(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, amax: torch.Tensor | None, plain: bool, transpose: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if runs_on_triton(x) and casts_to_float8(x.device.type) and dtype in (E4M3, E5M2):
-        from megatron.core.ops.triton.fp8_cast import cast_and_transpose
+        from megatron.core.ops.triton import cast_and_transpose
 
         return cast_and_transpose(x, dtype, scale, amax, plain, transpose)
     if amax is not None:

@@ -57,7 +57,7 @@ def _is_hidden(package: str) -> bool:
 @functools.cache
 def casts_to_float8(device: str) -> bool:
     """Return whether the program that casts to fp8 works on a kind of device where others do: not before Hopper."""
-    from megatron.core.ops.triton.probe import probe_float8
+    from megatron.core.ops.triton import probe_float8
 
     try:
         probe_float8(device)

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.collectives import all_gather_objects, all_reduce
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.flat_parameters import ParamShard
-from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAndGradBuffer
-from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, parts_of_range
-from megatron.core.distributed.weight_checks import (
+from megatron.core.distributed import (
+    PARAM_ALIGNMENT,
     BadWeightsError,
+    DistributedDataParallel,
+    GradSegment,
+    ParamAndGradBuffer,
+    ParamShard,
     describe_bad_weights,
     find_bad_weights,
     gather_bad_weights,
+    parts_of_range,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelState

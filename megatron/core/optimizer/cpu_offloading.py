@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from megatron.core.distributed.flat_parameters import ParamShard
-from megatron.core.distributed.param_layout import PARAM_ALIGNMENT, round_up
+from megatron.core.distributed import PARAM_ALIGNMENT, ParamShard, round_up
 from megatron.core.host_memory import Copied, HostCopies
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, split_part

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.host_memory import HostCopies
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from megatron.core.collectives import all_gather_objects, all_to_all_rows
-from megatron.core.distributed.flat_parameters import ParamShard
+from megatron.core.distributed import ParamShard
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece, spec_of

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import all_gather_objects, all_reduce, any_rank
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.flat_parameters import ParamShard
+from megatron.core.distributed import DistributedDataParallel, ParamShard
 from megatron.core.errors import ConfigurationError, TrainingError
 from megatron.core.host_memory import HostCopies
 from megatron.core.optimizer.clip_grads import (

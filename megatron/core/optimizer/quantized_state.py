@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from megatron.core.distributed.param_layout import PARAM_ALIGNMENT
+from megatron.core.distributed import PARAM_ALIGNMENT
 
 _FACTORS = (0x7FEB352D, 0x846CA68B - 2**32)
 _LANE_STEP = 0x9E3779B1 - 2**32

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron.core.distributed.flat_parameters import ParamShard
+from megatron.core.distributed import ParamShard
 from megatron.core.optimizer.inner_optimizer import InnerOptimizer
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.muon_shard_exchange import MuonShardExchange

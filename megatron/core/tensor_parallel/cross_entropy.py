@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import all_reduce
-from megatron.core.ops.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
+from megatron.core.ops import normalizer_and_label_logits, overwrite_with_gradient
 from megatron.core.process_group import Group
 
 

@@ -20,9 +20,7 @@ from megatron.core.collectives import (
 )
 from megatron.core.flight_recorder import PendingWork
 from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
-from megatron.core.ops.fp8_quantizers import Fp8Quantizers
-from megatron.core.ops.fp8_tensor import WHOLE, Quantized, scaled_product
-from megatron.core.ops.gemm import product
+from megatron.core.ops import WHOLE, Fp8Quantizers, Quantized, product, scaled_product
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel.mappings import InputRegion
 

@@ -24,8 +24,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.host_memory import ReusedMemory
 from megatron.core.main_grad import MainGrad, Receiver, bias_gradient, main_grad_of
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.ops.fp8_quantizers import Fp8Quantizers
-from megatron.core.ops.gemm import add_rows, linear, product
+from megatron.core.ops import Fp8Quantizers, add_rows, linear, product
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces

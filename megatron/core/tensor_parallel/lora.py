@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.ops.dropout import DropoutKeys, keyed_dropout
+from megatron.core.ops import DropoutKeys, keyed_dropout
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_pieces
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec, tensor_parallel_linear

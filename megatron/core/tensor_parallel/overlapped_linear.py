@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from megatron.core.collectives import RingExchange, start_ring_exchange
-from megatron.core.ops.gemm import linear_into
+from megatron.core.ops import linear_into
 from megatron.core.process_group import Group
 from megatron.core.tensor_parallel import symmetric_memory
 from megatron.core.tensor_parallel.comm_overlap_config import LinearOverlap

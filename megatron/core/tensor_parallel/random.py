@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.model_parallel_config import Place
-from megatron.core.ops.dropout import DropoutSamples, hash_numbers
+from megatron.core.ops import DropoutSamples, hash_numbers
 
 DEFAULT = "default"
 """The stream of torch's own generator, seeded alike on all ranks."""

@@ -1,1 +1,73 @@
 """The transformer: configuration, attention, MLP, norms, layers and the block of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue, describe_attention
+    from megatron.core.transformer.cuda_graphs import GraphedLayers
+    from megatron.core.transformer.dropout import HiddenDropout, keys_of_rank, require_keys
+    from megatron.core.transformer.kv_cache import KeyValueCache
+    from megatron.core.transformer.layer_pattern import format_layer_pattern, parse_layer_pattern, parse_window
+    from megatron.core.transformer.lora import add_adapters
+    from megatron.core.transformer.lora_targets import (
+        ADAPTERS,
+        GATE_UP,
+        LINEAR_LAYERS,
+        PART_OF,
+        QUERY_KEY_VALUE,
+        WHOLE,
+        adapted_parts,
+        plain_names,
+    )
+    from megatron.core.transformer.mlp import MLP, activation_of
+    from megatron.core.transformer.multi_latent_attention import ReplicatedLinear
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLayer,
+        MultiTokenPrediction,
+        further_layer_numbers,
+        further_losses,
+        mtp_targets,
+    )
+    from megatron.core.transformer.norm import Norm, normalize
+    from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding, yarn_frequencies
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import (
+        GATED_ACTIVATIONS,
+        LatentConfig,
+        MoEConfig,
+        PredictionConfig,
+        TransformerConfig,
+        default_ffn_hidden_size,
+        further_loss_names,
+        moe_layers,
+        without_rotary,
+    )
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "attention": "SelfAttention SharedGroupQueryKeyValue describe_attention",
+        "cuda_graphs": "GraphedLayers",
+        "dropout": "HiddenDropout keys_of_rank require_keys",
+        "kv_cache": "KeyValueCache",
+        "layer_pattern": "format_layer_pattern parse_layer_pattern parse_window",
+        "lora": "add_adapters",
+        "lora_targets": "ADAPTERS GATE_UP LINEAR_LAYERS PART_OF QUERY_KEY_VALUE WHOLE adapted_parts plain_names",
+        "mlp": "MLP activation_of",
+        "multi_latent_attention": "ReplicatedLinear",
+        "multi_token_prediction": "MTPLayer MultiTokenPrediction further_layer_numbers further_losses mtp_targets",
+        "norm": "Norm normalize",
+        "rotary_pos_embedding": "RotaryAngles RotaryEmbedding yarn_frequencies",
+        "transformer_block": "TransformerBlock",
+        "transformer_config": (
+            "GATED_ACTIVATIONS LatentConfig MoEConfig PredictionConfig TransformerConfig default_ffn_hidden_size "
+            "further_loss_names moe_layers without_rotary"
+        ),
+        "transformer_layer": "TransformerLayer",
+    },
+)

@@ -13,27 +13,30 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megatron.core.context_parallel.attention import with_context_parallel
-from megatron.core.context_parallel.key_value_heads import key_value_heads_of_rank
+from megatron.core.context_parallel import key_value_heads_of_rank, with_context_parallel
 from megatron.core.layer_output import LayerOutput
-from megatron.core.ops.attention_backend import PLAIN_BACKENDS, AttentionCall, select_attention_core
-from megatron.core.ops.attention_block import AttentionBlocks
-from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dot_product_attention import AttentionInputs
-from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.fp8_quantizers import Fp8Quantizers
-from megatron.core.ops.triton_support import runs_on_triton
+from megatron.core.ops import (
+    PLAIN_BACKENDS,
+    AttentionBlocks,
+    AttentionCall,
+    AttentionInputs,
+    AttentionPattern,
+    DropoutKeys,
+    Fp8Quantizers,
+    runs_on_triton,
+    select_attention_core,
+)
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, even_pieces, spec_of
-from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
-from megatron.core.tensor_parallel.layers import (
+from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
+    InputRegion,
     RowParallelLinear,
+    linear_overlap,
     make_parameter,
     tensor_parallel_linear,
 )
-from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.dropout import require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache

@@ -20,7 +20,7 @@ from megatron.core.cuda_graph import Graph, GraphBackend
 from megatron.core.errors import ConfigurationError
 from megatron.core.layer_output import LayerOutput
 from megatron.core.main_grad import MainGrad, WeightGradQueue, completions_held, main_grad_of
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops import DropoutKeys
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron.core.context_parallel.partition import positions_of
+from megatron.core.context_parallel import positions_of
 from megatron.core.errors import ConfigurationError
-from megatron.core.ops.dropout import DropoutKeys, DropoutSamples, RowKeys, drop_hidden
+from megatron.core.ops import DropoutKeys, DropoutSamples, RowKeys, drop_hidden
 from megatron.core.process_group import Group
 
 

@@ -16,21 +16,21 @@ from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box, ParamSpec, Piece, even_pieces, full_pieces, spec_of
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.lora import (
+from megatron.core.tensor_parallel import (
     AdapterOptions,
     ColumnAdapter,
+    ColumnParallelLinear,
     LinearAdapters,
     LowRankAdapter,
     RowAdapter,
     RowBlock,
+    RowParallelLinear,
     adapt,
 )
 from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue
 from megatron.core.transformer.lora_targets import PART_OF, QUERY_KEY_VALUE, WHOLE
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.experts import GroupedLinear, expert_pieces, grouped_linear
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe import GroupedLinear, MoELayer, expert_pieces, grouped_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.layer_output import LayerOutput
+from megatron.core.ops import runs_on_triton
 from megatron.core.ops.gated_activation import gated_activation
-from megatron.core.ops.triton_support import runs_on_triton
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -64,7 +64,7 @@ class MLP(nn.Module):
         bias = self.linear_fc1.bias
         if bias is None or not bias.requires_grad or not self.has_program(x, bias):
             return self.activation(self.linear_fc1(x))
-        from megatron.core.ops.triton.activation import activate_with_bias
+        from megatron.core.ops.triton import activate_with_bias
 
         return activate_with_bias(self.linear_fc1(x, gives_bias_gradient=False), bias, self.activation, self.kind)
 
@@ -75,7 +75,7 @@ class MLP(nn.Module):
         """
         if self.is_gated or self.activation is not ACTIVATIONS[self.kind] or not runs_on_triton(*tensors):
             return False
-        from megatron.core.ops.triton.activation import PLAIN_KINDS as KINDS
+        from megatron.core.ops.triton import PLAIN_KINDS as KINDS
 
         return self.kind in KINDS
 

@@ -11,24 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dot_product_attention import AttentionInputs
-from megatron.core.ops.dropout import DropoutKeys
-from megatron.core.ops.fp8_quantizers import Fp8Quantizers
+from megatron.core.ops import AttentionInputs, AttentionPattern, DropoutKeys, Fp8Quantizers
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.layers import (
+from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
-    make_parameter,
-    replicated_spec,
-    tensor_parallel_linear,
-)
-from megatron.core.tensor_parallel.mappings import (
     InputRegion,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    make_parameter,
+    replicated_spec,
+    several_saved_as_inputs,
+    tensor_parallel_linear,
 )
-from megatron.core.tensor_parallel.recompute import several_saved_as_inputs
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import Norm

@@ -14,14 +14,13 @@ import torch
 from torch import nn
 
 from megatron.core.collectives import all_gather_first_dim
-from megatron.core.context_parallel.partition import cut_sequence, to_sequence_order
+from megatron.core.context_parallel import cut_sequence, to_sequence_order
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
-from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops import AttentionPattern, DropoutKeys
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )

@@ -12,14 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.ops.dropout import RowKeys, drop_hidden
-from megatron.core.ops.transformer_engine import EngineNorm, transformer_engine_for
-from megatron.core.ops.triton_support import runs_on_triton
+from megatron.core.ops import EngineNorm, RowKeys, drop_hidden, runs_on_triton, transformer_engine_for
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, even_pieces
-from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
-from megatron.core.tensor_parallel.mappings import sum_over_tensor_model_parallel_region
+from megatron.core.tensor_parallel import make_parameter, replicated_spec, sum_over_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.ops.triton_support import runs_on_triton
+from megatron.core.ops import runs_on_triton
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.transformer.transformer_config import LatentConfig
 
@@ -163,7 +163,7 @@ def split_projection(
     Shapes: ``[s, b, groups, heads/groups + 2, d] -> [s, b, heads, d], [s, b, groups, d], [s, b, groups, d]``.
     """
     if bias is not None:
-        from megatron.core.ops.triton.query_key_value import split_with_bias
+        from megatron.core.ops.triton import split_with_bias
 
         return split_with_bias(mixed, bias, split_projection)
     query, key, value = mixed.split_with_sizes((mixed.shape[3] - 2, 1, 1), dim=3)

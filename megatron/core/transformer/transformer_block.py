@@ -13,12 +13,11 @@ from torch import nn
 
 from megatron.core.errors import ConfigurationError
 from megatron.core.layer_output import AuxiliaryLoss, LayerOutput
-from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops import AttentionPattern, DropoutKeys
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.cpu_offload import ActivationOffload
-from megatron.core.tensor_parallel.recompute import recompute, saved_in_parts
+from megatron.core.tensor_parallel import ActivationOffload, saved_in_parts
+from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.cuda_graphs import GraphedLayers, GraphUnit
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.norm import NormAhead

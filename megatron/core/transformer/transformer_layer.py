@@ -8,18 +8,17 @@ import torch
 from torch import nn
 
 from megatron.core.layer_output import LayerOutput
-from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops import AttentionPattern, DropoutKeys
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.lora import LowRankAdapter
-from megatron.core.tensor_parallel.recompute import recompute, saved_as_inputs
+from megatron.core.tensor_parallel import LowRankAdapter, saved_as_inputs
+from megatron.core.tensor_parallel.recompute import recompute
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dropout import HiddenDropout, require_keys
 from megatron.core.transformer.kv_cache import KeyValueCache
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.multi_latent_attention import LatentAttention
 from megatron.core.transformer.norm import Norm, NormAhead, PostNormResidual, ResidualNorm, ResidualSum, add_branch
 from megatron.core.transformer.rotary_pos_embedding import RotaryAngles

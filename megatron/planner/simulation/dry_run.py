@@ -17,24 +17,29 @@ from typing import cast
 
 import numpy as np
 
-from megatron.checkpoint.train_state import TrainState
-from megatron.config.run_config import RunConfig
-from megatron.core.datasets.gpt_dataset import GPTSample
-from megatron.core.models.model import Model
+from megatron.checkpoint import TrainState
+from megatron.config import RunConfig
+from megatron.core.datasets import GPTSample
+from megatron.core.models import Model
 from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.pipeline_parallel import StageContents
 from megatron.core.process_group import Group
 from megatron.core.timers import Timer, Timers
-from megatron.planner.gpu import Gpu
-from megatron.planner.plan import ExpertLayer
+from megatron.planner import ExpertLayer, Gpu
 from megatron.planner.simulation.fake_device import simulated_gpu
 from megatron.planner.simulation.recorder import Operation, Recorder, StepRecord
 from megatron.planner.simulation.roofline import is_attention
-from megatron.training.batch_source import BatchSource
-from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
-from megatron.training.initialize import Runtime, make_runtime
-from megatron.training.model_setup import ModelAndOptimizer, ModelProvider, build_model_and_optimizer
-from megatron.training.training_step import ForwardStep, TrainingStep
+from megatron.training import (
+    BatchSource,
+    ForwardStep,
+    ModelAndOptimizer,
+    ModelProvider,
+    Runtime,
+    TrainingStep,
+    build_model_and_optimizer,
+    make_runtime,
+)
+from megatron.training.fault_tolerance import AnomalyDetector
 
 _BACKWARD = 2
 """Ratio of backward to forward FLOPs: the gradients of both operands."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.planner.gpu import Gpu
+from megatron.planner import Gpu
 from megatron.planner.simulation.dry_run import DryRun
 from megatron.planner.simulation.recorder import HOST_DIRECTIONS, PASSES, HostCopy, Operation, StepRecord, Transfer
 from megatron.planner.simulation.roofline import KERNELS_OF, is_attention, operation_seconds, transfer_seconds

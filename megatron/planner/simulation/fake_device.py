@@ -35,11 +35,11 @@ from megatron.core.device import Device, MemoryUse
 from megatron.core.errors import ConfigurationError
 from megatron.core.flight_recorder import DeviceMark
 from megatron.core.host_memory import Copied, HostCopies
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.ops import attention_backend, dot_product_attention
 from megatron.core.process_group import CollectiveCall
-from megatron.core.transformer.transformer_config import MoEConfig
-from megatron.planner.gpu import Gpu
+from megatron.core.transformer import MoEConfig
+from megatron.planner import Gpu
 from megatron.planner.simulation.fake_triton import recorded_programs
 from megatron.planner.simulation.operators import CudaOperators, FakeFlexAttention, LowerRightMask
 from megatron.planner.simulation.recorder import TO_DEVICE, TO_HOST, Recorder

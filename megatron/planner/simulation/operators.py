@@ -32,8 +32,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from megatron.core.ops import attention_backend, flex_attention
-from megatron.core.ops.attention_pattern import AttentionPattern
+from megatron.core.ops import AttentionPattern, attention_backend, flex_attention
 from megatron.planner.simulation.recorder import Recorder
 
 if TYPE_CHECKING:

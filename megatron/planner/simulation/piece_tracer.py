@@ -14,22 +14,20 @@ from unittest.mock import patch
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import WeightGradQueue, main_grad_of
 from megatron.core.model_parallel_config import ParallelSizes
-from megatron.core.models.fp8_layers import compute_in_float8
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.model import wrap_model
+from megatron.core.models import compute_in_float8, wrap_model
+from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import ExpertGroups, ParallelState, create_parallel_state
-from megatron.core.pipeline_parallel.executor import StageInput
+from megatron.core.pipeline_parallel import StageInput
 from megatron.core.precision import dtype_from_name
-from megatron.core.tensor_parallel.random import RngStreams
-from megatron.planner.gpu import GPUS, Gpu
+from megatron.core.tensor_parallel import RngStreams
+from megatron.planner import ATTENTION, GEMM, GPUS, MEMORY, PHASES, Gpu, TraceRequest
 from megatron.planner.simulation.fake_device import FakeDevice, simulated_gpu
 from megatron.planner.simulation.recorder import Operation, Recorder, StepRecord
 from megatron.planner.simulation.roofline import is_attention
-from megatron.planner.traces import ATTENTION, GEMM, MEMORY, PHASES, TraceRequest
 
 _FORWARD, _BACKWARD, _WEIGHTS = range(len(PHASES))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from megatron.planner.gpu import Gpu
+from megatron.planner import Gpu
 from megatron.planner.simulation.dry_run import DryRun, count_flops
 from megatron.planner.simulation.estimate import ASSUMPTIONS, Estimate, EstimatedRun, kernel_count, kind_of, slowest_of
 from megatron.planner.simulation.recorder import HOLDERS, PHASES

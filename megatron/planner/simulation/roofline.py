@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megatron.planner.gpu import Gpu
+from megatron.planner import Gpu
 from megatron.planner.simulation.recorder import Communication, Gemm, Operation, Transfer
 
 _BANDWIDTH_SHARE = 0.85

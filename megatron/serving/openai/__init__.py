@@ -1,1 +1,25 @@
 """OpenAI's API over HTTP, with a page to look at a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.serving.openai.chat_client import ChatClient, ChatFailed
+    from megatron.serving.openai.guard import Guard, Limits, Metrics
+    from megatron.serving.openai.http_server import HttpServer
+    from megatron.serving.openai.local_chat import LocalChat
+    from megatron.serving.openai.translator import Translator
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "chat_client": "ChatClient ChatFailed",
+        "guard": "Guard Limits Metrics",
+        "http_server": "HttpServer",
+        "local_chat": "LocalChat",
+        "translator": "Translator",
+    },
+)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.inference.inference_request import TokenValue
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.inference import TokenValue
+from megatron.core.tokenizers import Tokenizer
 
 _UNFINISHED = "\ufffd"
 _MOST_HELD = 4

@@ -19,8 +19,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from megatron.core.errors import InputError
-from megatron.core.inference.beam_search import Hypothesis
-from megatron.core.inference.inference_request import (
+from megatron.core.inference import (
+    Hypothesis,
     NewToken,
     Progress,
     PromptEnded,
@@ -28,13 +28,12 @@ from megatron.core.inference.inference_request import (
     PromptSearched,
     PromptSeen,
 )
-from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.serving.job_queue import GenerationFailed, Job, JobQueue, QueueFull, ServiceEnding
+from megatron.core.tokenizers import Tokenizer
+from megatron.serving import GenerationFailed, Job, JobQueue, PutApi, QueueFull, ServiceEnding
 from megatron.serving.openai.answer_forms import AnswerForms, ChoiceText, usage_of
 from megatron.serving.openai.guard import CONTENT_TYPE, Metrics
 from megatron.serving.openai.request_fields import ApiError, RequestFields, read_chat, read_completion
 from megatron.serving.openai.translator import Translated, Translator
-from megatron.serving.text_generation_server import PutApi
 
 
 class ClientLeft(Exception):

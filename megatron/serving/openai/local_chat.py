@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.core.errors import InputError
-from megatron.core.inference.continuous_engine import ContinuousEngine
-from megatron.core.inference.inference_request import NewToken, PromptEnded, PromptFailed
+from megatron.core.inference import ContinuousEngine, NewToken, PromptEnded, PromptFailed
 from megatron.serving.openai.chat_client import ChatFailed
 from megatron.serving.openai.request_fields import ApiError, RequestFields
 from megatron.serving.openai.translator import Translator

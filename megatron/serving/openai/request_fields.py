@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from megatron.core.inference.sampling_config import MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_TEMPERATURE
+from megatron.core.inference import MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_TEMPERATURE
 
 _TYPES = {
     401: "authentication_error",

@@ -7,15 +7,18 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from megatron.core.datasets.chat_template import END_OF_DOCUMENT, ChatTemplate
-from megatron.core.datasets.conversation import ASSISTANT, Conversation
-from megatron.core.datasets.conversation_file import ConversationEncoder
+from megatron.core.datasets import ASSISTANT, END_OF_DOCUMENT, ChatTemplate, Conversation, ConversationEncoder
 from megatron.core.errors import DataError, InputError
-from megatron.core.inference.beam_search import BeamConfig
-from megatron.core.inference.inference_request import GenerationRequest, StopRule, check_request, context_length
-from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.inference import (
+    BeamConfig,
+    GenerationRequest,
+    SamplingConfig,
+    StopRule,
+    check_request,
+    context_length,
+)
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.tokenizers import Tokenizer
 from megatron.serving.openai.answer_forms import ChoiceText
 from megatron.serving.openai.request_fields import ApiError, Message, Prompt, RequestFields
 

@@ -1,1 +1,29 @@
 """Callbacks of the training loop: what else happens at its moments. See `megatron.training.callbacks.callback`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
+    from megatron.training.callbacks.configured import configured_callbacks
+    from megatron.training.callbacks.live_line import LiveLine
+    from megatron.training.callbacks.periodic_evals import open_periodic_evaluations
+    from megatron.training.callbacks.profiling import Profiling, ScheduleRecorder
+    from megatron.training.callbacks.progress_log import open_progress
+    from megatron.training.callbacks.stragglers import PartsClock, Stragglers
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "callback": "Callback TrainingRun is_due",
+        "configured": "configured_callbacks",
+        "live_line": "LiveLine",
+        "periodic_evals": "open_periodic_evaluations",
+        "profiling": "Profiling ScheduleRecorder",
+        "progress_log": "open_progress",
+        "stragglers": "PartsClock Stragglers",
+    },
+)

@@ -6,20 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpoint.train_state import TrainState
-from megatron.config.run_config import RunConfig
+from megatron.checkpoint import TrainState
+from megatron.config import RunConfig
 from megatron.core.console import print_line
-from megatron.core.datasets.sample_keys import ReadCounter
-from megatron.core.dist_checkpointing.load import Progress, untold
-from megatron.core.pipeline_parallel.schedules import Action
+from megatron.core.datasets import ReadCounter
+from megatron.core.dist_checkpointing import Progress, untold
+from megatron.core.pipeline_parallel import Action
 from megatron.core.timers import Timers
-from megatron.training.checkpointing import RunCheckpoints
-from megatron.training.evaluation import EvaluationSets
-from megatron.training.initialize import Runtime
-from megatron.training.loggers.log_lines import IntervalAverage, StepReport
-from megatron.training.loggers.metrics import MetricsWriter
-from megatron.training.model_setup import ModelAndOptimizer
-from megatron.training.training_step import ForwardStep, StepGuard
+from megatron.training import EvaluationSets, ForwardStep, ModelAndOptimizer, RunCheckpoints, Runtime, StepGuard
+from megatron.training.loggers import IntervalAverage, MetricsWriter, StepReport
 
 ActionClock = Callable[[Sequence[Action]], "Callable[[], float] | None"]
 """Return the clock of the executor for the actions of an iteration; None for one that needs none."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
+from megatron.training import ModelAndOptimizer, ResumeState, Runtime
 from megatron.training.callbacks.callback import Callback, Callbacks
 from megatron.training.callbacks.data_history import DataHistory
 from megatron.training.callbacks.exit_warning import ExitWarning
@@ -17,10 +18,7 @@ from megatron.training.callbacks.replica_checks import ReplicaChecks
 from megatron.training.callbacks.stragglers import Stragglers
 from megatron.training.callbacks.timer_log import TimerLog
 from megatron.training.callbacks.unused_memory import GarbageCollection, UnusedMemory
-from megatron.training.fault_tolerance.anomaly_detector import AnomalyDetector
-from megatron.training.initialize import Runtime
-from megatron.training.model_setup import ModelAndOptimizer
-from megatron.training.resume import ResumeState
+from megatron.training.fault_tolerance import AnomalyDetector
 
 
 def configured_callbacks(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from megatron.training.callbacks.callback import Callback, TrainingRun
-from megatron.training.loggers.log_lines import StepReport
+from megatron.training.loggers import StepReport
 
 _WORTH_SAYING_AGAIN = 1.5
 

@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.collectives import all_reduce
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.flat_parameters import ParamShard
-from megatron.core.models.model import Model
-from megatron.core.ops.attention_pattern import AttentionPattern
-from megatron.core.optimizer.clip_grads import DedupMask, sum_of_squares
+from megatron.core.distributed import DistributedDataParallel, ParamShard
+from megatron.core.models import Model
+from megatron.core.ops import AttentionPattern
+from megatron.core.optimizer import DedupMask, sum_of_squares
 from megatron.core.parallel_state import ParallelState
 from megatron.core.process_group import Group
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer import SelfAttention
 from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
-from megatron.training.loggers.log_lines import StepReport
+from megatron.training.loggers import StepReport
 
 _LAYER = re.compile(r"(?<!mtp\.)\blayers\.(\d+)\.")
 

@@ -8,11 +8,11 @@ import threading
 import time
 from types import TracebackType
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.console import CLEAR_LINE, format_bar, format_duration
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.training.callbacks.callback import Callback, TrainingRun
-from megatron.training.loggers.log_lines import StepReport, is_terminal
+from megatron.training.loggers import StepReport, is_terminal
 
 _REDRAW_S = 0.5
 _NEW_SHARE = 0.2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
-from megatron.training.loggers.log_lines import StepReport
+from megatron.training.loggers import StepReport
 
 
 class MetricsLog(Callback):

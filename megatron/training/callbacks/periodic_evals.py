@@ -5,25 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError, InputError
-from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.inference_request import GenerationRequest, StopRule, check_request
-from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.inference.staged_model import share_model
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.p2p_communication import create_pipeline_links
+from megatron.core.inference import (
+    GenerationRequest,
+    InferenceEngine,
+    SamplingConfig,
+    StopRule,
+    check_request,
+    share_model,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import create_pipeline_links
 from megatron.core.process_group import Group, single_rank_group
-from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.evaluation.harness_tasks import HarnessTasks, TaskChoice, figures_of
-from megatron.evaluation.model_ranks import ModelRanks, Show, TextEncoding
+from megatron.core.tokenizers import Tokenizer
+from megatron.evaluation import HarnessTasks, ModelRanks, Show, TaskChoice, TextEncoding, figures_of
+from megatron.training import ModelAndOptimizer, Runtime
 from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
 from megatron.training.callbacks.live_line import LiveLine
-from megatron.training.initialize import Runtime
-from megatron.training.loggers.metrics import MetricsWriter
-from megatron.training.model_setup import ModelAndOptimizer
+from megatron.training.loggers import MetricsWriter
 
 _LARGEST_FILE = 1 << 20
 
@@ -189,7 +191,7 @@ class TaskScores(Callback):
         metrics.scalars(scalars, iteration)
 
     def _scores(self) -> dict[str, dict[str, float]]:
-        from megatron.evaluation.harness_model import HarnessModel
+        from megatron.evaluation import HarnessModel
 
         assert self._tasks is not None, "the first rank reports"
         model = HarnessModel(self._ranks, self._encoding, self._max_length)

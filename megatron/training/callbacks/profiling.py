@@ -12,18 +12,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
 
-from megatron.config.checks.run_checks import NO_PROFILE_FOLDER
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
+from megatron.config.checks import NO_PROFILE_FOLDER
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError
-from megatron.core.models.model import Model
-from megatron.core.pipeline_parallel.executor import gather_timeline
-from megatron.core.pipeline_parallel.schedules import Action
-from megatron.core.pipeline_parallel.timeline import RankTimeline, write_timeline
+from megatron.core.models import Model
+from megatron.core.pipeline_parallel import Action, RankTimeline, gather_timeline, write_timeline
 from megatron.core.timers import Timer, Timers
+from megatron.training import Runtime
 from megatron.training.callbacks.callback import ActionClock, Callback, TrainingRun
-from megatron.training.initialize import Runtime
-from megatron.training.loggers.log_lines import StepReport
+from megatron.training.loggers import StepReport
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from megatron.checkpoint.train_state import TrainState
-from megatron.config.run_config import RunConfig
+from megatron.checkpoint import TrainState
+from megatron.config import RunConfig
 from megatron.core.console import print_line
+from megatron.training import Runtime, scheduler_job_id
 from megatron.training.callbacks.callback import Callback, TrainingRun
-from megatron.training.initialize import Runtime, scheduler_job_id
 
 PROGRESS_FILE = "progress.txt"
 _TIME = "%Y-%m-%d %H:%M:%S"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.core.collectives import raise_on_all_ranks
-from megatron.core.distributed.weight_checks import check_replicas_equal, compare_over_replicas
+from megatron.core.distributed import check_replicas_equal, compare_over_replicas
 from megatron.core.errors import TrainingError
 from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
-from megatron.training.loggers.log_lines import StepReport
+from megatron.training.loggers import StepReport
 
 
 class ReplicaChecks(Callback):

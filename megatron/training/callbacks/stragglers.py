@@ -13,7 +13,7 @@ from megatron.core.collectives import all_gather_into
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import ParallelState
 from megatron.training.callbacks.callback import Callback, TrainingRun, is_due
-from megatron.training.loggers.log_lines import IntervalAverage, StepReport
+from megatron.training.loggers import IntervalAverage, StepReport
 
 PARTS = ("forward", "backward", "data", "other", "communication")
 """What the time of an iteration is divided into; all but the last is a rank's own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core.timers import format_report
 from megatron.training.callbacks.callback import Callback, TrainingRun
-from megatron.training.loggers.log_lines import IntervalAverage, StepReport
+from megatron.training.loggers import IntervalAverage, StepReport
 
 
 class TimerLog(Callback):

@@ -13,15 +13,24 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from megatron.config.run_config import FaultConfig, RunConfig
-from megatron.core.datasets.data_history import LeftOut, SkippedSamples
-from megatron.core.distributed.weight_checks import BadWeightsError
+from megatron.config import FaultConfig, RunConfig
+from megatron.core.datasets import LeftOut, SkippedSamples
+from megatron.core.distributed import BadWeightsError
 from megatron.core.errors import TrainingError
 from megatron.core.layer_output import LayerOutput
-from megatron.core.optimizer.optimizer import StepOutcome
-from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
-from megatron.training.batch_source import BatchSource
-from megatron.training.callbacks.callback import Callback, TrainingRun
+from megatron.core.optimizer import StepOutcome
+from megatron.core.pipeline_parallel import ChunkResult, MicrobatchLoss
+from megatron.training import (
+    BatchSource,
+    BegunStep,
+    ForwardStep,
+    ModelAndOptimizer,
+    Runtime,
+    StepReduction,
+    TrainingStep,
+    agree,
+)
+from megatron.training.callbacks import Callback, TrainingRun
 from megatron.training.fault_tolerance.step_replay import (
     FaultAttribution,
     Observed,
@@ -30,10 +39,7 @@ from megatron.training.fault_tolerance.step_replay import (
     StepReplay,
     StepTrace,
 )
-from megatron.training.initialize import Runtime
-from megatron.training.loggers.log_lines import IntervalAverage, StepReport
-from megatron.training.model_setup import ModelAndOptimizer
-from megatron.training.training_step import BegunStep, ForwardStep, StepReduction, TrainingStep, agree
+from megatron.training.loggers import IntervalAverage, StepReport
 
 _NUM_LARGEST = 100
 _TIMES_LARGEST = 10.0

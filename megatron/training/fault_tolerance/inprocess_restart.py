@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.collectives import any_rank
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError
+from megatron.training import LaunchEnvironment, Runtime, connect_store, initialize_device, meeting_point
 from megatron.training.fault_tolerance.rendezvous import (
     Generation,
     GroupLinks,
@@ -28,7 +29,6 @@ from megatron.training.fault_tolerance.rendezvous import (
     store_of,
 )
 from megatron.training.fault_tolerance.supervisor import REPLACE, KeptRank
-from megatron.training.initialize import LaunchEnvironment, Runtime, connect_store, initialize_device, meeting_point
 
 
 @dataclass(frozen=True, eq=False)

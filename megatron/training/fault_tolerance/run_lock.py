@@ -18,8 +18,8 @@ from pathlib import Path
 from megatron.core.errors import ConfigurationError
 from megatron.core.object_store import ObjectPath
 from megatron.core.safe_io import parse_json, read_plain_text
+from megatron.training import elastic_run_id
 from megatron.training.fault_tolerance.processes import ProcessIdentity, find_launcher, identify
-from megatron.training.initialize import elastic_run_id
 
 FOLDER_RECORD = ".owner"
 _POLL_INTERVAL_S = 0.2

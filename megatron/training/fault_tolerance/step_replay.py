@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.collectives import all_gather_objects
-from megatron.core.datasets.batch import Batch
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.weight_checks import (
+from megatron.core.datasets import Batch
+from megatron.core.distributed import (
     ABSURD_RATIO,
     OUTLIER_RATIO,
     BadWeightsError,
+    DistributedDataParallel,
     describe_bad_weights,
     differing_replicas,
     find_huge_weights,
@@ -30,20 +30,20 @@ from megatron.core.distributed.weight_checks import (
 )
 from megatron.core.errors import DataError, TrainingError
 from megatron.core.layer_output import LayerOutput
-from megatron.core.models.model import Model
-from megatron.core.optimizer.clip_grads import check_weights
+from megatron.core.models import Model
+from megatron.core.optimizer import check_weights
 from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.executor import ChunkResult, MicrobatchLoss
-from megatron.training.batch_source import BatchSource
-from megatron.training.evaluation import evaluate
-from megatron.training.initialize import Runtime
-from megatron.training.model_setup import ModelAndOptimizer
-from megatron.training.training_step import (
+from megatron.core.pipeline_parallel import ChunkResult, MicrobatchLoss
+from megatron.training import (
+    BatchSource,
     BegunStep,
     ForwardStep,
     MicrobatchSource,
+    ModelAndOptimizer,
+    Runtime,
     StepReduction,
     TrainingStep,
+    evaluate,
     read_agreement,
     sum_over_ranks,
 )

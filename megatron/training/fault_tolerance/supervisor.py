@@ -23,10 +23,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError
-from megatron.training.exit_reason import reasons_of, refuse_in_run
+from megatron.training import LaunchEnvironment, MeetingPoint, elastic_run_id, meeting_point, reasons_of, refuse_in_run
 from megatron.training.fault_tolerance.processes import (
     KEEPER_NAME,
     ProcessIdentity,
@@ -35,7 +35,6 @@ from megatron.training.fault_tolerance.processes import (
     name_process,
     wait_for_end,
 )
-from megatron.training.initialize import LaunchEnvironment, MeetingPoint, elastic_run_id, meeting_point
 
 _OWNER = "owner.json"
 

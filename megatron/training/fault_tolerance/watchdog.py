@@ -30,6 +30,7 @@ from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError, MegatronError
 from megatron.core.flight_recorder import FlightRecorder
 from megatron.core.parallel_state import ParallelState
+from megatron.training import abort_communication, connect_store, is_first_failure, launcher_error_file
 from megatron.training.fault_tolerance.hang_report import Diagnosis, HangReport, diagnose
 from megatron.training.fault_tolerance.hang_timeout import Patience
 from megatron.training.fault_tolerance.node_board import NodeBoard, enter, node_folder, processes_in
@@ -50,7 +51,6 @@ from megatron.training.fault_tolerance.rank_state import (
     device_state,
     full_answer,
 )
-from megatron.training.initialize import abort_communication, connect_store, is_first_failure, launcher_error_file
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,56 @@
 """Loggers: log lines, TensorBoard, metrics files, profiles and statistics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.training.loggers.experiment_loggers import check_packages, check_services
+    from megatron.training.loggers.log_lines import (
+        DataSetLoss,
+        IntervalAverage,
+        StepReport,
+        format_datetime,
+        format_evaluation,
+        format_first_step,
+        format_memory,
+        format_step,
+        is_terminal,
+        pinned_memory_told,
+    )
+    from megatron.training.loggers.metrics import MetricsWriter, open_metrics
+    from megatron.training.loggers.run_record import (
+        CONFIG_FILE,
+        CONTINUE_FILE,
+        ENVIRONMENT_FILE,
+        RECORD_FOLDER,
+        RunRecord,
+    )
+    from megatron.training.loggers.startup_lines import (
+        describe_batch_and_tokenizer,
+        describe_buckets,
+        describe_datasets,
+        describe_initialized,
+        describe_precision,
+        describe_schedule_values,
+        log_arguments,
+    )
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "experiment_loggers": "check_packages check_services",
+        "log_lines": (
+            "DataSetLoss IntervalAverage StepReport format_datetime format_evaluation format_first_step "
+            "format_memory format_step is_terminal pinned_memory_told"
+        ),
+        "metrics": "MetricsWriter open_metrics",
+        "run_record": "CONFIG_FILE CONTINUE_FILE ENVIRONMENT_FILE RECORD_FOLDER RunRecord",
+        "startup_lines": (
+            "describe_batch_and_tokenizer describe_buckets describe_datasets describe_initialized "
+            "describe_precision describe_schedule_values log_arguments"
+        ),
+    },
+)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from megatron.config.run_config import RunConfig, extra_validation_sets
+from megatron.config import RunConfig, extra_validation_sets
 from megatron.core.errors import ConfigurationError
 from megatron.core.object_store import ObjectPath, as_path
 

@@ -11,8 +11,8 @@ from datetime import datetime
 
 from megatron.core.console import print_line
 from megatron.core.device import Device
-from megatron.core.transformer.moe.load_balancing import LoadReport
-from megatron.training.initialize import Runtime
+from megatron.core.transformer.moe import LoadReport
+from megatron.training import Runtime
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from megatron.checkpoint.train_state import TrainState
-from megatron.config.run_config import RunConfig
+from megatron.checkpoint import TrainState
+from megatron.config import RunConfig
 from megatron.core.collectives import raise_on_all_ranks
 from megatron.core.console import print_line
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
-from megatron.training.fault_tolerance.run_lock import FOLDER_RECORD, RunLock, own_folder
-from megatron.training.initialize import Runtime
+from megatron.training import Runtime
+from megatron.training.fault_tolerance import FOLDER_RECORD, RunLock, own_folder
 from megatron.training.loggers.experiment_loggers import OF_DATA_SET, RunLogger, open_loggers
 from megatron.training.loggers.log_lines import StepReport
 

@@ -25,12 +25,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron.config.printed_config import format_config
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig, format_config
 from megatron.core.errors import StorageError
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.core.ranged_file import open_ranged, read_range
-from megatron.training.initialize import LaunchEnvironment
+from megatron.training import LaunchEnvironment
 
 RECORD_FOLDER = "run_record"
 CONFIG_FILE, CONTINUE_FILE, ENVIRONMENT_FILE = "config.toml", "continue.toml", "environment.json"

@@ -6,20 +6,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron.config.printed_config import format_arguments, summarize
-from megatron.config.run_config import RunConfig
+from megatron.config import RunConfig, format_arguments, summarize
 from megatron.core.config_base import config_from_dict
-from megatron.core.datasets.blended_dataset import BlendedDataset, LaterPhase, SegmentChain
-from megatron.core.datasets.blended_megatron_dataset_builder import DatasetSplits
-from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
-from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.datasets.index_builder import SEPARATE_FINAL_EPOCH_BELOW, plan_epochs
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, reconcile_schedules
+from megatron.core.datasets import (
+    SEPARATE_FINAL_EPOCH_BELOW,
+    BlendedDataset,
+    DatasetSplits,
+    FillInTheMiddle,
+    GPTDataset,
+    LaterPhase,
+    SegmentChain,
+    plan_epochs,
+)
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ScheduleConfig, reconcile_schedules
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import spec_of
+from megatron.training import schedule_of
 from megatron.training.loggers.log_lines import format_datetime, is_terminal
-from megatron.training.model_setup import schedule_of
 
 _FEW_BUCKETS = 8
 _COMPILED = (

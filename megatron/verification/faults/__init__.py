@@ -1,1 +1,21 @@
 """Do harm to a training run on purpose, again and again, and see that nothing is lost by it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.verification.faults.campaign import Campaign, Plan, check_folder
+    from megatron.verification.faults.injection import CORRUPTIBLE, Fault, Kind, parse_fault
+    from megatron.verification.faults.launch import AttackedCommand, small_command
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "campaign": "Campaign Plan check_folder",
+        "injection": "CORRUPTIBLE Fault Kind parse_fault",
+        "launch": "AttackedCommand small_command",
+    },
+)

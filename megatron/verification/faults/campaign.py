@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.checkpoint_folder import iteration_folder, saved_iterations
-from megatron.checkpoint.comparison import MAX_BOX_BYTES
-from megatron.checkpoint.stored_checkpoint import open_checkpoint
+from megatron.checkpoint import MAX_BOX_BYTES, iteration_folder, open_checkpoint, saved_iterations
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.sharding import split_box
 from megatron.verification.faults.injection import Fault, Injection

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.checkpoint.checkpoint_folder import complete_iterations, iteration_folder
+from megatron.checkpoint import complete_iterations, iteration_folder
 from megatron.core.errors import ConfigurationError
 from megatron.verification.faults.launch import Launch, send
 from megatron.verification.faults.spoiled_script import GRADIENT_SIGNAL, WEIGHT_SIGNAL

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.errors import ConfigurationError, MegatronError
-from megatron.training.fault_tolerance.processes import KEEPER_NAME, ProcessIdentity, identify, name_of, parent_of
-from megatron.training.gpt import training_script
+from megatron.training import training_script
+from megatron.training.fault_tolerance import KEEPER_NAME, ProcessIdentity, identify, name_of, parent_of
 from megatron.verification.faults import spoiled_script
 
 

@@ -31,6 +31,19 @@ def syntax_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+def exposed_names(init: Path) -> dict[str, str]:
+    """Return the names that a package exposes, with the modules that define them."""
+    imports = (node for node in ast.walk(syntax_tree(init)) if isinstance(node, ast.ImportFrom))
+    package = module_name(init)
+    return {
+        alias.name: node.module
+        for node in imports
+        if node.module is not None and node.module.startswith(f"{package}.")
+        for alias in node.names
+        if node.module != "megatron.core.lazy_exports"
+    }
+
+
 def is_for_type_checkers(node: ast.AST) -> bool:
     if not isinstance(node, ast.If):
         return False

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.repository.source_tree import REPOSITORY, module_name, package_files, relative, syntax_tree, used_names
+from tests.unit.repository.source_tree import (
+    PACKAGE,
+    REPOSITORY,
+    exposed_names,
+    module_name,
+    package_files,
+    relative,
+    syntax_tree,
+    used_names,
+)
 
 # Which files may touch what. A module covers everything below it; imports for type checkers only are free.
 OWNERS: dict[str, tuple[str, ...]] = {
@@ -77,6 +86,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "torch.save": ("megatron/checkpoint/formats/megatron/torch_dist_writer.py",),
     "torch.load": (),
 }
+SHARED_NAMES = frozenset(("STDIN", "StoredBox", "Application", "recorded_config", "untold", "Log"))
+"""Names that two modules of a package define, so that the package cannot expose them."""
 # These run before torch is imported, so that a wrong command line or wrong data is answered at once.
 TORCH_FREE_PATTERNS = (
     "megatron/core/errors.py",
@@ -144,15 +155,20 @@ def test_imports_for_type_checkers_are_free(tmp_path: Path, monkeypatch) -> None
 
 def imports_among(paths: Mapping[str, Path]) -> dict[str, list[str]]:
     """Return which of these modules each imports, within functions and for type checkers as well."""
+    exposed = {name: exposed_names(path) for name, path in paths.items() if path.name == "__init__.py"}
     graph: dict[str, list[str]] = {}
     for name, path in paths.items():
         found: set[str] = set()
+        if name in exposed:
+            # What it exposes is imported when somebody asks for it: see below.
+            continue
         for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
-                submodules = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= (submodules & paths.keys()) or {node.module}
+                names = exposed.get(node.module, {})
+                found |= {names.get(alias.name, f"{node.module}.{alias.name}") for alias in node.names} & paths.keys()
+                found |= {node.module}
         graph[name] = sorted((found & paths.keys()) - {name})
     return graph
 
@@ -173,6 +189,23 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
     graph = imports_among(names)
     assert graph["megatron.cli.preprocess_data"]
     assert find_cycle(graph) == ()
+
+
+def test_packages_import_what_others_expose_and_nothing_else() -> None:
+    exposing = {path.parent: exposed_names(path) for path in PACKAGE.rglob("__init__.py") if exposed_names(path)}
+    own_files = [path for path in package_files() if path.parent in exposing and path.name != "__init__.py"]
+    modules = {module_name(path): path for path in own_files}
+    wrong = []
+    for path in [*package_files(), REPOSITORY / "pretrain_gpt.py", *(REPOSITORY / "tools").rglob("*.py")]:
+        for node in ast.walk(syntax_tree(path)):
+            if not isinstance(node, ast.ImportFrom) or node.module not in modules:
+                continue
+            package = modules[node.module].parent
+            # A function that is called as its module cannot be exposed: the module would hide it.
+            own = {alias.name for alias in node.names} - {each.stem for each in package.glob("*.py")}
+            if path.parent != package and own:
+                wrong += [f"{relative(path)}: {name} of {node.module}" for name in sorted(own - SHARED_NAMES)]
+    assert wrong == []
 
 
 def test_a_cycle_of_imports_is_found_within_functions(tmp_path: Path) -> None:

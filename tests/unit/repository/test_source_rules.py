@@ -5,18 +5,32 @@ from __future__ import annotations
 import ast
 import re
 
-from tests.unit.repository.source_tree import PACKAGE, REPOSITORY, dotted_name, package_files, relative, syntax_tree
+from tests.unit.repository.source_tree import (
+    PACKAGE,
+    REPOSITORY,
+    dotted_name,
+    exposed_names,
+    package_files,
+    relative,
+    syntax_tree,
+)
 
 BANNED_FILE_NAMES = re.compile(r"(^|_)(utils?|helpers?|managers?|misc|common)\.py$")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 LONGEST_SCRIPT = 15
 
 
-def test_package_init_files_hold_a_docstring_only() -> None:
+def test_package_init_files_hold_a_docstring_and_the_names_that_the_package_exposes() -> None:
     for path in PACKAGE.glob("*/**/__init__.py"):
         body = syntax_tree(path).body
-        assert len(body) == 1, relative(path)
         assert ast.get_docstring(syntax_tree(path)), relative(path)
+        if len(body) == 1:
+            continue
+        assert [type(each) for each in body[1:]] == [*[ast.ImportFrom] * 3, ast.If, ast.Assign], relative(path)
+        exposed = re.findall(r'^        "(\w+)": \(?([^)]*?)\)?,$', path.read_text(encoding="utf-8"), re.MULTILINE)
+        at_run_time = {(name, module) for module, names in exposed for name in re.findall(r"\w+", names)}
+        for_type_checkers = {(name, module.rpartition(".")[2]) for name, module in exposed_names(path).items()}
+        assert at_run_time == for_type_checkers, relative(path)
 
 
 def test_every_folder_of_modules_is_a_package() -> None:

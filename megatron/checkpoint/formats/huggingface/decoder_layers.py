@@ -18,8 +18,8 @@ from megatron.checkpoint.formats.huggingface.family import (
 )
 from megatron.checkpoint.formats.huggingface.rope import read_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.transformer.layer_pattern import format_layer_pattern
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.transformer import format_layer_pattern
 
 if TYPE_CHECKING:
     import torch

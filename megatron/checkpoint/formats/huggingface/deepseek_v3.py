@@ -15,7 +15,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
 from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
 from megatron.checkpoint.formats.huggingface.rope import read_yarn
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 
 _NORM_EPSILON = 1e-6
 _RANKED_IN_GROUP = 2

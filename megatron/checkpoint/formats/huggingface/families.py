@@ -20,7 +20,7 @@ from megatron.checkpoint.formats.huggingface.smollm3 import SmolLM3Family
 from megatron.checkpoint.formats.huggingface.tokenizer_files import tokenizer_settings
 from megatron.core.config_base import config_to_dict, excesses
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 
 FAMILIES: tuple[Family, ...] = (
     GPT2Family(),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box, full_pieces
 
 if TYPE_CHECKING:

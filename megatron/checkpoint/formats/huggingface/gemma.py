@@ -18,7 +18,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
 )
 from megatron.checkpoint.formats.huggingface.rope import read_frequencies, whole_base
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 
 
 class Gemma2Family(RotaryDecoderFamily):

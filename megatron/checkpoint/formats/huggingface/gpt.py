@@ -14,8 +14,8 @@ from typing import Any
 from megatron.checkpoint.formats.huggingface.family import TensorLink, dtype_fields, query_key_value_rows, rows, whole
 from megatron.checkpoint.formats.huggingface.rope import read_partial_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.transformer.layer_pattern import format_layer_pattern
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.transformer import format_layer_pattern
 
 _GPT2_BUFFER = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)")
 

@@ -15,7 +15,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
 from megatron.checkpoint.formats.huggingface.family import TensorLink, whole
 from megatron.checkpoint.formats.huggingface.rope import read_rope, rope_object
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box
 
 _GATE_STEEPNESS, _WINDOW = 1.702, 128

@@ -9,13 +9,13 @@ from typing import Protocol
 
 import torch
 
-from megatron.checkpoint.checkpoint_source import TensorInfo
+from megatron.checkpoint import TensorInfo
 from megatron.checkpoint.formats.huggingface.family import Family, TensorLink, shapes_of
 from megatron.checkpoint.formats.huggingface.settings import CONFIG_FILE
 from megatron.checkpoint.formats.huggingface.weight_files import OUTPUT_LAYER, WeightEntry
-from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES
+from megatron.core.dist_checkpointing import MAX_PIECE_BYTES
 from megatron.core.errors import CheckpointError
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box, split_box
 
 Fill = Callable[[TensorLink, Box, torch.Tensor], None]

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 
 
 class LlamaFamily(RotaryDecoderFamily):

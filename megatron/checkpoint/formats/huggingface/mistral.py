@@ -16,7 +16,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     window_of_all_layers,
 )
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 
 
 class MistralFamily(RotaryDecoderFamily):

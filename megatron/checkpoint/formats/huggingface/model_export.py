@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.checkpoint_source import CheckpointSource
+from megatron.checkpoint import CheckpointSource
 from megatron.checkpoint.formats.huggingface.families import family_for, read_model
 from megatron.checkpoint.formats.huggingface.family import Family, TensorLink, model_features, shapes_of
 from megatron.checkpoint.formats.huggingface.model_record import ModelRecord, decode_record, index_text
@@ -35,10 +35,9 @@ from megatron.checkpoint.formats.huggingface.weight_files import (
     write_weights,
 )
 from megatron.core.config_base import config_from_dict
-from megatron.core.dist_checkpointing.disk import sync_folder, write_text
-from megatron.core.dist_checkpointing.planner import MAX_PIECE_BYTES, dtype_name
+from megatron.core.dist_checkpointing import MAX_PIECE_BYTES, dtype_name, sync_folder, write_text
 from megatron.core.errors import CheckpointError
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import local_copy
 from megatron.core.sharding import split_box
 

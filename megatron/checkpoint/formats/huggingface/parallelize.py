@@ -19,6 +19,7 @@ from typing import IO, Any, Literal, overload
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint import load_model_from
 from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
 from megatron.checkpoint.formats.huggingface.settings import (
     CONFIG_FILE,
@@ -27,12 +28,10 @@ from megatron.checkpoint.formats.huggingface.settings import (
     read_model_text,
 )
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource, LoadedModel, LoadedModelSource
-from megatron.checkpoint.inference_model import load_model_from
 from megatron.core.device import Device, select_device
 from megatron.core.errors import CheckpointError, ConfigurationError, MegatronError
 from megatron.core.model_parallel_config import ParallelSizes
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 
 _PROJECT = Path(__file__).resolve().parents[4]

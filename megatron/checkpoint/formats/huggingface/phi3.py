@@ -13,7 +13,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
 from megatron.checkpoint.formats.huggingface.family import TensorLink, query_key_value_rows, rows, whole
 from megatron.checkpoint.formats.huggingface.rope import read_partial_rope, rope_object
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 
 
 class Phi3Family(RotaryDecoderFamily):

@@ -19,7 +19,7 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     written_layer_types,
 )
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 
 
 class Qwen2Family(RotaryDecoderFamily):

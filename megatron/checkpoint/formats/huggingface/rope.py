@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.models.gpt.gpt_config import GPTConfig
+from megatron.core.models.gpt import GPTConfig
 
 _DEFAULT_BASE = 10000.0
 _TYPES = ("default", "linear", "llama3", "yarn")

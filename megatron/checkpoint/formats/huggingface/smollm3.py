@@ -11,8 +11,8 @@ from megatron.checkpoint.formats.huggingface.decoder_layers import (
     written_layer_types,
 )
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.transformer.layer_pattern import format_layer_pattern
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.transformer import format_layer_pattern
 
 
 class SmolLM3Family(RotaryDecoderFamily):

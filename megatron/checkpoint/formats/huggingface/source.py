@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from megatron.checkpoint.checkpoint_source import TensorInfo, untrained_common
+from megatron.checkpoint import TensorInfo, untrained_common
 from megatron.checkpoint.formats.huggingface.decoder_layers import RotaryDecoderFamily, weights_as_in_files
 from megatron.checkpoint.formats.huggingface.families import read_model
 from megatron.checkpoint.formats.huggingface.linked_tensors import LinkedTensors, StoredWeights

@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.formats.huggingface.settings import GENERATION_FILE
+from megatron.core.tokenizers import (
+    END_OF_TEXT,
+    MODEL_FOLDER_FILES,
+    RECORD_FILE,
+    SENTENCE_PIECE_TYPES,
+    TOKENIZER_FOLDER,
+    EngineTokenizer,
+    NullTokenizer,
+    Tokenizer,
+    read_json_object,
+    rebuild_tokenizer,
+    record_tokenizer,
+)
 from megatron.core.tokenizers.build_tokenizer import build_tokenizer
-from megatron.core.tokenizers.gpt2_bpe_tokenizer import END_OF_TEXT
-from megatron.core.tokenizers.sentencepiece_tokenizer import SENTENCE_PIECE_TYPES
-from megatron.core.tokenizers.tokenizer import MODEL_FOLDER_FILES, NullTokenizer, Tokenizer, read_json_object
-from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER, rebuild_tokenizer, record_tokenizer
-from megatron.core.tokenizers.tokenizers_engine import EngineTokenizer
 
 _ENGINE_FILE = "tokenizer.json"
 _CONFIG_FILE, _SPECIAL_FILE = "tokenizer_config.json", "special_tokens_map.json"

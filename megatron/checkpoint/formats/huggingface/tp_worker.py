@@ -19,10 +19,14 @@ import torch.distributed as dist
 from megatron.checkpoint.formats.huggingface.parallelize import load_hugging_face_model
 from megatron.core.device import select_device
 from megatron.core.errors import InputError
-from megatron.core.inference.beam_search import BeamConfig
-from megatron.core.inference.engine import InferenceEngine
-from megatron.core.inference.inference_request import Continuation, GenerationRequest, StopRule
-from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.inference import (
+    BeamConfig,
+    Continuation,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingConfig,
+    StopRule,
+)
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 

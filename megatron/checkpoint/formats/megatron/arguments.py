@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.formats.megatron.torch_file_reader import Record
-from megatron.config.run_config import config_parts
+from megatron.config import config_parts
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.models.gpt.gpt_config import STRETCH_FIELDS, GPTConfig
-from megatron.core.transformer.layer_pattern import parse_layer_pattern
-from megatron.core.transformer.transformer_config import LatentConfig, MoEConfig, PredictionConfig, without_rotary
+from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig
+from megatron.core.transformer import LatentConfig, MoEConfig, PredictionConfig, parse_layer_pattern, without_rotary
 
 _PATTERN = "moe_layer_freq"
 _EXPERT_ARGS_WITHOUT_FIELD = ("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_router_topk_limited_devices")

@@ -15,10 +15,9 @@ from megatron.checkpoint.formats.megatron.rank_files import RankFile, open_rank_
 from megatron.checkpoint.formats.megatron.stored_optimizer import OptimizerScalars, optimizer_scalars
 from megatron.core.config_base import IDENTITY, config_to_dict, field_specs
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
-from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, styles_unknown_to_megatron
-from megatron.core.tokenizers.tokenizer import read_json_object
-from megatron.core.tokenizers.tokenizer_record import RECORD_FILE, TOKENIZER_FOLDER
+from megatron.core.models.gpt import GPTConfig, padded_vocab_size
+from megatron.core.optimizer import ScheduleConfig, styles_unknown_to_megatron
+from megatron.core.tokenizers import RECORD_FILE, TOKENIZER_FOLDER, read_json_object
 
 GPT2_VOCAB_SIZE = 50257
 _HEAD_DIM_OF_OLD = 64

@@ -56,10 +56,9 @@ from megatron.checkpoint.formats.megatron.torch_file_writer import (
 )
 from megatron.core.config_base import config_from_dict
 from megatron.core.errors import ConfigurationError
-from megatron.core.models.gpt.gpt_config import GPTConfig, flags_without_argument
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.optimizer_param_scheduler import ScheduleConfig, learning_rate, weight_decay
-from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
+from megatron.core.models.gpt import GPTConfig, flags_without_argument
+from megatron.core.optimizer import OptimizerConfig, ScheduleConfig, learning_rate, weight_decay
+from megatron.core.pipeline_parallel import plan_stage_layout
 from megatron.core.precision import dtype_from_name
 
 CHECKPOINT_VERSION = 3.0

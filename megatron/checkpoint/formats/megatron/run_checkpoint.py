@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpoint.checkpoint_folder import METADATA_FILE, is_torch_dist
-from megatron.checkpoint.checkpoint_source import CheckpointSource
+from megatron.checkpoint import METADATA_FILE, CheckpointSource, is_torch_dist
 from megatron.checkpoint.formats.megatron.parameter_keys import CHOOSING_BIAS
 from megatron.checkpoint.formats.megatron.rank_planner import (
     CHECKPOINT_VERSION,
@@ -37,25 +36,31 @@ from megatron.checkpoint.formats.megatron.torch_dist_writer import (
 from megatron.checkpoint.formats.megatron.torch_file_writer import TorchFileWriter, given_tensor
 from megatron.checkpoint.formats.megatron.torch_format import MegatronTorchSource
 from megatron.core.collectives import all_gather_objects, raise_on_all_ranks, run_on_all_ranks
-from megatron.core.dist_checkpointing.async_save import StagingArea
-from megatron.core.dist_checkpointing.disk import sync_folder, write_error
-from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredTensor
-from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, untold
-from megatron.core.dist_checkpointing.planner import (
+from megatron.core.dist_checkpointing import (
     FLOAT8_PREFIX,
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
+    STRICT,
+    CheckpointIndex,
+    LoadedTensors,
+    Progress,
     ShardedTensor,
+    StagingArea,
+    StoredTensor,
+    Strictness,
     dtype_name,
+    find_misfits,
     rng_name,
+    sync_folder,
+    untold,
+    write_error,
 )
-from megatron.core.dist_checkpointing.validation import STRICT, Strictness, find_misfits
 from megatron.core.errors import CheckpointError
 from megatron.core.parallel_state import ParallelState, all_gather_from_world
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.process_group import Group
 from megatron.core.sharding import Box
-from megatron.core.tensor_parallel.random import DEFAULT
+from megatron.core.tensor_parallel import DEFAULT
 
 
 def prefixes_held_apart(ddp: Mapping[str, Any], replicas: Group) -> tuple[str, ...]:

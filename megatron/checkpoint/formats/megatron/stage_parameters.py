@@ -16,13 +16,12 @@ from megatron.checkpoint.formats.megatron.parameter_keys import (
 )
 from megatron.core.device import Device
 from megatron.core.model_parallel_config import ONE_RANK
-from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.inner_optimizer import is_decayed
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.optimizer import is_decayed
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
 from megatron.core.sharding import ParamSpec, Piece, even_pieces, spec_of
-from megatron.core.tensor_parallel.random import RngStreams
+from megatron.core.tensor_parallel import RngStreams
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.checkpoint_folder import METADATA_FILE
+from megatron.checkpoint import METADATA_FILE
 from megatron.checkpoint.formats.megatron.torch_file_reader import (
     GlobalName,
     LazyTensor,

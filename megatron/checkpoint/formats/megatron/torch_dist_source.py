@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.checkpoint_folder import COMMON_FILE
-from megatron.checkpoint.checkpoint_source import TensorInfo, refuse_misfits
+from megatron.checkpoint import COMMON_FILE, TensorInfo, refuse_misfits
 from megatron.checkpoint.formats.megatron.arguments import check_arguments, config_of_arguments
 from megatron.checkpoint.formats.megatron.common_state import real_vocab_size, shared_state
 from megatron.checkpoint.formats.megatron.parameter_keys import ParameterKey, parse_key
@@ -53,8 +52,8 @@ from megatron.checkpoint.formats.megatron.torch_file_reader import NAMESPACE, La
 from megatron.core.config_base import config_from_dict
 from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megatron.core.model_parallel_config import ONE_RANK
-from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
-from megatron.core.pipeline_parallel.stage_layout import plan_stage_layout
+from megatron.core.models.gpt import GPTConfig, padded_vocab_size
+from megatron.core.pipeline_parallel import plan_stage_layout
 from megatron.core.sharding import Box, Piece, flat_range_boxes
 
 GROUP_PREFIX = "optimizer.distributed.dp_group_idx_"

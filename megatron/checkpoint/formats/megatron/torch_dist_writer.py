@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.checkpoint.checkpoint_folder import BACKEND_FILE, COMMON_FILE, METADATA_FILE, is_torch_dist, new_iteration
-from megatron.checkpoint.checkpoint_source import CheckpointSource
+from megatron.checkpoint import BACKEND_FILE, COMMON_FILE, METADATA_FILE, CheckpointSource, is_torch_dist, new_iteration
 from megatron.checkpoint.formats.megatron.arguments import TRUE_VOCAB_SIZE, plain_arguments
 from megatron.checkpoint.formats.megatron.common_state import stored_schedule
 from megatron.checkpoint.formats.megatron.parameter_keys import CHOOSING_BIAS, stored_key
@@ -51,13 +50,12 @@ from megatron.checkpoint.formats.megatron.torch_file_writer import (
     pickle_values,
     plan_torch_file,
 )
-from megatron.core.dist_checkpointing.disk import sync_folder, write_text
-from megatron.core.dist_checkpointing.planner import MODEL_PREFIX, dtype_name, dtype_of
+from megatron.core.dist_checkpointing import MODEL_PREFIX, dtype_name, dtype_of, sync_folder, write_text
 from megatron.core.errors import CheckpointError
 from megatron.core.object_store import local_copy
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.sharding import Box, split_box
-from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
+from megatron.core.tokenizers import TOKENIZER_FOLDER
 
 
 @dataclass(frozen=True)

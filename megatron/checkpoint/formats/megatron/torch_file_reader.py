@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from megatron.core.dist_checkpointing.planner import dtype_of
+from megatron.core.dist_checkpointing import dtype_of
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 
 _FREE_OPERATIONS = 250_000

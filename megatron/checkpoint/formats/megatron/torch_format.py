@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.checkpoint.checkpoint_folder import new_iteration
-from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo, refuse_misfits
+from megatron.checkpoint import CheckpointSource, TensorInfo, new_iteration, refuse_misfits
 from megatron.checkpoint.formats.megatron.arguments import check_arguments, config_of_arguments, has_experts
 from megatron.checkpoint.formats.megatron.common_state import common_state, model_of_tensors, real_vocab_size
 from megatron.checkpoint.formats.megatron.rank_files import RankFile, open_expert_files, open_rank_files
@@ -34,12 +33,12 @@ from megatron.checkpoint.formats.megatron.stored_optimizer import has_optimizer,
 from megatron.checkpoint.formats.megatron.torch_file_reader import LazyTensor, TorchFile, native_row_blocks
 from megatron.checkpoint.formats.megatron.torch_file_writer import TorchFileWriter
 from megatron.core.config_base import config_from_dict
-from megatron.core.dist_checkpointing.disk import sync_folder
+from megatron.core.dist_checkpointing import sync_folder
 from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
-from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
+from megatron.core.models.gpt import GPTConfig, padded_vocab_size
 from megatron.core.object_store import local_copy
 from megatron.core.sharding import Box, Piece, split_box
-from megatron.core.tokenizers.tokenizer_record import TOKENIZER_FOLDER
+from megatron.core.tokenizers import TOKENIZER_FOLDER
 
 _MOST_NAMED = 4
 

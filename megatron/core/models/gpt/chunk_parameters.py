@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.pipeline_parallel.stage_layout import StageContents
+from megatron.core.pipeline_parallel import StageContents
 
 if TYPE_CHECKING:
     from megatron.core.sharding import ParamSpec
@@ -127,14 +127,13 @@ def _known_pieces(model: GPTConfig) -> dict[Hashable, _Piece]:
 def _build(model: GPTConfig, contents: StageContents) -> _Piece:
     """Build a chunk without values and describe its parameters."""
     from megatron.core.device import Device
-    from megatron.core.distributed.flat_parameters import is_sent_in_float8, num_float8_scales
-    from megatron.core.distributed.fully_sharded_data_parallel import unit_labels
-    from megatron.core.models.fp8_layers import compute_in_float8
+    from megatron.core.distributed import is_sent_in_float8, num_float8_scales, unit_labels
+    from megatron.core.models import compute_in_float8
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer.muon import is_orthogonalized
+    from megatron.core.optimizer import is_orthogonalized
     from megatron.core.parallel_state import ExpertGroups, describe_parallel_state
     from megatron.core.sharding import spec_of
-    from megatron.core.tensor_parallel.random import RngStreams
+    from megatron.core.tensor_parallel import RngStreams
 
     sizes = model.parallel_sizes
     alone = ParallelSizes(tp=sizes.tp, ep=sizes.ep, etp=sizes.etp)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, flag
-from megatron.core.transformer.transformer_config import LatentConfig, MoEConfig, PredictionConfig, TransformerConfig
+from megatron.core.transformer import LatentConfig, MoEConfig, PredictionConfig, TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,43 +16,44 @@ from megatron.core.collectives import all_reduce
 from megatron.core.host_memory import ReusedMemory
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.main_grad import gradient_uses_of, set_gradient_uses
+from megatron.core.models import Model
 from megatron.core.models.gpt.gpt_config import GPTConfig
-from megatron.core.models.model import Model
-from megatron.core.ops.attention_pattern import CAUSAL, AttentionPattern
-from megatron.core.ops.dropout import DropoutKeys, DropoutSamples
+from megatron.core.ops import CAUSAL, AttentionPattern, DropoutKeys, DropoutSamples
 from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import ParamSpec, attach_spec, spec_of, tie_over_pipeline
-from megatron.core.tensor_parallel.comm_overlap_config import linear_overlap
-from megatron.core.tensor_parallel.cross_entropy import (
-    vocab_parallel_cross_entropy,
-    vocab_parallel_losses_and_normalizers,
-)
-from megatron.core.tensor_parallel.layers import (
+from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
+    InputRegion,
+    RngStreams,
     VocabParallelEmbedding,
     embedding_lookup,
+    linear_overlap,
     make_parameter,
     replicated_spec,
     tensor_parallel_linear,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_losses_and_normalizers,
 )
-from megatron.core.tensor_parallel.mappings import InputRegion
-from megatron.core.tensor_parallel.random import RngStreams
-from megatron.core.transformer.dropout import HiddenDropout, keys_of_rank, require_keys
-from megatron.core.transformer.kv_cache import KeyValueCache
-from megatron.core.transformer.lora import add_adapters
-from megatron.core.transformer.lora_targets import ADAPTERS
-from megatron.core.transformer.moe.load_balancing import auxiliary_loss_names
-from megatron.core.transformer.multi_token_prediction import (
+from megatron.core.transformer import (
+    ADAPTERS,
+    HiddenDropout,
+    KeyValueCache,
     MultiTokenPrediction,
+    RotaryAngles,
+    RotaryEmbedding,
+    TransformerBlock,
+    add_adapters,
     further_layer_numbers,
+    further_loss_names,
     further_losses,
+    keys_of_rank,
     mtp_targets,
+    require_keys,
+    yarn_frequencies,
 )
-from megatron.core.transformer.rotary_pos_embedding import RotaryAngles, RotaryEmbedding, yarn_frequencies
-from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import further_loss_names
+from megatron.core.transformer.moe import auxiliary_loss_names
 from megatron.core.weight_prefetch import free_storage
 
 

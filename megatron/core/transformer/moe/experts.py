@@ -16,16 +16,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.main_grad import Receiver, main_grad_of
-from megatron.core.ops.fp8_quantizers import Fp8Quantizers
-from megatron.core.ops.fp8_tensor import WHOLE, Blocks, Quantized, has_scaled_products, scaled_product
-from megatron.core.ops.gemm import RowCounts, grouped_gradient, grouped_product, row_counts
+from megatron.core.ops import (
+    WHOLE,
+    Blocks,
+    Fp8Quantizers,
+    Quantized,
+    RowCounts,
+    grouped_gradient,
+    grouped_product,
+    has_scaled_products,
+    row_counts,
+    scaled_product,
+)
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import Box, ParamSpec, Piece
-from megatron.core.tensor_parallel.layers import make_parameter
-from megatron.core.tensor_parallel.recompute import saved_as_inputs
-from megatron.core.transformer.mlp import activation_of
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.tensor_parallel import make_parameter, saved_as_inputs
+from megatron.core.transformer import TransformerConfig, activation_of
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -16,9 +16,9 @@ from megatron.core.collectives import all_reduce
 from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer import MoEConfig
 from megatron.core.transformer.moe.routing import TokenRows, expert_scores, occurrences
-from megatron.core.transformer.transformer_config import MoEConfig
 
 
 class ExpertTokenCounts:

@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.layer_output import LayerOutput
-from megatron.core.ops.gemm import RowCounts
+from megatron.core.ops import RowCounts
 from megatron.core.parallel_state import ExpertGroups, ParallelState
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
-from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import make_parameter, replicated_spec, scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer import MLP, TransformerConfig
 from megatron.core.transformer.moe.experts import GroupedExperts
 from megatron.core.transformer.moe.load_balancing import ExpertLoads
 from megatron.core.transformer.moe.router import TopKRouter
@@ -30,7 +29,6 @@ from megatron.core.transformer.moe.token_dispatcher import (
     TokenDispatcher,
     gather_copies,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SharedExperts(MLP):

@@ -10,15 +10,14 @@ from torch import nn
 
 from megatron.core.collectives import all_gather_first_dim
 from megatron.core.layer_output import AuxiliaryLoss
-from megatron.core.ops.dropout import DropoutKeys
+from megatron.core.ops import DropoutKeys
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.sharding import ParamSpec, full_pieces
-from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
-from megatron.core.transformer.dropout import require_keys
+from megatron.core.tensor_parallel import make_parameter, replicated_spec
+from megatron.core.transformer import TransformerConfig, require_keys
 from megatron.core.transformer.moe.load_balancing import BiasedRouter, ExpertTokenCounts, router_losses
 from megatron.core.transformer.moe.routing import TokenRows, choose_experts, expert_capacity, kept_choices
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.context_parallel.partition import positions_of
+from megatron.core.context_parallel import positions_of
 from megatron.core.process_group import Group
-from megatron.core.transformer.transformer_config import MoEConfig
+from megatron.core.transformer import MoEConfig
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from megatron.core.collectives import (
     all_to_all_rows,
     reduce_scatter_first_dim,
 )
-from megatron.core.ops.gemm import RowCounts
+from megatron.core.ops import RowCounts
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import Routing
 
 
