@@ -1,1 +1,0 @@
-"""Frozen dataclasses, one for each subject; the command line is generated from them."""
