@@ -29,7 +29,7 @@ generate: setup  ## bring generated pages and the frozen lists of the tests up t
 	$(PYTHON) -m tests.unit.config.mistakes
 	$(PYTHON) docs/scripts/list_refusals.py
 	$(PYTHON) docs/scripts/draw_parallelism.py
-	$(PYTHON) -m tests.unit.training.config.freeze
+	$(PYTHON) -m tests.unit.config.freeze
 
 test:  ## run the default tests
 	bash tests/run.sh

@@ -79,8 +79,8 @@ def _expert_flags(workload: Workload) -> list[str]:
 
 def configure(workload: Workload, num_steps: int, world_size: int, rank: int) -> RunConfig:
     """Return the configuration that the command line gives."""
-    from megatron.config.arguments import parse_arguments_or_exit
     from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+    from megatron.training.exit_reason import parse_arguments_or_exit
     from megatron.training.pretrain import with_vocabulary
 
     config = parse_arguments_or_exit(training_flags(workload, num_steps), world_size, rank)

@@ -1,4 +1,4 @@
-"""Where traces come from: this process, the cache folder, or a tracer.
+"""Find traces in this process or in the cache folder, or take them.
 
 The names in the cache folder have a hash of the sources, of torch's version and of each request. Where torch is
 imported already, a worker process takes the traces: it starts without torch, reads requests from its standard input and

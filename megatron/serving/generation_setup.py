@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats import idle_lines
 from megatron.config import RunConfig, TokenizerConfig
-from megatron.config.checks import model as moe
-from megatron.config.checks import parallelism
+from megatron.config.checks import LAYOUT_CHECKS, SPREAD
 from megatron.core.console import waiting
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError, choices
 from megatron.core.model_parallel_config import ParallelSizes
@@ -262,7 +261,7 @@ def check_layout(config: RunConfig, sizes: ParallelSizes) -> RunConfig:
         raise ConfigurationError(f"--expert-model-parallel-size {sizes.ep}: the model has no experts; leave it out")
     model = inference_config(config.model, sizes)
     config = dataclasses.replace(config, model=model, world_size=sizes.world_size)
-    problems = [problem for check in (*parallelism.LAYOUT_CHECKS, moe.SPREAD) for problem in check.find(config)]
+    problems = [problem for check in (*LAYOUT_CHECKS, SPREAD) for problem in check.find(config)]
     if problems:
         raise ConfigurationError(f"{sizes.world_size} processes cut each layer {sizes.tp} ways: {'; '.join(problems)}")
     return config

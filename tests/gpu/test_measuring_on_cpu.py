@@ -233,7 +233,7 @@ def test_measured_lines_have_the_names_of_predicted_ones(report: Report) -> None
     row = measure_lines("tiny", flags, "h100-80gb", report.folder)
     report.add("source lines", row)
     both = {line["where"] for line in row["lines"] if line["measured_ms"] and line["predicted_ms"]}
-    for file in ("kernels/matrix_product", "tensor_parallel/cross_entropy", "optimizer/clip_grads"):
+    for file in ("ops/gemm", "tensor_parallel/cross_entropy", "optimizer/clip_grads"):
         assert any(where.startswith(f"megatron/core/{file}.py:") for where in both), file
     assert any(where.startswith("gradient of megatron/core/ops/dot_product_attention.py:") for where in both)
     predicted = [line for line in row["lines"] if line["predicted_ms"]]

@@ -1,4 +1,4 @@
-"""Operators: what computes one thing quickly, each beside its plain torch twin, and fp8 operands."""
+"""Operators: attention, matrix products, activations, dropout, cross-entropy, and fp8 operands."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _versions(window: Window) -> None:
         predictions=window.gpu or "none, because no published figures of this GPU are known here",
     )
     try:
-        from megatron.core.datasets.indices import _helpers  # noqa: F401
+        from megatron.core.datasets import _helpers  # noqa: F401
 
         is_compiled = True
     except ImportError:
