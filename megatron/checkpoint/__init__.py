@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         BACKEND_FILE,
         COMMON_FILE,
         FORMAT_NAMES,
+        FORMATS,
         METADATA_FILE,
         TRACKER_FILE,
         ValidationWindow,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo, refuse_misfits, untrained_common
     from megatron.checkpoint.comparison import MAX_BOX_BYTES, diff_checkpoints
     from megatron.checkpoint.conversion import convert
-    from megatron.checkpoint.conversion_request import FORMATS, ConversionRequest, Target
+    from megatron.checkpoint.conversion_request import ConversionRequest, Target
     from megatron.checkpoint.inference_model import (
         build_inference_model,
         inference_config,
@@ -54,14 +55,14 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "checkpoint_folder": (
-            "BACKEND_FILE COMMON_FILE FORMAT_NAMES METADATA_FILE TRACKER_FILE ValidationWindow candidate_folders "
-            "complete_iterations detect_format is_torch_dist iteration_folder iteration_of_folder mark_known "
-            "new_iteration newest_known point_tracker saved_iterations"
+            "BACKEND_FILE COMMON_FILE FORMATS FORMAT_NAMES METADATA_FILE TRACKER_FILE ValidationWindow "
+            "candidate_folders complete_iterations detect_format is_torch_dist iteration_folder iteration_of_folder "
+            "mark_known new_iteration newest_known point_tracker saved_iterations"
         ),
         "checkpoint_source": "CheckpointSource TensorInfo refuse_misfits untrained_common",
         "comparison": "MAX_BOX_BYTES diff_checkpoints",
         "conversion": "convert",
-        "conversion_request": "ConversionRequest FORMATS Target",
+        "conversion_request": "ConversionRequest Target",
         "inference_model": "build_inference_model inference_config inference_stage load_model_from",
         "inspection": "inspect_checkpoint",
         "load": "load_checkpoint load_model_weights read_common",

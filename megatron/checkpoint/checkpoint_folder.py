@@ -62,6 +62,20 @@ FORMAT_NAMES: dict[CheckpointFormat, str] = {
     "peft": "peft's format",
     "hf": "Hugging Face's format",
 }
+FORMATS = {
+    "megatron": "megatron",
+    "native": "native",
+    "torch_dist": "torch_dist",
+    "torch": "torch",
+    "core": "torch",
+    "mcore": "torch",
+    "legacy": "torch",
+    "hf": "hf",
+    "torchtitan": "torchtitan",
+    "llama_mistral": "hf",
+    "peft": "peft",
+}
+"""Names of loaders and savers, Megatron's own among them, and what each stands for."""
 
 
 def detect_format(folder: str | Path) -> CheckpointFormat | None:

@@ -21,6 +21,7 @@ import torch
 
 from megatron.checkpoint.checkpoint_folder import (
     FORMAT_NAMES,
+    FORMATS,
     TRACKER_FILE,
     CheckpointFormat,
     find_checkpoint,
@@ -28,7 +29,7 @@ from megatron.checkpoint.checkpoint_folder import (
 )
 from megatron.checkpoint.checkpoint_source import AveragedSource, CheckpointSource, SourceView
 from megatron.checkpoint.comparison import check_result, compare_logits, parameters_of, transformers_logits
-from megatron.checkpoint.conversion_request import FORMATS, ConversionRequest, Target, idle_flags
+from megatron.checkpoint.conversion_request import ConversionRequest, Target, idle_flags
 from megatron.checkpoint.formats import (
     MergedSource,
     NativeSource,

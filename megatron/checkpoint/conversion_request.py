@@ -9,21 +9,6 @@ from typing import Any
 
 from megatron.checkpoint.formats import idle_lines
 
-FORMATS = {
-    "megatron": "megatron",
-    "native": "native",
-    "torch_dist": "torch_dist",
-    "torch": "torch",
-    "core": "torch",
-    "mcore": "torch",
-    "legacy": "torch",
-    "hf": "hf",
-    "torchtitan": "torchtitan",
-    "llama_mistral": "hf",
-    "peft": "peft",
-}
-"""Names of loaders and savers, Megatron's own among them, and what each stands for."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Target:

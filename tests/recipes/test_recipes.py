@@ -59,10 +59,11 @@ assert record_step(config, 0, *parts) == step_traffic(config, 0, (9, 0))
 """,
     "linear_feature": """
 import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_group import single_rank_group
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 for kind in (ColumnParallelLinear, RowParallelLinear):
-    layer = kind(5, 3, single_rank_group(), has_scale=True, dtype=torch.float64)
+    layer = kind(5, 3, single_rank_group(), config=ModelParallelConfig(params_dtype="float64"), has_scale=True)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(7))
     x = torch.randn(4, 2, 5, dtype=torch.float64)

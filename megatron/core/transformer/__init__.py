@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         moe_layers,
         without_rotary,
     )
-    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer, make_norm
 
 __getattr__ = lazy_exports(
     __name__,
@@ -68,6 +68,6 @@ __getattr__ = lazy_exports(
             "GATED_ACTIVATIONS LatentConfig MoEConfig PredictionConfig TransformerConfig default_ffn_hidden_size "
             "further_loss_names moe_layers without_rotary"
         ),
-        "transformer_layer": "TransformerLayer",
+        "transformer_layer": "TransformerLayer make_norm",
     },
 )
