@@ -75,12 +75,12 @@ ADVICE = {
     "megatron/config/checks/run_checks.py": "change the flag that is named, or name files that exist; "
     "see [the flags](arguments.md) and [data sets](datasets.md)",
     "megatron/config/checkpoint_arguments.py": "name a checkpoint that knows its model, or give its flags",
-    "megatron/config/config_sources.py": "mend the line of the file; see [files](running.md#configuration-files)",
+    "megatron/config/config_sources.py": "fix the line of the file; see [files](running.md#configuration-files)",
     "megatron/core/config_base.py": "fix the field or its value in the file, or in the class where you add one",
     "megatron/core/": "change the size or setting that is named; `tools/explain.py` shows a layout without running it",
     "megatron/core/pipeline_parallel/": "see [pipelines](parallelism_in_pictures.md#pipeline-parallelism)",
     "megatron/core/datasets/": "look at the file that is named; damaged token files: run `megatron preprocess` again",
-    "megatron/core/datasets/conversation": "mend the conversation or its template; see [fine-tuning](fine_tuning.md)",
+    "megatron/core/datasets/conversation": "fix the conversation or its template; see [fine-tuning](fine_tuning.md)",
     "megatron/core/datasets/data_history.py": "resume with the data the run began with, or use `--finetune`",
     "megatron/core/tokenizers/": "name the tokenizer's own files; `--tokenizer-type` says of which kind they are",
     "megatron/core/object_store.py": "look at the path, its permissions, and the store's own message",
@@ -88,10 +88,10 @@ ADVICE = {
     "megatron/core/ranged_file.py": "look at the path, its permissions, and the store's own message",
     "megatron/core/dist_checkpointing/": _ANOTHER,
     "megatron/core/inference/": "change the request; see [generation](text_generation.md)",
-    "megatron/data/": "mend the input that is named, or leave it out; see [preparing text](preprocessing.md)",
-    "megatron/cli/preprocess_data.py": "mend the input or the flag that is named; see [data](preprocessing.md)",
-    "megatron/cli/clean_dataset.py": "mend the input or the flag that is named; see [data](preprocessing.md)",
-    "megatron/cli/merge_datasets.py": "mend the input or the flag that is named; see [data](preprocessing.md)",
+    "megatron/data/": "fix the input that is named, or leave it out; see [preparing text](preprocessing.md)",
+    "megatron/cli/preprocess_data.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
+    "megatron/cli/clean_dataset.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
+    "megatron/cli/merge_datasets.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
     "megatron/training/": "the log before it has the iteration; see [reliability](reliability.md)",
     "megatron/training/data_plan.py": "look at the data that is named; see [data sets](datasets.md)",
     "megatron/training/batch_source.py": "look at the data that is named; see [data sets](datasets.md)",
@@ -136,7 +136,7 @@ semicolon, which is shown as code here. What is answered to typical mistakes, wi
 |---|---|
 | 0 | done; also a run that was asked to stop and saved |
 | 1 | a run failed, or a check found something wrong |
-| 2 | the input cannot be used: mend it and start again |
+| 2 | the input cannot be used: fix it and start again |
 | 128 + N | ended by signal N |
 """
 

@@ -170,7 +170,7 @@ def _run_tasks(
             form = choose_template(encoding.tokenizer, None).render_prompt
         except DataError as error:
             found, _, _ = str(error).partition("; give ")
-            raise DataError(f"--apply-chat-template: {found}; leave it out, or mend those files") from error
+            raise DataError(f"--apply-chat-template: {found}; leave it out, or fix those files") from error
     model = HarnessModel(ranks, encoding, max_length, form, _DEFAULT_SEED if arguments.seed is None else arguments.seed)
     results = tasks.run(model, with_samples=arguments.log_samples)
     bar.clear()

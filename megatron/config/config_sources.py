@@ -79,7 +79,7 @@ def _parse(path: str) -> Any:
         raise ConfigurationError(f"--config: {error}") from error
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigurationError(f"--config {path} is no {suffix[1:].upper()}: {reason}") from error
+        raise ConfigurationError(f"--config {path} is not valid {suffix[1:].upper()}: {reason}") from error
 
 
 def _from_toml(path: str, text: str) -> Any:
@@ -295,13 +295,13 @@ def _words(path: str, key: str, spec: FieldSpec, value: Any, problems: list[str]
         return
     if spec.is_bool:
         if not isinstance(value, bool):
-            problems.append(f"--config {path}: {key} = {value!r}: true or false is expected")
+            problems.append(f"--config {path}: {key} = {value!r}: expected true or false")
         elif value != (key == spec.name and spec.options.negative is not None):
             yield flag
     elif any(isinstance(item, bool) or item is None for item in items):
         problems.append(f"--config {path}: {key} = {value!r}: {flag} takes {spec.metavar}")
     elif isinstance(value, list) and not spec.is_sequence:
-        problems.append(f"--config {path}: {key} = {value!r}: one value is expected, not a list")
+        problems.append(f"--config {path}: {key} = {value!r}: expected one value, got a list")
     elif spec.is_sequence and not spec.options.append:
         yield from (flag, *map(str, items))
     else:

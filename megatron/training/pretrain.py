@@ -149,7 +149,7 @@ def pretrain(
     ``callbacks`` are the caller's own: at each moment of the run they are called after those of the flags, in order.
     `megatron.training.callbacks.callback.Callback` lists the moments. Give every rank the same ones.
 
-    Tokenizer and data were checked before (see `prepare_data_or_exit`). Errors that are the user's to mend are printed
+    Tokenizer and data were checked before (see `prepare_data_or_exit`). Errors that are the user's to fix are printed
     once, without a traceback. With ``--inprocess-restart`` the process is a worker of `keep_rank`, which has returned
     ``kept``; it may then also be `REPLACE` that is returned, for the keeper.
     """

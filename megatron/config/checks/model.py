@@ -114,7 +114,7 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
         yield (
-            f"--qk-layernorm-across-heads is not built for --normalization {model.normalization}; "
+            f"--qk-layernorm-across-heads is not supported with --normalization {model.normalization}; "
             "use --normalization RMSNorm"
         )
     if model.apply_residual_connection_post_layernorm and model.norm_placement != "before":
@@ -294,7 +294,7 @@ def _check_layers_without_rotary(config: RunConfig) -> Iterator[str]:
             "--position-embedding-type rope, or leave it out"
         )
     if model.multi_latent_attention:
-        yield f"{given} beside --multi-latent-attention is not built; leave --no-rope-freq out"
+        yield f"{given} is not supported with --multi-latent-attention; omit --no-rope-freq"
 
 
 ATTENTION_CHECKS = (
@@ -371,9 +371,9 @@ def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
     }
     for name, is_given in others.items():
         if is_given:
-            yield f"--multi-latent-attention beside {name} is not built; leave {name} out"
+            yield f"--multi-latent-attention is not supported with {name}; omit {name}"
     if config.training.cuda_graph_impl == "local":
-        yield ("--multi-latent-attention beside --cuda-graph-impl local is not built; use --cuda-graph-impl none")
+        yield ("--multi-latent-attention is not supported with --cuda-graph-impl local; use --cuda-graph-impl none")
 
 
 MLA_CHECKS = (
@@ -428,7 +428,7 @@ def _check_mtp_conflicts(config: RunConfig) -> Iterator[str]:
         return
     given = f"--mtp-num-layers {model.mtp_num_layers}:"
     if model.lora_rank:
-        yield f"{given} low-rank adapters beside it are not built; leave --lora-rank out, or --mtp-num-layers"
+        yield f"{given} LoRA is not supported with it; omit --lora-rank or --mtp-num-layers"
     if config.training.cuda_graph_impl == "local":
         yield f"{given} its layers are not recorded by --cuda-graph-impl local; use --cuda-graph-impl none"
 
@@ -600,7 +600,7 @@ def _check_adapters(config: RunConfig, given: str) -> Iterator[str]:
     adapted = " ".join(linear for linear in parts if linear in ("linear_fc1", "linear_fc2"))
     if adapted and model.lora_dropout:
         yield (
-            f"{given} --lora-dropout {model.lora_dropout} is not built for adapters of experts ({adapted}); use "
+            f"{given} --lora-dropout {model.lora_dropout} is not supported for LoRA of experts ({adapted}); use "
             "--lora-dropout 0, or --lora-target-modules linear_qkv linear_proj"
         )
     tp, etp = model.tensor_model_parallel_size, model.parallel_sizes.expert_tp
@@ -633,7 +633,7 @@ def _check_beside_experts(config: RunConfig) -> Iterator[str]:
             "each time; use --cuda-graph-impl none"
         )
     if model.cpu_offloading:
-        yield f"{given} --cpu-offloading is not built for layers of experts; leave it out"
+        yield f"{given} --cpu-offloading is not supported for MoE layers; omit it"
     if config.optimizer.offload_fraction and config.optimizer.optimizer_offload_policy == "auto":
         yield (
             f"{given} --optimizer-offload-policy auto does not know how much memory experts need; use "

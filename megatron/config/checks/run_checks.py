@@ -82,7 +82,7 @@ def _check_mup(config: RunConfig) -> Iterator[str]:
         yield "--use-mup scales the rates of AdamW, Lion and Muon, not of --optimizer sgd; give --optimizer adam"
     if model.multi_latent_attention and model.mup_base_head_dim is not None:
         yield (
-            "--mup-base-head-dim is not built beside --multi-latent-attention; leave it out: scores are then divided "
+            "--mup-base-head-dim is not supported with --multi-latent-attention; omit it: scores are then divided "
             "by the root of the heads' width"
         )
 
@@ -93,8 +93,8 @@ def _check_clipping(config: RunConfig) -> Iterator[str]:
         value = getattr(optimizer, name)
         if value and optimizer.offload_fraction:
             yield (
-                f"--{name.replace('_', '-')} {value} beside the optimizer's offload is not built; leave it or the "
-                "offload (--optimizer-cpu-offload) out"
+                f"--{name.replace('_', '-')} {value} is not supported with optimizer offload; omit it or "
+                "--optimizer-cpu-offload"
             )
 
 
@@ -110,9 +110,9 @@ def _check_average(config: RunConfig) -> Iterator[str]:
     if config.checkpoint.save and config.checkpoint.no_save_optim:
         yield f"--no-save-optim leaves out the averages of --ema-decay {decay} too; leave one of the two out"
     if config.model.fp8_param_gather:
-        yield f"--ema-decay {decay} beside --fp8-param-gather is not built; leave one of them out"
+        yield f"--ema-decay {decay} is not supported with --fp8-param-gather; omit one of them"
     if config.model.cpu_offloading_weights:
-        yield f"--ema-decay {decay} beside --cpu-offloading-weights is not built; leave one of them out"
+        yield f"--ema-decay {decay} is not supported with --cpu-offloading-weights; omit one of them"
 
 
 def _check_units(config: RunConfig) -> Iterator[str]:
@@ -498,7 +498,7 @@ def _check_policy(config: RunConfig) -> Iterator[str]:
         yield "--spike-policy rewind goes back to checkpoints of the run; add --save DIR and --save-interval N"
     if policy == "rewind" and (checkpoint.no_save_optim or checkpoint.no_save_rng):
         flag = "--no-save-optim" if checkpoint.no_save_optim else "--no-save-rng"
-        yield f"--spike-policy rewind goes on from whole checkpoints; leave {flag} out"
+        yield f"--spike-policy rewind resumes the optimizer and the RNG state from a checkpoint; omit {flag}"
     if 0 < config.faults.spike_window < _LEAST_WINDOW:
         yield f"--spike-window {config.faults.spike_window} is too short to know what is usual; give {_LEAST_WINDOW} up"
 

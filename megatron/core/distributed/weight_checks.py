@@ -25,7 +25,7 @@ HUGE_WEIGHT = 1.0e3
 
 
 class BadWeightsError(TrainingError):
-    """Report weights that hold what is not finite: no step can mend them, only a checkpoint from before."""
+    """Report weights that hold what is not finite: only an earlier checkpoint has good ones."""
 
 
 @dataclass(frozen=True)

@@ -261,8 +261,7 @@ def check_weights(model_chunks: Sequence[DistributedDataParallel], world: Group)
     found = gather_bad_weights(local, world)
     if found:
         raise BadWeightsError(
-            f"weights are not finite: {describe_bad_weights(found)}; no iteration can mend them: go on from a "
-            "checkpoint before, with --ckpt-step"
+            f"weights are NaN or Inf: {describe_bad_weights(found)}; resume from an earlier checkpoint with --ckpt-step"
         )
 
 

@@ -1,24 +1,115 @@
-"""The callbacks of a run, in the order in which they are called."""
+"""The callbacks of a run, in the order in which they are called, and the small ones among them."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 from megatron.config import RunConfig
+from megatron.core.collectives import raise_on_all_ranks
+from megatron.core.distributed import check_replicas_equal, compare_over_replicas
+from megatron.core.errors import TrainingError
+from megatron.core.timers import format_report
 from megatron.training import ModelAndOptimizer, ResumeState, Runtime
-from megatron.training.callbacks.callback import Callback, Callbacks
-from megatron.training.callbacks.data_history import DataHistory
+from megatron.training.callbacks.callback import Callback, Callbacks, TrainingRun, is_due
 from megatron.training.callbacks.exit_warning import ExitWarning
 from megatron.training.callbacks.layer_statistics import AttentionLogits, LayerNorms
 from megatron.training.callbacks.live_line import LiveLine
-from megatron.training.callbacks.metrics_log import MetricsLog
 from megatron.training.callbacks.profiling import Profiling, ScheduleRecorder
 from megatron.training.callbacks.progress_log import ProgressLog
-from megatron.training.callbacks.replica_checks import ReplicaChecks
 from megatron.training.callbacks.stragglers import Stragglers
-from megatron.training.callbacks.timer_log import TimerLog
-from megatron.training.callbacks.unused_memory import GarbageCollection, UnusedMemory
 from megatron.training.fault_tolerance import AnomalyDetector
+from megatron.training.loggers import IntervalAverage, StepReport
+
+
+class DataHistory(Callback):
+    """Write into ``run.train_state`` what was read of each data set; data that is not read from files has none."""
+
+    def before_save(self, run: TrainingRun) -> None:
+        state = run.train_state
+        if run.counter is not None:
+            state.train_data = run.counter.history_at(state.consumed_train_samples).to_dict()
+
+
+class MetricsLog(Callback):
+    """Give the figures to the metrics writer of the run, which the reporting rank has."""
+
+    def after_step(self, run: TrainingRun, report: StepReport) -> None:
+        if run.metrics is None:
+            return
+        run.metrics.write_step(report)
+        if is_due(run.config.logging.tensorboard_log_interval, report.iteration):
+            run.metrics.step_scalars(report)
+
+    def after_evaluation(self, run: TrainingRun, split: str, lm_loss: float) -> None:
+        if run.metrics is None:
+            return
+        run.metrics.write({"iteration": run.train_state.iteration, "split": split, "lm_loss": lm_loss})
+        run.metrics.evaluation_scalars(split, lm_loss, run.train_state)
+
+
+class TimerLog(Callback):
+    """Gather the timers of all ranks for each log line, and print them; the ranks wait for each other."""
+
+    def on_log(self, run: TrainingRun, report: StepReport, average: IntervalAverage) -> None:
+        logging = run.config.logging
+        times = run.timers.gather(run.runtime.state, normalizer=average.num_iterations)
+        if run.metrics is not None and logging.log_timers_to_tensorboard:
+            names = dict.fromkeys(name for of_rank in times for name in of_rank)
+            longest = {f"{name}-time": max(of_rank.get(name, 0.0) for of_rank in times) / 1000.0 for name in names}
+            run.metrics.scalars(longest, report.iteration)
+        run.log(format_report(times, logging.timing_log_option))
+
+
+class GarbageCollection(Callback):
+    """Collect garbage every ``--manual-gc-interval`` iterations instead of whenever Python does."""
+
+    def on_begin(self, run: TrainingRun) -> None:
+        gc.disable()
+        gc.collect()
+
+    def after_iteration(self, run: TrainingRun) -> None:
+        if is_due(run.config.training.manual_gc_interval, run.train_state.iteration):
+            gc.collect()
+
+
+class UnusedMemory(Callback):
+    """Give unused device memory back after each iteration."""
+
+    def after_iteration(self, run: TrainingRun) -> None:
+        run.runtime.device.empty_cache()
+
+
+class ReplicaChecks(Callback):
+    """Compare the copies at the intervals of ``--check-*-hash-across-dp-replicas-interval``.
+
+    Raises:
+        TrainingError: copies differ, on every rank alike; the message names the parameters.
+    """
+
+    def on_gradients(self, run: TrainingRun) -> None:
+        iteration = run.train_state.iteration + 1
+        if not is_due(run.config.faults.check_gradient_hash_across_dp_replicas_interval, iteration):
+            return
+        parts = [(part.spec, part.gradient) for chunk in run.parts.ddp_chunks for part in chunk.parts]
+        difference = compare_over_replicas(parts, run.runtime.state, "gradients")
+        error = TrainingError(f"at iteration {iteration}: {difference}") if difference else None
+        raise_on_all_ranks(error, run.runtime.state.world)
+
+    def after_step(self, run: TrainingRun, report: StepReport) -> None:
+        if is_due(run.config.training.check_weight_hash_across_dp_replicas_interval, report.iteration):
+            self._compare_weights(run)
+
+    def _compare_weights(self, run: TrainingRun) -> None:
+        for chunk in run.parts.ddp_chunks:
+            chunk.finish_param_gather()
+        parameters = [parameter for chunk in run.parts.chunks for parameter in chunk.parameters()]
+        error = None
+        try:
+            check_replicas_equal(parameters, run.runtime.state)
+        except TrainingError as failure:
+            error = TrainingError(f"at iteration {run.train_state.iteration}: {failure}")
+        raise_on_all_ranks(error, run.runtime.state.world)
 
 
 def configured_callbacks(

@@ -55,7 +55,7 @@ WRONG = [
     ),
     (
         f"{EIGHT} --lora-rank 2 --load somewhere --finetune --lora-dropout 0.1",
-        "--lora-dropout 0.1 is not built for adapters of experts (linear_fc1 linear_fc2); use --lora-dropout 0, or",
+        "--lora-dropout 0.1 is not supported for LoRA of experts (linear_fc1 linear_fc2); use --lora-dropout 0, or",
     ),
     (
         f"{EIGHT} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --lora-rank 2 --load somewhere "
@@ -69,7 +69,7 @@ WRONG = [
         "no place for --expert-tensor-parallel-size 2 beside --tensor-model-parallel-size 1, "
         "--expert-model-parallel-size 1 and --num-query-groups 4; use --ckpt-format torch_dist or safetensors",
     ),
-    (f"{EIGHT} --cpu-offloading --cpu-offloading-num-layers 1", "--cpu-offloading is not built for layers of experts"),
+    (f"{EIGHT} --cpu-offloading --cpu-offloading-num-layers 1", "--cpu-offloading is not supported for MoE layers"),
     ("--recompute-granularity selective --recompute-modules moe", "has no effect without --num-experts"),
     ("--recompute-granularity selective --recompute-modules moe_act", "moe_act has no effect without --num-experts"),
     (
@@ -155,9 +155,9 @@ def test_the_width_of_other_heads_is_no_matter() -> None:
         ("--multi-latent-attention", "use --position-embedding-type rope"),
         (f"{LATENT} --qk-pos-emb-head-dim 7", "give 8"),
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "without --multi-latent-attention"),
-        (f"{LATENT} --rotary-percent 0.5", "leave --rotary-percent out"),
-        (f"{LATENT} --rotary-interleaved", "leave --rotary-interleaved out"),
-        (f"{LATENT} --lora-rank 2", "leave --lora-rank out"),
+        (f"{LATENT} --rotary-percent 0.5", "omit --rotary-percent"),
+        (f"{LATENT} --rotary-interleaved", "omit --rotary-interleaved"),
+        (f"{LATENT} --lora-rank 2", "omit --lora-rank"),
         (f"{LATENT} --cuda-graph-impl local", "use --cuda-graph-impl none"),
         (
             f"{LATENT} --no-yarn-correction-range-round-to-int --save somewhere --ckpt-format torch",
@@ -167,7 +167,7 @@ def test_the_width_of_other_heads_is_no_matter() -> None:
         ("--rope-type yarn --position-embedding-type rope --use-rope-scaling", "--use-rope-scaling both scale rotary"),
         ("--mtp-num-layers 1", "use --position-embedding-type rope or --no-position-embedding"),
         (f"{FURTHER} --mtp-num-layers 1000", "predicts tokens beyond the end of --seq-length"),
-        (f"{FURTHER} --lora-rank 2", "leave --lora-rank out, or --mtp-num-layers"),
+        (f"{FURTHER} --lora-rank 2", "omit --lora-rank or --mtp-num-layers"),
         (f"{FURTHER} --cuda-graph-impl local", "use --cuda-graph-impl none"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_number_above_the_layers_is_said_to_count_for_nothing() -> None:
         ((*ROTARY, "--no-rope-freq", "0"), "--no-rope-freq 0: a number greater than 0 is expected"),
         ((*ROTARY, "--no-rope-freq", "[0,1,2,0]"), "a list of 1 and 0 is expected"),
         (("--no-rope-freq", "2"), "no effect with --position-embedding-type learned_absolute"),
-        ((*ROTARY, "--multi-latent-attention", "--no-rope-freq", "2"), "leave --no-rope-freq out"),
+        ((*ROTARY, "--multi-latent-attention", "--no-rope-freq", "2"), "omit --no-rope-freq"),
         (("--softmax-type", "two"), "vanilla"),
         ((*ROTARY, "--no-yarn-correction-range-round-to-int"), "has no effect without --rope-type yarn"),
     ],

@@ -19,13 +19,12 @@ from megatron.core.flight_recorder import FlightRecorder, GivenUpError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.timers import Timers
 from megatron.training import training
-from megatron.training.callbacks import callback, configured, layer_statistics, replica_checks
+from megatron.training.callbacks import callback, configured, layer_statistics
 from megatron.training.callbacks.callback import Callback, Callbacks, TrainingRun
-from megatron.training.callbacks.configured import configured_callbacks
+from megatron.training.callbacks.configured import MetricsLog, configured_callbacks
 from megatron.training.callbacks.exit_warning import ExitWarning
 from megatron.training.callbacks.layer_statistics import AttentionLogits
 from megatron.training.callbacks.live_line import LiveLine
-from megatron.training.callbacks.metrics_log import MetricsLog
 from megatron.training.callbacks.profiling import Profiling, ScheduleRecorder
 from megatron.training.callbacks.progress_log import ProgressLog
 from megatron.training.callbacks.stragglers import Stragglers
@@ -496,7 +495,7 @@ def test_replicas_are_compared_at_intervals(
         if len(found) > 1:
             raise TrainingError("two of them differ")
 
-    monkeypatch.setattr(replica_checks, "check_replicas_equal", check)
+    monkeypatch.setattr(configured, "check_replicas_equal", check)
     loop.run.parts.ddp_chunks.append(chunk)  # type: ignore[attr-defined]
     if interval is None:
         loop.train()
@@ -576,7 +575,7 @@ def test_gradients_are_compared_at_their_interval(make: Make, monkeypatch: pytes
         compared.append(arguments)
         return "" if len(compared) == 1 else "two of them differ"
 
-    monkeypatch.setattr(replica_checks, "compare_over_replicas", compare)
+    monkeypatch.setattr(configured, "compare_over_replicas", compare)
     part = SimpleNamespace(spec="spec", gradient="gradient")
     loop.run.parts.ddp_chunks.append(SimpleNamespace(parts=[part]))  # type: ignore[attr-defined]
     with pytest.raises(TrainingError, match="at iteration 4: two of them differ"):

@@ -48,7 +48,7 @@ class GPTConfig(TransformerConfig, in_args=True):
     rotary_percent: float = flag(1.0, role="meaning", where=("position_embedding_type", "rope"), seen_as="rotary_dim")
     """Share of each head's width that is rotated."""
     rotary_interleaved: bool = flag(False, role="meaning", where=("position_embedding_type", "rope"))
-    """Rotate neighboring pairs of channels in place of the two halves."""
+    """Apply RoPE to pairs of adjacent channels (interleaved) instead of to the two halves of a head."""
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, role="meaning", bounds=POSITIVE, where=("position_embedding_type", "rope")
     )

@@ -227,8 +227,8 @@ def test_a_bad_weight_is_named_and_no_gradient() -> None:
         train_step(ddp, optimizer, 0)
     size = ddp.module.fc2.numel()
     assert str(caught.value) == (
-        f"weights are not finite: fc2.weight on rank 0: 1 of {size} elements, the first at [1, 2] is nan; no iteration "
-        "can mend them: go on from a checkpoint before, with --ckpt-step"
+        f"weights are NaN or Inf: fc2.weight on rank 0: 1 of {size} elements, the first at [1, 2] is nan; resume from "
+        "an earlier checkpoint with --ckpt-step"
     )
 
 
