@@ -17,7 +17,7 @@ from megatron.config.run_config import (
     read_per_split_lists,
 )
 from megatron.core.batch_size_rampup import read_batch_size_schedule
-from megatron.core.config_base import FieldSpec, field_specs
+from megatron.core.config_base import FieldSpec, field_specs, field_value, with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.model_parallel_config import Float8Config
 from megatron.core.object_store import as_path
@@ -492,7 +492,7 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
             "--moe-token-dispatcher-type flex: neither DeepEP nor HybridEP is used here; tokens travel by alltoall, "
             "with the same results"
         )
-        model = dataclasses.replace(model, moe_token_dispatcher_type="alltoall")
+        model = with_fields(model, moe_token_dispatcher_type="alltoall")
     return dataclasses.replace(config, model=model)
 
 
@@ -546,7 +546,7 @@ def _resolve_pipeline_overlap(config: RunConfig, notes: list[str]) -> RunConfig:
         reason = reasons.get(spec.name)
         if reason and value != spec.default:
             notes.append(f"{spec.typed(value)} has no effect {reason}")
-            model = dataclasses.replace(model, **{spec.name: spec.default})
+            model = with_fields(model, **{spec.name: spec.default})
     return dataclasses.replace(config, model=model)
 
 
@@ -659,9 +659,9 @@ def _float8_notes(config: RunConfig) -> list[str]:
         return []
     specs = {spec.name: spec for spec in field_specs(Float8Config)}
     wanted = specs["fp8_format"]
-    given = [spec for spec in specs.values() if getattr(config.model, spec.name) != spec.default]
+    given = [spec for spec in specs.values() if field_value(config.model, spec.name) != spec.default]
     return [
-        f"{spec.typed(getattr(config.model, spec.name))} has no effect without {wanted.typed(wanted.metavar)}"
+        f"{spec.typed(field_value(config.model, spec.name))} has no effect without {wanted.typed(wanted.metavar)}"
         for spec in given
         if spec.options.needs is None
     ]

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.core.config_base import with_fields
 from megatron.core.distributed import MIN_POOL_SIZE, ParamLayout, plan_buckets
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt import ChunkParameter, GPTConfig, gathered_units
@@ -296,7 +297,7 @@ def _for_trace(model: GPTConfig, *, is_again: bool, is_end: bool) -> GPTConfig:
         fields = none | {"fp8_format": None, "distribute_saved_activations": False}
     elif model.recompute_granularity == "full":
         fields = alone if is_again or is_end else none | {"distribute_saved_activations": False}
-    return dataclasses.replace(model, **fields) if fields else model
+    return with_fields(model, **fields) if fields else model
 
 
 # A search asks for the same models thousands of times.

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.core.config_base import with_fields
 from megatron.core.context_parallel import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt import ChunkParameter, GPTConfig
@@ -361,7 +362,7 @@ def model_size(config: RunConfig) -> ModelSize:
     ends = StageContents((), has_embedding=True, has_loss=True)
     num_norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
     rows = model.padded_vocab_size - whole.padded_vocab_size
-    plain = dataclasses.replace(whole, mtp_num_layers=None)
+    plain = with_fields(whole, mtp_num_layers=None)
     embedding = _count(plain, ends) - num_norm
     further = _count(whole, ends) - _count(plain, ends)
     embedding += rows * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)

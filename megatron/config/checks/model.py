@@ -9,7 +9,7 @@ from itertools import count
 
 from megatron.config import NATIVE_FORMAT, RunConfig
 from megatron.config.checks.parallelism import LAYOUT_FIELDS, Check, divisors
-from megatron.core.config_base import field_specs
+from megatron.core.config_base import field_specs, field_value
 from megatron.core.errors import ConfigurationError, choices
 from megatron.core.model_parallel_config import MODEL_SIZE_NAMES
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig, flags_without_argument
@@ -335,7 +335,7 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
         return
     if model.rope_type != "yarn":
         for spec in field_specs(GPTConfig):
-            value = getattr(model, spec.name)
+            value = field_value(model, spec.name)
             if spec.name in STRETCH_FIELDS and value != spec.default:
                 yield f"{spec.typed(value)} has no effect without --rope-type yarn or --multi-latent-attention; add one"
         return

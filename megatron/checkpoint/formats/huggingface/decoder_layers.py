@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from megatron.checkpoint.formats.huggingface.family import (
 )
 from megatron.checkpoint.formats.huggingface.rope import read_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.config_base import from_fields, with_fields
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import format_layer_pattern
 
@@ -197,7 +197,8 @@ class RotaryDecoderFamily:
         setting, activation, switch = self.activation
         settings.require(setting, activation, activation, "the feed-forward layer is gated by it")
         positions = settings.integer("max_position_embeddings", self.default_positions)
-        config = GPTConfig(
+        config = from_fields(
+            GPTConfig,
             num_layers=settings.integer("num_hidden_layers"),
             hidden_size=width,
             num_attention_heads=heads,
@@ -221,7 +222,7 @@ class RotaryDecoderFamily:
             **self.read_rope(settings, positions),
             **dtype_fields(settings),
         )
-        return dataclasses.replace(config, **self.own_fields(settings))
+        return with_fields(config, **self.own_fields(settings))
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         return read_rope(settings, positions, self.default_rotary_base)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
+from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box, full_pieces
 
@@ -175,11 +175,11 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
         if spec.options.where is None or spec.options.role == "shape":  # a shape is the model's, used or not
             return True
         name, value = spec.options.where
-        return getattr(config, name) == value and counts(specs[name])
+        return field_value(config, name) == value and counts(specs[name])
 
     found = (spec for spec in specs.values() if spec.options.role in IDENTITY and counts(spec))
     names = (spec.options.seen_as or spec.name for spec in found)
-    features = {name: getattr(config, name) for name in names if name not in unused}
+    features = {name: field_value(config, name) for name in names if name not in unused}
     if config.multi_latent_attention:
         # Scores of latent attention grow beside plain positions too.
         features["mscale_all_dim"] = config.mscale_all_dim if config.scales_latent_scores else 0.0

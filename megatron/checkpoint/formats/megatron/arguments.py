@@ -18,7 +18,7 @@ import torch
 
 from megatron.checkpoint.formats.megatron.torch_file_reader import Record
 from megatron.config import config_parts
-from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
+from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig
 from megatron.core.transformer import LatentConfig, MoEConfig, PredictionConfig, parse_layer_pattern, without_rotary
@@ -76,7 +76,7 @@ def arguments_of_experts(model: GPTConfig) -> dict[str, Any]:
     if model.num_experts is None:
         return sizes
     config_class: type = MoEConfig
-    values = {spec.name: getattr(model, spec.name) for spec in field_specs(config_class)}
+    values = {spec.name: field_value(model, spec.name) for spec in field_specs(config_class)}
     for name, value in values.items():
         if isinstance(value, tuple):
             values[name] = value[0] if len(value) == 1 else list(value)
@@ -133,11 +133,11 @@ def config_of_latent(arguments: Mapping[str, Any]) -> dict[str, Any]:
         for spec in field_specs(kind) if arguments.get(switch) else ():
             value = arguments.get(spec.name)
             if value is not None:
-                values[spec.name] = field_value(spec, spec.name, value)
+                values[spec.name] = value_of_argument(spec, spec.name, value)
     return values
 
 
-def field_value(spec: FieldSpec, name: str, value: Any) -> Any:
+def value_of_argument(spec: FieldSpec, name: str, value: Any) -> Any:
     """Return a value that ``args`` has under a name, as its field holds it.
 
     Raises:
@@ -153,8 +153,8 @@ def arguments_of_latent(model: GPTConfig) -> dict[str, Any]:
     """Return the values of ``args`` that say the same; nothing but that there is none, where there is none."""
     values: dict[str, Any] = {"multi_latent_attention": False, "mtp_num_layers": None}
     for switch, kind in _KINDS.items():
-        if getattr(model, switch):
-            values |= {spec.name: getattr(model, spec.name) for spec in field_specs(kind)}
+        if field_value(model, switch):
+            values |= {spec.name: field_value(model, spec.name) for spec in field_specs(kind)}
     return values
 
 
@@ -183,7 +183,7 @@ def config_of_yarn(arguments: Mapping[str, Any]) -> dict[str, Any]:
         name = _name_in_args(spec.name)
         value = arguments.get(name)
         if value is not None or spec.name in _NEEDED:
-            values[spec.name] = field_value(spec, name, value)
+            values[spec.name] = value_of_argument(spec, name, value)
     if not {"mscale", "mscale_all_dim"} <= values.keys():
         # Without either of them Megatron takes neither.
         values = {name: value for name, value in values.items() if name not in ("mscale", "mscale_all_dim")}
@@ -194,7 +194,7 @@ def arguments_of_yarn(model: GPTConfig) -> dict[str, Any]:
     """Return the values of ``args`` that say the same; nothing where positions are not stretched so."""
     if model.multi_latent_attention or model.rope_type != YARN:
         return {}
-    return {_KIND: YARN} | {_name_in_args(name): getattr(model, name) for name in STRETCH_FIELDS}
+    return {_KIND: YARN} | {_name_in_args(name): field_value(model, name) for name in STRETCH_FIELDS}
 
 
 PROGRESS: Mapping[str, str] = {

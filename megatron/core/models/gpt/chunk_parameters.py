@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron.core.config_base import field_specs, field_value
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.models.gpt.gpt_config import GPTConfig
 from megatron.core.pipeline_parallel import StageContents
@@ -68,7 +69,7 @@ _OTHER_FIELDS = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
 )
 """Fields that a search varies and that parameters do not depend on, or on the kind of a layer alone."""
-_FIELDS = tuple(field.name for field in dataclasses.fields(GPTConfig) if field.name not in _OTHER_FIELDS)
+_FIELDS = tuple(spec.name for spec in field_specs(GPTConfig) if spec.name not in _OTHER_FIELDS)
 _pieces: dict[Hashable, dict[Hashable, _Piece]] = {}
 
 
@@ -120,7 +121,7 @@ def _known_pieces(model: GPTConfig) -> dict[Hashable, _Piece]:
     # A search asks for the same configurations thousands of times.
     known = _pieces.get(model)
     if known is None:
-        known = _pieces[model] = _pieces.setdefault(tuple(getattr(model, name) for name in _FIELDS), {})
+        known = _pieces[model] = _pieces.setdefault(tuple(field_value(model, name) for name in _FIELDS), {})
     return known
 
 

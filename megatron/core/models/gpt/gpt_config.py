@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, flag
+from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
 from megatron.core.transformer import LatentConfig, MoEConfig, PredictionConfig, TransformerConfig
 
 
@@ -169,10 +169,10 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
         held = ("rope_type",)  # What rotary positions are anyway.
 
     def is_held(spec: FieldSpec) -> bool:
-        value = getattr(model, spec.name)
+        value = field_value(model, spec.name)
         if value not in _VALUES_IN_ARGS.get(spec.name, (value,)):
             return False
         has_argument = spec.options.in_args or spec.name in _SPELLED_OTHERWISE or spec.name in held
         return bool(has_argument) or value == spec.default
 
-    return [spec.typed(getattr(model, spec.name)) for spec in specs if not is_held(spec)]
+    return [spec.typed(field_value(model, spec.name)) for spec in specs if not is_held(spec)]
