@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.config_base import from_fields
 from megatron.core.distributed.flat_parameters import is_sent_in_float8
 from megatron.core.main_grad import MainGrad, attach_main_grad, main_grad_of
 from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex
@@ -125,7 +126,7 @@ def test_the_line_says_what_computes_the_products(
     monkeypatch: pytest.MonkeyPatch, device: str, has_products: bool, by: str
 ) -> None:
     monkeypatch.setattr(fp8_layers, "has_scaled_products", lambda *given: has_products)
-    config = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4, fp8_format="hybrid")
+    config = from_fields(TransformerConfig, num_layers=4, hidden_size=32, num_attention_heads=4, fp8_format="hybrid")
     line = describe_float8(config, device)
     assert line is not None
     assert line.startswith("fp8: hybrid, ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.config_base import from_fields
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
@@ -60,5 +61,5 @@ def test_more_tokens_ahead_than_a_sequence_has_do_not_count() -> None:
 
 
 def test_dropout_knows_the_further_layers_and_then_their_embeddings() -> None:
-    config = TransformerConfig(num_layers=3, hidden_size=24, num_attention_heads=4, mtp_num_layers=2)
+    config = from_fields(TransformerConfig, num_layers=3, hidden_size=24, num_attention_heads=4, mtp_num_layers=2)
     assert further_layer_numbers(config) == range(3, 7)

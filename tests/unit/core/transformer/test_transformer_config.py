@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.config_base import from_fields
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.layer_pattern import _MOST_LAYERS, format_layer_pattern, parse_layer_pattern
 from megatron.core.transformer.rotary_pos_embedding import yarn_frequencies
@@ -16,7 +17,7 @@ from tests.harness.toy_model import make_model
 
 
 def make(**fields: Any) -> TransformerConfig:
-    return TransformerConfig(**{"num_layers": 8, "hidden_size": 96, "num_attention_heads": 6} | fields)
+    return from_fields(TransformerConfig, **{"num_layers": 8, "hidden_size": 96, "num_attention_heads": 6} | fields)
 
 
 @pytest.mark.parametrize(
