@@ -74,13 +74,13 @@ def _check_overrides(config: RunConfig) -> Iterator[str]:
 
 def _check_mup(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if not model.use_mup:
+    if not model.mup.use_mup:
         return
-    if model.mup_base_hidden_size is None and model.mup_width_mult is None:
+    if model.mup.mup_base_hidden_size is None and model.mup.mup_width_mult is None:
         yield "--use-mup needs the width of the base model; give --mup-base-hidden-size (or --mup-width-mult)"
     if config.optimizer.elementwise == "sgd":
         yield "--use-mup scales the rates of AdamW, Lion and Muon, not of --optimizer sgd; give --optimizer adam"
-    if model.multi_latent_attention and model.mup_base_head_dim is not None:
+    if model.multi_latent_attention and model.mup.mup_base_head_dim is not None:
         yield (
             "--mup-base-head-dim is not supported with --multi-latent-attention; omit it: scores are then divided "
             "by the root of the heads' width"

@@ -10,26 +10,10 @@ import dataclasses
 import functools
 import math
 
-from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag
+from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
 from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex, ModelParallelConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionKindsConfig(Config):
-    """Hold what of attention is neither its widths nor its kernels."""
-
-    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), role="shape", in_args=True)
-    """What attention scores are divided by: the sum of their exponentials (vanilla), that and 1 (off-by-one), or that
-    and the exponential of a number that each head learns, its sink (learnable)."""
-    no_rope_freq: str | None = flag(None, metavar="N", role="meaning", seen_as="layers_without_rotary", in_args=False)
-    """Which layers leave queries and keys as they are where positions are rotary: every Nth, or a list with a 1 for
-    each that does and a 0 for the others: ([0]*3+[1])*4; by default none."""
-
-    @property
-    def has_sinks(self) -> bool:
-        return self.softmax_type != "vanilla"
 
 
 def without_rotary(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
@@ -339,8 +323,6 @@ class TransformerConfig(
     MoEConfig,
     PredictionConfig,
     LatentConfig,
-    MupConfig,
-    AttentionKindsConfig,
     in_args=True,
 ):
     """Hold everything that a transformer layer is built from.
@@ -348,6 +330,17 @@ class TransformerConfig(
     ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` are 0 where they are not given and are then
     derived, so that a built configuration always holds their real values.
     """
+
+    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), role="shape", listed_first=True)
+    """What attention scores are divided by: the sum of their exponentials (vanilla), that and 1 (off-by-one), or that
+    and the exponential of a number that each head learns, its sink (learnable)."""
+    no_rope_freq: str | None = flag(
+        None, metavar="N", role="meaning", seen_as="layers_without_rotary", in_args=False, listed_first=True
+    )
+    """Which layers leave queries and keys as they are where positions are rotary: every Nth, or a list with a 1 for
+    each that does and a 0 for the others: ([0]*3+[1])*4; by default none."""
+
+    mup: MupConfig = group(MupConfig)
 
     num_layers: int = flag(role="weights", bounds=POSITIVE, most=100_000)
     """Number of transformer layers."""
@@ -574,6 +567,10 @@ class TransformerConfig(
         return without_rotary(self.no_rope_freq, self.num_layers)
 
     @property
+    def has_sinks(self) -> bool:
+        return self.softmax_type != "vanilla"
+
+    @property
     def is_gated(self) -> bool:
         return self.activation in GATED_ACTIVATIONS
 
@@ -603,7 +600,7 @@ class TransformerConfig(
     @property
     def width_multiplier(self) -> float:
         """Return how many times wider the model is than that of --mup-base-hidden-size; 1 without --use-mup."""
-        return self.width_multiplier_of(self.hidden_size)
+        return self.mup.width_multiplier_of(self.hidden_size)
 
     @property
     def score_scalar(self) -> int:

@@ -108,7 +108,7 @@ class GPTConfig(TransformerConfig, in_args=True):
     @property
     def logit_multiplier(self) -> float:
         """Return what logits are multiplied by with --use-mup; 1 without it."""
-        return self.mup_output_mult / self.width_multiplier
+        return self.mup.mup_output_mult / self.width_multiplier
 
     @property
     def padded_vocab_size(self) -> int:

@@ -103,7 +103,7 @@ class GPTEmbedding(nn.Module):
             # Rounded to the embeddings' own precision, as models are trained with it; a number, which no step copies.
             dtype = dtype_from_name(config.params_dtype)
             self.scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
-        self.multiplier = config.mup_embedding_mult
+        self.multiplier = config.mup.mup_embedding_mult
         if self.multiplier != 1.0:
             self.scale = self.multiplier * (1.0 if self.scale is None else self.scale)
         self.position_embeddings: PositionEmbedding | None = None
@@ -254,7 +254,7 @@ class GPTModel(Model):
             weight = self.output_weight if self.embedding is None else self.embedding.word_embeddings.weight
             tied = tie_over_pipeline(spec_of(weight), name=f"{_WORD_EMBEDDING}.weight", is_first_stage=pre_process)
             attach_spec(weight, tied)
-        if config.use_mup:
+        if config.mup.use_mup:
             scale_with_width(self.parameters(), config.width_multiplier)
         made(self)
         if not fills_later:
