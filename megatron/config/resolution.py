@@ -144,7 +144,7 @@ _IDLE = (
     ),
     _Idle(
         ("rope_type",),
-        lambda config: not config.model.multi_latent_attention and not config.model.stretches_positions,
+        lambda config: not config.model.mla.multi_latent_attention and not config.model.stretches_positions,
         "without --multi-latent-attention, but for yarn with a --rotary-scaling-factor other than 1",
     ),
     _Idle(
@@ -152,27 +152,27 @@ _IDLE = (
             *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
             "yarn_correction_range_round_to_int",
         ),
-        lambda config: config.model.multi_latent_attention and not config.model.stretches_positions,
+        lambda config: config.model.mla.multi_latent_attention and not config.model.stretches_positions,
         "without positions that YaRN stretches: --rope-type yarn and a --rotary-scaling-factor other than 1",
     ),
     _Idle(
         ("rotary_scaling_factor",),
         lambda config: (
-            config.model.multi_latent_attention
-            and config.model.rope_type == "rope"
-            and config.model.mscale_all_dim == 0.0
+            config.model.mla.multi_latent_attention
+            and config.model.rope.rope_type == "rope"
+            and config.model.rope.mscale_all_dim == 0.0
         ),
         "with --rope-type rope and --mscale-all-dim 0.0",
     ),
     _Idle(
         ("mscale_all_dim",),
-        lambda config: config.model.multi_latent_attention and config.model.rotary_scaling_factor <= 1.0,
+        lambda config: config.model.mla.multi_latent_attention and config.model.rope.rotary_scaling_factor <= 1.0,
         "with a --rotary-scaling-factor of 1.0 or less",
     ),
     _Idle(
         ("kv_channels",),
         lambda config: (
-            config.model.multi_latent_attention
+            config.model.mla.multi_latent_attention
             and config.model.kv_channels != config.model.hidden_size // max(config.model.num_attention_heads, 1)
         ),
         "with --multi-latent-attention: --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim are the widths of a head",

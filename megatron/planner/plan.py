@@ -352,7 +352,7 @@ def _forward_flops(model: GPTConfig, s: int) -> float:
 def _megatron_flops(model: GPTConfig, s: int) -> float:
     causal = dataclasses.replace(model, window_size=None, window_attn_skip_freq=None) if model.window_size else model
     of_scores = 2 * model.query_projection_size
-    if model.multi_latent_attention:
-        of_scores = model.num_attention_heads * (model.latent_query_width + model.v_head_dim)
+    if model.mla.multi_latent_attention:
+        of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
     unused_half = 1.0 * s * s * of_scores * (model.num_layers + model.mtp_depth)
     return 3.0 * (_forward_flops(causal, s) + unused_half)

@@ -98,7 +98,7 @@ class _Layer:
     @property
     def pads_values(self) -> bool:
         """Return whether the values of MLA are padded to the width of its keys."""
-        return self.model.multi_latent_attention and self.model.v_head_dim < self.model.latent_head_width
+        return self.model.mla.multi_latent_attention and self.model.mla.v_head_dim < self.model.mla.latent_head_width
 
     def bytes_per_token(self, matrix: ChunkParameter) -> int:
         """Return what is saved of a matrix's input and output per token that it computes."""
@@ -113,7 +113,7 @@ class _Layer:
         if name.startswith("mlp."):
             return (self._of_experts if self.has_experts else self._of_mlp)(matrix, linear)
         writes = matrix.writes * self.element
-        if self.model.multi_latent_attention and linear in _UP_PROJECTIONS and "mla_up_proj" in self.recomputed:
+        if self.model.mla.multi_latent_attention and linear in _UP_PROJECTIONS and "mla_up_proj" in self.recomputed:
             writes = 0
         if linear == "linear_kv_up_proj" and (self.pads_values or self.is_copied):
             writes = 0
@@ -131,9 +131,9 @@ class _Layer:
         heads, groups = model.num_attention_heads // tp, key_value_heads_of_rank(model.num_query_groups, tp)
         exchange, query_width, key_width = self.cp_exchange, heads * model.kv_channels, groups * model.kv_channels
         width = 0
-        if model.multi_latent_attention:
+        if model.mla.multi_latent_attention:
             # Keys are joined with their rotary part; values are padded to the width of keys, or copied.
-            key_width = heads * model.latent_head_width
+            key_width = heads * model.mla.latent_head_width
             is_kept = "mla_up_proj" not in self.recomputed or (self.saves_core and self.is_copied)
             width += key_width * is_kept * (2 if self.pads_values or self.is_copied else 1)
         elif model.qk_layernorm:
@@ -141,7 +141,7 @@ class _Layer:
             width += query_width + key_width + query_width * (heads > groups)
         if self.saves_core and exchange == "all_gather":
             width += (model.context_parallel_size - 1) * 2 * key_width
-        elif self.saves_core and exchange.startswith("a2a") and not model.multi_latent_attention:
+        elif self.saves_core and exchange.startswith("a2a") and not model.mla.multi_latent_attention:
             num_ranks = model.context_parallel_size if exchange == "a2a" else model.cp_inner_size or 1
             width += ((copies_of_key_value_heads(heads, groups, num_ranks) or 1) - 1) * 2 * key_width
         return width * self.element
@@ -169,7 +169,7 @@ class _Layer:
         """Return what is saved of the attention's output: for its own backward pass, and for the projection's."""
         own = matrix.reads * self.element * self.saves_core
         if self.pads_values:
-            own = own * self.model.latent_head_width // self.model.v_head_dim
+            own = own * self.model.mla.latent_head_width // self.model.mla.v_head_dim
         is_same = not (self._rounds or self.is_copied or self.pads_values)
         of_projection = self._input(matrix, "linear_proj")
         return max(own, of_projection) if is_same else own + of_projection
@@ -444,7 +444,7 @@ def _activation_bytes(config: RunConfig) -> float | None:
     """
     model, sizes = config.model, config.parallel_sizes
     has_copies = sizes.tp > 1 and not model.sequence_parallel
-    is_unplanned = model.num_experts or model.multi_latent_attention or model.mtp_depth
+    is_unplanned = model.num_experts or model.mla.multi_latent_attention or model.mtp_depth
     if has_copies or model.recompute_granularity != "selective" or is_unplanned:
         return None
     element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size

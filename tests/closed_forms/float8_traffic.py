@@ -74,13 +74,13 @@ class Float8LayerEnds:
         """Add what so many latent attentions send; ``again`` widen their heads once more (see `add_latent`)."""
         model, element = self.model, self.hidden_bytes // self._rounded
         for width, is_narrow in (
-            (model.q_lora_rank or model.hidden_size, bool(model.q_lora_rank)),
-            (model.kv_lora_rank, True),
+            (model.mla.q_lora_rank or model.hidden_size, bool(model.q_lora_rank)),
+            (model.mla.kv_lora_rank, True),
         ):
             self._add_inputs(add, entered + again, width, is_remade=not is_narrow)
             self._add_inputs_again(add, backward, width, is_remade=not is_narrow)
             add("reduce_scatter", self.tokens * width * element, backward)
-        rotary = self.tokens * model.qk_pos_emb_head_dim * element
+        rotary = self.tokens * model.mla.qk_pos_emb_head_dim * element
         add("all_gather", rotary, entered)
         add("reduce_scatter", rotary, backward)
         add("reduce_scatter", self.hidden_bytes, entered if gathers_gradients(model) else left)

@@ -87,7 +87,7 @@ def saved_bytes(
         if name not in ("linear_fc1", "linear_fc2")
     }
     proj, reads_whole = of_attention["linear_proj"], [of_attention[n].is_whole for n in _READ_STREAM if n in widths]
-    if config.q_lora_rank is None and "mla_up_proj" in modules:
+    if config.mla.q_lora_rank is None and "mla_up_proj" in modules:
         reads_whole.append(True)  # Queries are widened again from what the norm gave.
     experts: Mapping[str, int] | None = None
     has_experts = config.moe_layers[config.kind_of(layer_number or 0)]
@@ -123,7 +123,7 @@ def saved_bytes(
         "attention numbers": 0 if "core_attn" in modules else tokens * heads * wide,
         "attention output": outputs * tokens * heads * width * element,
     }
-    if config.multi_latent_attention:
+    if config.mla.multi_latent_attention:
         attention = dict(kept_by_latent_attention(config, tokens, rows, element, exchange, in_float8=in_float8))
     parts = {
         # In front of each norm: its sum, and numbers a token.

@@ -210,7 +210,7 @@ def _add_layer_ends(
     """Add what a number of layers send where they enter and leave these tensor-parallel regions."""
     A = here.hidden_bytes
     model = here.config.model
-    if model.multi_latent_attention and "attention" in regions:
+    if model.mla.multi_latent_attention and "attention" in regions:
         again = backward if "mla_up_proj" in model.recomputed_modules else 0
         tokens, times = here.tokens * here.element, left if regions == ("attention",) else entered
         if in_float8 and model.sequence_parallel:

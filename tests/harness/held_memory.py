@@ -176,8 +176,8 @@ def counted_flops(plan: Plan, cores: int = 0) -> float:
     """
     model, s = plan.model, plan.seq_length
     of_scores = 4.0 * model.query_projection_size
-    if model.multi_latent_attention:
-        of_scores = 2.0 * model.num_attention_heads * (model.latent_query_width + model.v_head_dim)
+    if model.mla.multi_latent_attention:
+        of_scores = 2.0 * model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
     num_layers = model.num_layers + model.mtp_depth
     windows = [model.layer_windows[model.kind_of(number)] or s for number in range(num_layers)]
     used = sum(window * (s - window / 2) for window in windows)

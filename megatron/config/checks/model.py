@@ -21,7 +21,7 @@ _MOST_VALUES = 10**13
 
 def _check_head_width(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.num_attention_heads <= 0 or model.multi_latent_attention:
+    if model.num_attention_heads <= 0 or model.mla.multi_latent_attention:
         # Heads of latent attention have widths of their own.
         return
     is_derived = model.kv_channels == model.hidden_size // model.num_attention_heads
@@ -84,7 +84,7 @@ def _check_rotary(config: RunConfig) -> Iterator[str]:
         return
     if not 0 < model.rotary_percent <= 1:
         yield f"--rotary-percent {model.rotary_percent}: a value above 0 and up to 1 is expected"
-    elif not model.multi_latent_attention and (model.rotary_dim % 2 != 0 or model.rotary_dim == 0):
+    elif not model.mla.multi_latent_attention and (model.rotary_dim % 2 != 0 or model.rotary_dim == 0):
         yield (
             f"rotary positions turn {model.rotary_dim} of {model.kv_channels} channels of a head, but need "
             "an even number; change --kv-channels or --num-attention-heads, or use --rotary-percent "
@@ -293,7 +293,7 @@ def _check_layers_without_rotary(config: RunConfig) -> Iterator[str]:
             f"{given} has no effect with --position-embedding-type {model.position_embedding_type}; use "
             "--position-embedding-type rope, or leave it out"
         )
-    if model.multi_latent_attention:
+    if model.mla.multi_latent_attention:
         yield f"{given} is not supported with --multi-latent-attention; omit --no-rope-freq"
 
 
@@ -309,12 +309,12 @@ def _check_mla_shape(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.stretches_positions and model.rotary_base <= 1:
         yield f"--rotary-base {model.rotary_base} has no frequencies that YaRN can stretch; give 2 or more"
-    if not model.multi_latent_attention:
+    if not model.mla.multi_latent_attention:
         if "mla_up_proj" in model.recomputed_modules:
             yield "--recompute-modules mla_up_proj has no effect without --multi-latent-attention; leave it out"
         return
     given = "--multi-latent-attention"
-    heads, groups, width = model.num_attention_heads, model.num_query_groups, model.qk_pos_emb_head_dim
+    heads, groups, width = model.num_attention_heads, model.num_query_groups, model.mla.qk_pos_emb_head_dim
     if groups != heads:
         yield (
             f"{given} has keys and values for every head, and --num-query-groups {groups} shares them; leave it out, "
@@ -331,9 +331,9 @@ def _check_mla_shape(config: RunConfig) -> Iterator[str]:
 
 def _check_yarn(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.multi_latent_attention:
+    if model.mla.multi_latent_attention:
         return
-    if model.rope_type != "yarn":
+    if model.rope.rope_type != "yarn":
         for spec in field_specs(GPTConfig):
             value = field_value(model, spec.name)
             if spec.name in STRETCH_FIELDS and value != spec.default:
@@ -355,7 +355,7 @@ def _check_yarn(config: RunConfig) -> Iterator[str]:
 
 def _check_mla_conflicts(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if not model.multi_latent_attention:
+    if not model.mla.multi_latent_attention:
         return
     others = {
         "--lora-rank": model.lora_rank > 0,
@@ -738,7 +738,7 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
             f"use {_rounded(width, _MULTIPLE * tensor)}"
         )
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if model.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
+    if model.mla.multi_latent_attention or heads % tensor or groups <= 0 or (groups % tensor and tensor % groups):
         return
     own_heads, own_groups = heads // tensor, max(groups // tensor, 1)
     columns, rows = own_heads * model.kv_channels, (own_heads + 2 * own_groups) * model.kv_channels
@@ -756,13 +756,13 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
 
 def _check_latent_widths(config: RunConfig) -> Iterator[str]:
     model, tensor = config.model, config.model.tensor_model_parallel_size
-    if model.fp8_format is None or not model.multi_latent_attention or tensor <= 0:
+    if model.fp8_format is None or not model.mla.multi_latent_attention or tensor <= 0:
         return
     needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
     narrow = {
-        "--q-lora-rank": model.q_lora_rank,
-        "--kv-lora-rank": model.kv_lora_rank,
-        "--qk-pos-emb-head-dim": model.qk_pos_emb_head_dim,
+        "--q-lora-rank": model.mla.q_lora_rank,
+        "--kv-lora-rank": model.mla.kv_lora_rank,
+        "--qk-pos-emb-head-dim": model.mla.qk_pos_emb_head_dim,
     }
     for name, width in narrow.items():
         if width is not None and width % _MULTIPLE:
@@ -770,7 +770,7 @@ def _check_latent_widths(config: RunConfig) -> Iterator[str]:
     if model.num_attention_heads % tensor:
         return
     heads = model.num_attention_heads // tensor
-    for name, width in (("--qk-head-dim", model.qk_head_dim), ("--v-head-dim", model.v_head_dim)):
+    for name, width in (("--qk-head-dim", model.mla.qk_head_dim), ("--v-head-dim", model.mla.v_head_dim)):
         if heads * width % _MULTIPLE:
             fitting = next(each for each in count(width) if heads * each % _MULTIPLE == 0)
             yield f"{name} {width} makes {heads * width} channels on each tensor-parallel rank, {needed}; use {fitting}"

@@ -80,7 +80,7 @@ def _check_mup(config: RunConfig) -> Iterator[str]:
         yield "--use-mup needs the width of the base model; give --mup-base-hidden-size (or --mup-width-mult)"
     if config.optimizer.elementwise == "sgd":
         yield "--use-mup scales the rates of AdamW, Lion and Muon, not of --optimizer sgd; give --optimizer adam"
-    if model.multi_latent_attention and model.mup.mup_base_head_dim is not None:
+    if model.mla.multi_latent_attention and model.mup.mup_base_head_dim is not None:
         yield (
             "--mup-base-head-dim is not supported with --multi-latent-attention; omit it: scores are then divided "
             "by the root of the heads' width"

@@ -33,8 +33,8 @@ _LATENT = "multi_latent_attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentConfig(Config):
-    """Hold the choices of latent attention; without ``multi_latent_attention`` YaRN alone counts."""
+class MLAConfig(Config):
+    """Hold the widths of multi-head latent attention (MLA), which ``multi_latent_attention`` chooses."""
 
     multi_latent_attention: bool = flag(False, role="shape")
     """Make keys and values of one narrow latent vector a token, which all heads share (DeepSeek-V2)."""
@@ -48,6 +48,38 @@ class LatentConfig(Config):
     """Width of the rotary part of queries and keys; that of the key is one for all heads."""
     v_head_dim: int = flag(128, role="shape", bounds=POSITIVE, needs=_LATENT)
     """Width of a head's value."""
+
+    @property
+    def latent_query_width(self) -> int:
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+    @property
+    def latent_head_width(self) -> int:
+        """Return the width that queries, keys and values of a head are padded to, as kernels want one for all."""
+        return max(self.latent_query_width, self.v_head_dim)
+
+    @property
+    def num_attention_maps(self) -> int:
+        """Return the number of linear maps of an attention, latent or not."""
+        if not self.multi_latent_attention:
+            return 2
+        return 4 if self.q_lora_rank is None else 5
+
+    def latent_projections(self, hidden_size: int, num_heads: int) -> int:
+        """Return the number of weights of an attention's linear maps."""
+        queries = num_heads * self.latent_query_width
+        of_queries = hidden_size * queries
+        if self.q_lora_rank is not None:
+            of_queries = self.q_lora_rank * (hidden_size + queries)
+        down = hidden_size * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
+        up = self.kv_lora_rank * num_heads * (self.qk_head_dim + self.v_head_dim)
+        return of_queries + down + up + num_heads * self.v_head_dim * hidden_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryConfig(Config):
+    """Hold the kind of rotary positions, and how YaRN stretches them."""
+
     rope_type: str | None = flag(None, choices=("rope", "yarn"), role="meaning")
     """Kind of rotary positions: plain (rope), or stretched by --rotary-scaling-factor (yarn); yarn is the default of
     latent attention, rope that of any other."""
@@ -69,59 +101,10 @@ class LatentConfig(Config):
     mscale_all_dim: float = flag(0.0, role="meaning", bounds=NOT_NEGATIVE)
     """YaRN: how much attention scores grow with the logarithm of the factor, in place of the rotary part."""
 
-    @property
-    def latent_query_width(self) -> int:
-        return self.qk_head_dim + self.qk_pos_emb_head_dim
-
-    @property
-    def latent_head_width(self) -> int:
-        """Return the width that queries, keys and values of a head are padded to, as kernels want one for all."""
-        return max(self.latent_query_width, self.v_head_dim)
-
-    @property
-    def stretches_positions(self) -> bool:
-        """Tell whether positions are stretched by YaRN."""
-        kind = self.rope_type or ("yarn" if self.multi_latent_attention else "rope")
-        return kind == "yarn" and self.rotary_scaling_factor != 1.0
-
-    @property
-    def rotary_amplitude(self) -> float:
-        """Return what YaRN multiplies the rotary part of queries and keys by."""
-        if not self.stretches_positions:
-            return 1.0
-        return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
-
-    @property
-    def latent_score_factor(self) -> float:
-        """Return what scores are multiplied by, which cores divide by the root of the padded width."""
-        growth = self._growth(self.mscale_all_dim)
-        return growth * growth * math.sqrt(self.latent_head_width / self.latent_query_width)
-
-    @property
-    def scales_latent_scores(self) -> bool:
-        """Tell whether scores of latent attention grow with the scaling factor, beside plain positions too."""
-        return self.multi_latent_attention and self._growth(self.mscale_all_dim) != 1.0
-
-    def _growth(self, scale: float) -> float:
+    def yarn_mscale(self, scale: float) -> float:
+        """Return YaRN's factor of attention, 0.1 x ``scale`` x ln(``rotary_scaling_factor``) + 1."""
         factor = self.rotary_scaling_factor
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-    @property
-    def num_attention_maps(self) -> int:
-        """Return the number of linear maps of an attention, latent or not."""
-        if not self.multi_latent_attention:
-            return 2
-        return 4 if self.q_lora_rank is None else 5
-
-    def latent_projections(self, hidden_size: int, num_heads: int) -> int:
-        """Return the number of weights of an attention's linear maps."""
-        queries = num_heads * self.latent_query_width
-        of_queries = hidden_size * queries
-        if self.q_lora_rank is not None:
-            of_queries = self.q_lora_rank * (hidden_size + queries)
-        down = hidden_size * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
-        up = self.kv_lora_rank * num_heads * (self.qk_head_dim + self.v_head_dim)
-        return of_queries + down + up + num_heads * self.v_head_dim * hidden_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -322,7 +305,6 @@ class TransformerConfig(
     Float8Config,
     MoEConfig,
     PredictionConfig,
-    LatentConfig,
     in_args=True,
 ):
     """Hold everything that a transformer layer is built from.
@@ -341,6 +323,8 @@ class TransformerConfig(
     each that does and a 0 for the others: ([0]*3+[1])*4; by default none."""
 
     mup: MupConfig = group(MupConfig)
+    mla: MLAConfig = group(MLAConfig)
+    rope: RotaryConfig = group(RotaryConfig)
 
     num_layers: int = flag(role="weights", bounds=POSITIVE, most=100_000)
     """Number of transformer layers."""
@@ -603,6 +587,30 @@ class TransformerConfig(
         return self.mup.width_multiplier_of(self.hidden_size)
 
     @property
+    def stretches_positions(self) -> bool:
+        """Tell whether positions are stretched by YaRN."""
+        kind = self.rope.rope_type or ("yarn" if self.mla.multi_latent_attention else "rope")
+        return kind == "yarn" and self.rope.rotary_scaling_factor != 1.0
+
+    @property
+    def rotary_amplitude(self) -> float:
+        """Return what YaRN multiplies the rotary part of queries and keys by."""
+        if not self.stretches_positions:
+            return 1.0
+        return self.rope.yarn_mscale(self.rope.mscale) / self.rope.yarn_mscale(self.rope.mscale_all_dim)
+
+    @property
+    def latent_score_factor(self) -> float:
+        """Return what scores are multiplied by, which cores divide by the root of the padded width."""
+        growth = self.rope.yarn_mscale(self.rope.mscale_all_dim)
+        return growth * growth * math.sqrt(self.mla.latent_head_width / self.mla.latent_query_width)
+
+    @property
+    def scales_latent_scores(self) -> bool:
+        """Tell whether scores of latent attention grow with the scaling factor, beside plain positions too."""
+        return self.mla.multi_latent_attention and self.rope.yarn_mscale(self.rope.mscale_all_dim) != 1.0
+
+    @property
     def score_scalar(self) -> int:
         """Return the number by whose root attention scores are divided."""
         return self.kv_channels if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
@@ -633,12 +641,12 @@ class TransformerConfig(
     @property
     def head_width(self) -> int:
         """Return the width of a head's queries, keys and values as attention kernels see them."""
-        return self.latent_head_width if self.multi_latent_attention else self.kv_channels
+        return self.mla.latent_head_width if self.mla.multi_latent_attention else self.kv_channels
 
     @property
     def context_size(self) -> int:
         """Return the width of what all heads together leave."""
-        width = self.v_head_dim if self.multi_latent_attention else self.kv_channels
+        width = self.mla.v_head_dim if self.mla.multi_latent_attention else self.kv_channels
         return width * self.num_attention_heads
 
     @property
@@ -658,7 +666,7 @@ class TransformerConfig(
     @property
     def float8_places(self) -> Fp8TensorIndex:
         """Return the places that delayed scaling has for the products of each layer."""
-        maps, further = self.num_attention_maps + 2, self.mtp_depth
+        maps, further = self.mla.num_attention_maps + 2, self.mtp_depth
         return Fp8TensorIndex(self.num_layers + further, maps, self.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
@@ -683,9 +691,9 @@ class TransformerConfig(
         """
         hidden, queries, keys = self.hidden_size, self.query_projection_size, self.kv_projection_size
         gemms, of_scores = hidden * (queries + 2 * keys) + queries * hidden, 2 * queries
-        if self.multi_latent_attention:
-            gemms = self.latent_projections(hidden, self.num_attention_heads)
-            of_scores = self.num_attention_heads * (self.latent_query_width + self.v_head_dim)
+        if self.mla.multi_latent_attention:
+            gemms = self.mla.latent_projections(hidden, self.num_attention_heads)
+            of_scores = self.num_attention_heads * (self.mla.latent_query_width + self.mla.v_head_dim)
         kind = self.kind_of(layer_number)
         window = min(self.layer_windows[kind] or seq_length, seq_length)
         core = of_scores * window * (1 - window / seq_length / 2)

@@ -195,7 +195,7 @@ def test_the_product_in_front_of_further_tokens_has_columns_for_every_rank() -> 
 
 def test_channels_that_latent_attention_has_not_are_not_asked_about() -> None:
     """Its heads have widths of their own: here 9 channels each are of no layer."""
-    assert resolve_arguments([*FP8, *LATENT.split(), "--kv-channels", "9"], 2).config.model.multi_latent_attention
+    assert resolve_arguments([*FP8, *LATENT.split(), "--kv-channels", "9"], 2).config.model.mla.multi_latent_attention
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])

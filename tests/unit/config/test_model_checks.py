@@ -139,7 +139,7 @@ def problems_of(flags: str) -> tuple[str, ...]:
 
 def test_models_of_both_are_taken() -> None:
     model = resolve_arguments([*MINIMAL, *f"{LATENT} {FURTHER}".split()], 1).config.model
-    assert model.multi_latent_attention
+    assert model.mla.multi_latent_attention
     assert model.mtp_depth == 1
 
 
@@ -177,7 +177,7 @@ def test_what_is_not_built_is_refused_in_one_line(flags: str, words: str) -> Non
 
 def test_what_rotary_positions_are_anyway_has_a_place_in_megatrons_files() -> None:
     saved = "--save somewhere --ckpt-format torch --position-embedding-type rope --rope-type"
-    assert resolve_arguments([*MINIMAL, *f"{saved} rope".split()], 1).config.model.rope_type == "rope"
+    assert resolve_arguments([*MINIMAL, *f"{saved} rope".split()], 1).config.model.rope.rope_type == "rope"
 
 
 ROTARY = ("--position-embedding-type", "rope")

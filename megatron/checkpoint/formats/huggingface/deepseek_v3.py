@@ -77,7 +77,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
         settings = super().write_settings(config) | {
             "attention_bias": False,
             "first_k_dense_replace": sum(not has_experts for has_experts in config.moe_layers),
-            "kv_lora_rank": config.kv_lora_rank,
+            "kv_lora_rank": config.mla.kv_lora_rank,
             "moe_intermediate_size": config.moe_ffn_hidden_size,
             "n_group": config.moe_router_num_groups or 1,
             "n_routed_experts": config.num_experts,
@@ -85,15 +85,15 @@ class DeepseekV3Family(RotaryDecoderFamily):
             "norm_topk_prob": config.moe_router_topk > 1,
             "num_experts_per_tok": config.moe_router_topk,
             "num_nextn_predict_layers": config.mtp_depth,
-            "q_lora_rank": config.q_lora_rank,
-            "qk_nope_head_dim": config.qk_head_dim,
-            "qk_rope_head_dim": config.qk_pos_emb_head_dim,
+            "q_lora_rank": config.mla.q_lora_rank,
+            "qk_nope_head_dim": config.mla.qk_head_dim,
+            "qk_rope_head_dim": config.mla.qk_pos_emb_head_dim,
             "rope_interleave": True,
             "routed_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
             "scoring_func": "sigmoid",
             "topk_group": config.moe_router_group_topk or 1,
             "topk_method": "noaux_tc",
-            "v_head_dim": config.v_head_dim,
+            "v_head_dim": config.mla.v_head_dim,
         }
         # What transformers calls the width of a head is that of its rotary part here, which is said already.
         settings.pop("head_dim", None)
@@ -119,25 +119,27 @@ class DeepseekV3Family(RotaryDecoderFamily):
 
     def attention_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Return the links of the maps to queries, and down and up to keys and values."""
+        mla = config.mla
         width, heads = config.hidden_size, config.num_attention_heads
         ours, theirs = f"{ours}self_attention.linear_", f"{theirs}self_attn."
-        queries, rank = heads * config.latent_query_width, config.q_lora_rank
+        queries, rank = heads * mla.latent_query_width, mla.q_lora_rank
         if rank is None:
             yield whole(f"{ours}q_proj.weight", f"{theirs}q_proj.weight", (queries, width))
         else:
             yield whole(f"{ours}q_down_proj.weight", f"{theirs}q_a_proj.weight", (rank, width))
             yield whole(f"{ours}q_up_proj.weight", f"{theirs}q_b_proj.weight", (queries, rank))
-        latent = (config.kv_lora_rank + config.qk_pos_emb_head_dim, width)
+        latent = (mla.kv_lora_rank + mla.qk_pos_emb_head_dim, width)
         yield whole(f"{ours}kv_down_proj.weight", f"{theirs}kv_a_proj_with_mqa.weight", latent)
-        up = (heads * (config.qk_head_dim + config.v_head_dim), config.kv_lora_rank)
+        up = (heads * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank)
         yield whole(f"{ours}kv_up_proj.weight", f"{theirs}kv_b_proj.weight", up)
 
     def attention_norm_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Return the links of the norms of the latent vectors."""
+        mla = config.mla
         ours, theirs = f"{ours}self_attention.", f"{theirs}self_attn."
-        if config.q_lora_rank is not None:
-            yield whole(f"{ours}q_layernorm.weight", f"{theirs}q_a_layernorm.weight", (config.q_lora_rank,))
-        yield whole(f"{ours}kv_layernorm.weight", f"{theirs}kv_a_layernorm.weight", (config.kv_lora_rank,))
+        if mla.q_lora_rank is not None:
+            yield whole(f"{ours}q_layernorm.weight", f"{theirs}q_a_layernorm.weight", (mla.q_lora_rank,))
+        yield whole(f"{ours}kv_layernorm.weight", f"{theirs}kv_a_layernorm.weight", (mla.kv_lora_rank,))
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Return the links of router, experts, shared expert and the bias by which experts are chosen."""

@@ -180,9 +180,9 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
     found = (spec for spec in specs.values() if spec.options.role in IDENTITY and counts(spec))
     names = (spec.options.seen_as or spec.name for spec in found)
     features = {name: field_value(config, name) for name in names if name not in unused}
-    if config.multi_latent_attention:
+    if config.mla.multi_latent_attention:
         # Scores of latent attention grow beside plain positions too.
-        features["mscale_all_dim"] = config.mscale_all_dim if config.scales_latent_scores else 0.0
+        features["mscale_all_dim"] = config.rope.mscale_all_dim if config.scales_latent_scores else 0.0
     return features
 
 
@@ -203,7 +203,7 @@ _YARN = frozenset(
 def _unused_features(config: GPTConfig) -> set[str]:
     """Return the features that make no difference to a model: shapes of layers that it has none of, and precision."""
     unused = {"moe_router_dtype"}
-    if config.multi_latent_attention:
+    if config.mla.multi_latent_attention:
         unused |= {"kv_channels", "rotary_dim", "score_scalar", "rotary_interleaved"}
     # A factor of 1 leaves positions as they are; latent attention stretches them unless it is told not to.
     unused |= {"rope_type"} if config.stretches_positions else _YARN

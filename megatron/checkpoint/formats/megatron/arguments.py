@@ -21,7 +21,14 @@ from megatron.config import config_parts
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig
-from megatron.core.transformer import LatentConfig, MoEConfig, PredictionConfig, parse_layer_pattern, without_rotary
+from megatron.core.transformer import (
+    MLAConfig,
+    MoEConfig,
+    PredictionConfig,
+    RotaryConfig,
+    parse_layer_pattern,
+    without_rotary,
+)
 
 _PATTERN = "moe_layer_freq"
 _EXPERT_ARGS_WITHOUT_FIELD = ("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_router_topk_limited_devices")
@@ -118,7 +125,10 @@ def _read(spec: FieldSpec, value: Any) -> Any:
     return items if spec.is_sequence else items[0]
 
 
-_KINDS: Mapping[str, type] = {"multi_latent_attention": LatentConfig, "mtp_num_layers": PredictionConfig}
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "multi_latent_attention": (MLAConfig, RotaryConfig),
+    "mtp_num_layers": (PredictionConfig,),
+}
 """The argument that says whether a model has something, and the fields that describe it."""
 
 
@@ -129,8 +139,8 @@ def config_of_latent(arguments: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: a value is of another type than its field.
     """
     values: dict[str, Any] = {}
-    for switch, kind in _KINDS.items():
-        for spec in field_specs(kind) if arguments.get(switch) else ():
+    for switch, kinds in _KINDS.items():
+        for spec in (spec for kind in kinds for spec in field_specs(kind)) if arguments.get(switch) else ():
             value = arguments.get(spec.name)
             if value is not None:
                 values[spec.name] = value_of_argument(spec, spec.name, value)
@@ -152,9 +162,9 @@ def value_of_argument(spec: FieldSpec, name: str, value: Any) -> Any:
 def arguments_of_latent(model: GPTConfig) -> dict[str, Any]:
     """Return the values of ``args`` that say the same; nothing but that there is none, where there is none."""
     values: dict[str, Any] = {"multi_latent_attention": False, "mtp_num_layers": None}
-    for switch, kind in _KINDS.items():
+    for switch, kinds in _KINDS.items():
         if field_value(model, switch):
-            values |= {spec.name: field_value(model, spec.name) for spec in field_specs(kind)}
+            values |= {spec.name: field_value(model, spec.name) for kind in kinds for spec in field_specs(kind)}
     return values
 
 
@@ -176,7 +186,7 @@ def config_of_yarn(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.get(_KIND) != YARN or arguments.get("multi_latent_attention"):
         return {}
     values: dict[str, Any] = {_KIND: "rope", "rope_type": YARN}
-    config_class: type = LatentConfig
+    config_class: type = RotaryConfig
     for spec in field_specs(config_class):
         if spec.name not in STRETCH_FIELDS:
             continue
@@ -192,7 +202,7 @@ def config_of_yarn(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def arguments_of_yarn(model: GPTConfig) -> dict[str, Any]:
     """Return the values of ``args`` that say the same; nothing where positions are not stretched so."""
-    if model.multi_latent_attention or model.rope_type != YARN:
+    if model.mla.multi_latent_attention or model.rope.rope_type != YARN:
         return {}
     return {_KIND: YARN} | {_name_in_args(name): field_value(model, name) for name in STRETCH_FIELDS}
 

@@ -340,7 +340,7 @@ class RankPlanner:
         self.padded_vocab_size = padded_vocab_size or self.model.padded_vocab_size
         self.fused_norms = fused_norms
         self._dtype_of = dtype_of
-        narrow = (self.model.q_lora_rank or 0, self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim)
+        narrow = (self.model.mla.q_lora_rank or 0, self.model.mla.kv_lora_rank + self.model.mla.qk_pos_emb_head_dim)
         cuts_narrow = self.model.transformer_impl == "local" and all(rows % self.tp == 0 for rows in narrow)
         self._describer = StageDescriber(self.model, self.padded_vocab_size, cuts_narrow=cuts_narrow)
         self.ep = self.model.expert_model_parallel_size

@@ -266,8 +266,9 @@ class TorchDistPlan:
         model = self._planner.model
         experts = model.num_experts if self._moe_layers[layer] else None
         attention = ["linear_qkv"]
-        if model.multi_latent_attention:
-            of_queries = ["linear_q_proj"] if model.q_lora_rank is None else ["linear_q_down_proj", "linear_q_up_proj"]
+        if model.mla.multi_latent_attention:
+            is_narrow = model.mla.q_lora_rank is not None
+            of_queries = ["linear_q_down_proj", "linear_q_up_proj"] if is_narrow else ["linear_q_proj"]
             attention = [*of_queries, "linear_kv_down_proj", "linear_kv_up_proj"]
         modules = [f"self_attention.{name}" for name in ("linear_proj", *attention)]
         modules += [f"mlp.{name}" for name in _FEED_FORWARD if experts is None]
@@ -351,7 +352,7 @@ class TorchDistPlan:
         words = parameter.split(".")
         # A layer of further tokens is as the last layer is.
         number = int(words[2]) if words[:2] == ["decoder", "layers"] else -1
-        is_latent = self._planner.model.multi_latent_attention
+        is_latent = self._planner.model.mla.multi_latent_attention
         key, layer = stored_key(
             parameter, has_experts=self._moe_layers[number], is_latent=is_latent, stacks=self._stacks
         )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
-from megatron.core.transformer import LatentConfig, MoEConfig, PredictionConfig, TransformerConfig
+from megatron.core.transformer import MLAConfig, MoEConfig, PredictionConfig, RotaryConfig, TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,12 @@ STRETCH_FIELDS = (
     *("mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
 )
 """Fields that say how YaRN stretches positions; Megatron's ``args`` hold them where it does."""
-_OF_LATENT = {field.name for field in dataclasses.fields(LatentConfig)} - {"yarn_correction_range_round_to_int"}
+_OF_LATENT = {
+    field.name
+    for kind in (MLAConfig, RotaryConfig)
+    for field in dataclasses.fields(kind)
+    if field.name != "yarn_correction_range_round_to_int"
+}
 """Fields that they hold where attention is latent; Megatron's always blends between whole channels."""
 
 _VALUES_IN_ARGS: Mapping[str, tuple[str, ...]] = {
@@ -161,11 +166,11 @@ def flags_without_argument(model: GPTConfig) -> list[str]:
     """Return, as they are typed, the flags that make a model which the ``args`` of Megatron's files cannot describe."""
     specs = (spec for spec in field_specs(GPTConfig) if spec.options.role in IDENTITY and spec.options.cli)
     held: Collection[str] = ()
-    if model.multi_latent_attention:
+    if model.mla.multi_latent_attention:
         held = _OF_LATENT
-    elif model.rope_type == "yarn":
+    elif model.rope.rope_type == "yarn":
         held = ("rope_type", *STRETCH_FIELDS)
-    elif model.rope_type == "rope":
+    elif model.rope.rope_type == "rope":
         held = ("rope_type",)  # What rotary positions are anyway.
 
     def is_held(spec: FieldSpec) -> bool:

@@ -412,9 +412,9 @@ def _keep_memory(module: nn.Module) -> None:
 def _make_rotary(config: GPTConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
-    width = config.qk_pos_emb_head_dim if config.multi_latent_attention else config.rotary_dim
-    stretched = yarn_frequencies(config, config.rotary_base, width) if config.stretches_positions else None
-    if config.multi_latent_attention:
+    width = config.mla.qk_pos_emb_head_dim if config.mla.multi_latent_attention else config.rotary_dim
+    stretched = yarn_frequencies(config.rope, config.rotary_base, width) if config.stretches_positions else None
+    if config.mla.multi_latent_attention:
         return RotaryEmbedding(
             width,
             config.rotary_base,

@@ -254,7 +254,7 @@ def test_one_expert_a_token_is_weighed_by_its_own_score(tmp_path: Path) -> None:
 def test_scores_that_grow_beside_plain_positions_have_no_folder(tmp_path: Path) -> None:
     """transformers makes them grow with YaRN alone."""
     plain = config_of(tmp_path, DEEPSEEK)
-    assert plain.rope_type == "rope"
+    assert plain.rope.rope_type == "rope"
     assert family_for(with_fields(plain, rotary_scaling_factor=4.0)).model_type == "deepseek_v3"
     grown = with_fields(plain, rotary_scaling_factor=4.0, mscale_all_dim=1.0)
     with pytest.raises(ConfigurationError, match=r"deepseek_v3 has no mscale_all_dim 1\.0"):
