@@ -319,7 +319,7 @@ def add_scalars(total: TrafficSum, here: StepRank) -> None:
     if config.training.calculate_per_token_loss:
         total.add("broadcast", PP, 8)
         total.add("all_reduce", DP_CP, 8)
-    sizes, num_further = here.sizes, config.model.mtp_depth
+    sizes, num_further = here.sizes, config.model.mtp.mtp_depth
     layers = sum(config.model.moe_layers) + num_further * config.model.moe_layers[-1]
     replicas = {sizes.num_replicas} | ({sizes.num_expert_replicas} if layers else set())
     is_of_world = sizes.has_expert_grid or any(config.ddp.shards_over(number) for number in replicas)

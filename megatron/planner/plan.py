@@ -52,12 +52,12 @@ def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     without_rotary = model.layers_without_rotary
     own = _kinds(float8_layers, model.moe_layers, model.layer_windows, without_rotary, tuple(exchanges), seq_length)
     further = own[-1]._replace(in_float8=model.is_in_float8(model.num_layers, model.num_layers), is_further=True)
-    return [*own, *[further] * model.mtp_depth] if model.mtp_depth else own
+    return [*own, *[further] * model.mtp.mtp_depth] if model.mtp.mtp_depth else own
 
 
 def layer_numbers(model: GPTConfig, chunk: StageContents) -> tuple[int, ...]:
     """Return the numbers of a chunk's layers, and behind them those of the layers that predict further tokens."""
-    further = model.mtp_depth if chunk.has_loss else 0
+    further = model.mtp.mtp_depth if chunk.has_loss else 0
     return (*chunk.layer_numbers, *range(model.num_layers, model.num_layers + further))
 
 
@@ -315,7 +315,7 @@ class Plan:
     @property
     def num_predictions(self) -> int:
         """Return how many tokens are predicted from a micro-batch on a rank: the next of each, and further ones."""
-        return self.num_tokens * (1 + self.model.mtp_depth)
+        return self.num_tokens * (1 + self.model.mtp.mtp_depth)
 
     def warm_up_actions(self, stage: int) -> Sequence[Action]:
         """Return a stage's actions of one step; of many rounds of micro-batches only the first."""
@@ -354,5 +354,5 @@ def _megatron_flops(model: GPTConfig, s: int) -> float:
     of_scores = 2 * model.query_projection_size
     if model.mla.multi_latent_attention:
         of_scores = model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
-    unused_half = 1.0 * s * s * of_scores * (model.num_layers + model.mtp_depth)
+    unused_half = 1.0 * s * s * of_scores * (model.num_layers + model.mtp.mtp_depth)
     return 3.0 * (_forward_flops(causal, s) + unused_half)

@@ -131,7 +131,7 @@ def _stages(explanation: Explanation) -> Iterator[str]:
     for stage, (parameters, trained) in enumerate(zip(size.shards, size.trained)):
         chunks = "; ".join(
             (f"chunk {number}: " if plan.stage_layout.num_chunks > 1 else "")
-            + describe_chunk(chunk, plan.model.mtp_depth)
+            + describe_chunk(chunk, plan.model.mtp.mtp_depth)
             for number, chunk in enumerate(plan.stage_layout.chunks(stage))
         )
         of_them = f", {trained} of them trained" if trained != parameters else ""
@@ -302,7 +302,7 @@ def _memory_bars(explanation: Explanation) -> str:
 def _stage_rows(explanation: Explanation) -> Iterable[tuple[object, ...]]:
     for stage, parameters in enumerate(explanation.size.shards):
         chunks = "; ".join(
-            describe_chunk(chunk, explanation.plan.model.mtp_depth)
+            describe_chunk(chunk, explanation.plan.model.mtp.mtp_depth)
             for chunk in explanation.plan.stage_layout.chunks(stage)
         )
         yield stage, chunks, parameters

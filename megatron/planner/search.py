@@ -38,7 +38,7 @@ def output_layers(model: GPTConfig) -> float:
         width = round(share * of_experts + (1.0 - share) * width)
     ffn = width * (3 if model.is_gated else 2)
     attention = 2 * (model.query_projection_size + model.kv_projection_size)
-    further, layer = model.mtp_depth, ffn + attention
+    further, layer = model.mtp.mtp_depth, ffn + attention
     # Layers that predict further tokens are there too, with the product in front of each.
     return ((1 + further) * model.padded_vocab_size + further * (layer + 2 * model.hidden_size)) / layer
 

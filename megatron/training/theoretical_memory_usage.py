@@ -255,9 +255,9 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
     is_grouped = model.recompute_granularity == "full" and model.recompute_method != "block"
     working, loss = largest * (model.recompute_num_layers or 1 if is_grouped else 1), 0
     if chunks[-1].has_loss:
-        predictions = tokens * (1 + model.mtp_depth)
+        predictions = tokens * (1 + model.mtp.mtp_depth)
         element = ELEMENT_BYTES[model.params_dtype]
-        loss = 2 * (1 + model.mtp_depth) * _input_bytes(model, tokens)
+        loss = 2 * (1 + model.mtp.mtp_depth) * _input_bytes(model, tokens)
         loss += predictions * (model.padded_vocab_size // model.tensor_model_parallel_size) * (element + 8)
     moving = max(sum(sorted(_kept_by_offloaded(config, chunk))[-2:]) for chunk in chunks)
     return waiting + max(working, loss) + moving
@@ -281,7 +281,7 @@ def most_of_chunks(config: RunConfig, stage: int, sizes: Sequence[int]) -> int:
 
 def _mtp_layers(model: GPTConfig, chunk: StageContents) -> range:
     """Return the numbers of the layers of the MTP modules that a chunk has."""
-    return range(model.num_layers, model.num_layers + model.mtp_depth * chunk.has_loss)
+    return range(model.num_layers, model.num_layers + model.mtp.mtp_depth * chunk.has_loss)
 
 
 def _kept_on_device(config: RunConfig, chunk: StageContents) -> int:
@@ -444,7 +444,7 @@ def _activation_bytes(config: RunConfig) -> float | None:
     """
     model, sizes = config.model, config.parallel_sizes
     has_copies = sizes.tp > 1 and not model.sequence_parallel
-    is_unplanned = model.num_experts or model.mla.multi_latent_attention or model.mtp_depth
+    is_unplanned = model.num_experts or model.mla.multi_latent_attention or model.mtp.mtp_depth
     if has_copies or model.recompute_granularity != "selective" or is_unplanned:
         return None
     element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size

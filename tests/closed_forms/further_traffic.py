@@ -14,7 +14,7 @@ def add_further(
     ``hidden_bytes`` are those of the hidden states of the whole group's ``tokens``. ``runs_again`` counts what is
     computed a second time.
     """
-    number = model.mtp_depth
+    number = model.mtp.mtp_depth
     backward = number * microbatches
     forward = backward * (2 if runs_again else 1)
     # Every rank has a part of the columns, and the layer wants all.

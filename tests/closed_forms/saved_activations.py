@@ -211,7 +211,7 @@ def activation_parts(plan: Plan, stage: int, layers: Sequence[LayerBytes]) -> tu
     keeps no input.
     """
     model, chunks = plan.model, plan.stage_layout.chunks(stage)
-    num_ends = (1 if model.lora_rank else 2 + model.mtp_depth) * chunks[-1].has_loss
+    num_ends = (1 if model.lora_rank else 2 + model.mtp.mtp_depth) * chunks[-1].has_loss
     ends = num_ends * plan.num_rows * model.hidden_size * ELEMENT_BYTES[model.params_dtype]
     return _most_in_flight(plan, stage, kept_of_chunks(plan, stage, layers)), ends
 

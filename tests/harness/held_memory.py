@@ -178,7 +178,7 @@ def counted_flops(plan: Plan, cores: int = 0) -> float:
     of_scores = 4.0 * model.query_projection_size
     if model.mla.multi_latent_attention:
         of_scores = 2.0 * model.num_attention_heads * (model.mla.latent_query_width + model.mla.v_head_dim)
-    num_layers = model.num_layers + model.mtp_depth
+    num_layers = model.num_layers + model.mtp.mtp_depth
     windows = [model.layer_windows[model.kind_of(number)] or s for number in range(num_layers)]
     used = sum(window * (s - window / 2) for window in windows)
     counted = model.forward_flops_per_sequence(s) + of_scores * (cores * num_layers * s * s - used)

@@ -404,10 +404,10 @@ MLA_CHECKS = (
 
 def _check_mtp_shape(config: RunConfig) -> Iterator[str]:
     model, length = config.model, config.data.seq_length
-    if model.mtp_num_layers is None or model.mtp_num_layers < 1:
+    if model.mtp.mtp_num_layers is None or model.mtp.mtp_num_layers < 1:
         return
-    given = f"--mtp-num-layers {model.mtp_num_layers}"
-    if model.mtp_num_layers >= length > 1:
+    given = f"--mtp-num-layers {model.mtp.mtp_num_layers}"
+    if model.mtp.mtp_num_layers >= length > 1:
         yield f"{given} predicts tokens beyond the end of --seq-length {length}; values from 1 to {length - 1} work"
     if model.position_embedding_type == "learned_absolute":
         yield (
@@ -424,9 +424,9 @@ def _check_mtp_shape(config: RunConfig) -> Iterator[str]:
 
 def _check_mtp_conflicts(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.mtp_num_layers is None:
+    if model.mtp.mtp_num_layers is None:
         return
-    given = f"--mtp-num-layers {model.mtp_num_layers}:"
+    given = f"--mtp-num-layers {model.mtp.mtp_num_layers}:"
     if model.lora_rank:
         yield f"{given} LoRA is not supported with it; omit --lora-rank or --mtp-num-layers"
     if config.training.cuda_graph_impl == "local":
@@ -725,7 +725,7 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
     needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
     if model.hidden_size % _MULTIPLE:
         yield f"--hidden-size {model.hidden_size}, {needed}; use {_rounded(model.hidden_size, _MULTIPLE)}"
-    elif model.mtp_depth and model.hidden_size % tensor == 0 and model.hidden_size // tensor % _MULTIPLE:
+    elif model.mtp.mtp_depth and model.hidden_size % tensor == 0 and model.hidden_size // tensor % _MULTIPLE:
         yield (
             f"--hidden-size {model.hidden_size} makes {model.hidden_size // tensor} columns of the product in front of "
             f"the layers of --mtp-num-layers on each tensor-parallel rank, {needed}; use "

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         GATED_ACTIVATIONS,
         MLAConfig,
         MoEConfig,
-        PredictionConfig,
+        MTPConfig,
         RotaryConfig,
         TransformerConfig,
         default_ffn_hidden_size,
@@ -66,7 +66,7 @@ __getattr__ = lazy_exports(
         "rotary_pos_embedding": "RotaryAngles RotaryEmbedding yarn_frequencies",
         "transformer_block": "TransformerBlock",
         "transformer_config": (
-            "GATED_ACTIVATIONS MLAConfig MoEConfig PredictionConfig RotaryConfig TransformerConfig "
+            "GATED_ACTIVATIONS MLAConfig MTPConfig MoEConfig RotaryConfig TransformerConfig "
             "default_ffn_hidden_size further_loss_names moe_layers without_rotary"
         ),
         "transformer_layer": "TransformerLayer make_norm",

@@ -108,8 +108,8 @@ class RotaryConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictionConfig(Config):
-    """Hold the choices of multi-token prediction; without ``mtp_num_layers`` a model predicts the next token alone."""
+class MTPConfig(Config):
+    """Hold the choices of multi-token prediction (MTP); by default a model predicts the next token alone."""
 
     mtp_num_layers: int | None = flag(None, role="weights", bounds=POSITIVE, most=1000)
     """Number of layers behind the last one, each of which predicts one token further in training; by default none."""
@@ -121,7 +121,7 @@ class PredictionConfig(Config):
         return self.mtp_num_layers or 0
 
 
-def further_loss_names(config: PredictionConfig) -> tuple[str, ...]:
+def further_loss_names(config: MTPConfig) -> tuple[str, ...]:
     """Return what the losses of the further tokens are called in the log, the nearest token first."""
     return tuple(f"mtp_{depth + 1}_loss" for depth in range(config.mtp_depth))
 
@@ -304,7 +304,6 @@ class TransformerConfig(
     ModelParallelConfig,
     Float8Config,
     MoEConfig,
-    PredictionConfig,
     in_args=True,
 ):
     """Hold everything that a transformer layer is built from.
@@ -325,6 +324,7 @@ class TransformerConfig(
     mup: MupConfig = group(MupConfig)
     mla: MLAConfig = group(MLAConfig)
     rope: RotaryConfig = group(RotaryConfig)
+    mtp: MTPConfig = group(MTPConfig)
 
     num_layers: int = flag(role="weights", bounds=POSITIVE, most=100_000)
     """Number of transformer layers."""
@@ -666,7 +666,7 @@ class TransformerConfig(
     @property
     def float8_places(self) -> Fp8TensorIndex:
         """Return the places that delayed scaling has for the products of each layer."""
-        maps, further = self.mla.num_attention_maps + 2, self.mtp_depth
+        maps, further = self.mla.num_attention_maps + 2, self.mtp.mtp_depth
         return Fp8TensorIndex(self.num_layers + further, maps, self.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
@@ -680,7 +680,7 @@ class TransformerConfig(
         Matrix products alone are counted: norms, activations and embedding lookups are together far below one per cent.
         Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
         """
-        layers = range(self.num_layers + self.mtp_depth)
+        layers = range(self.num_layers + self.mtp.mtp_depth)
         return sum(sum(self.layer_forward_flops(number, seq_length)) for number in layers)
 
     def layer_forward_flops(self, layer_number: int, seq_length: int) -> tuple[float, float]:

@@ -123,7 +123,7 @@ def needed_flops(config: RunConfig, pipeline_rank: int) -> ModelFlops:
     backward = 1 if model.lora_rank else _BACKWARD
     documents = 2 if config.data.reset_attention_mask else 1
     for chunk in config.stage_layout.chunks(pipeline_rank):
-        further = range(model.num_layers, model.num_layers + model.mtp_depth) if chunk.has_loss else ()
+        further = range(model.num_layers, model.num_layers + model.mtp.mtp_depth) if chunk.has_loss else ()
         for number in (*chunk.layer_numbers, *further):
             is_forward_only = model.lora_rank and number == 0
             of_gemms, _ = model.layer_forward_flops(number, length)

@@ -140,7 +140,7 @@ def problems_of(flags: str) -> tuple[str, ...]:
 def test_models_of_both_are_taken() -> None:
     model = resolve_arguments([*MINIMAL, *f"{LATENT} {FURTHER}".split()], 1).config.model
     assert model.mla.multi_latent_attention
-    assert model.mtp_depth == 1
+    assert model.mtp.mtp_depth == 1
 
 
 def test_the_width_of_other_heads_is_no_matter() -> None:

@@ -259,9 +259,9 @@ def test_further_tokens_take_memory_and_time_on_the_last_stage() -> None:
     size = model_size(config)
     assert size.block + size.embedding == size.shards[0]
     plan = Plan.of(config)
-    assert plan.model.mtp_depth > 0
+    assert plan.model.mtp.mtp_depth > 0
     without = dataclasses.replace(plan, model=with_fields(plan.model, mtp_num_layers=None))
-    assert plan.num_predictions == without.num_predictions * (1 + plan.model.mtp_depth)
+    assert plan.num_predictions == without.num_predictions * (1 + plan.model.mtp.mtp_depth)
     more, fewer = (predict(each, OURS, H100) for each in (plan, without))
     for part in ("weights", "activations", "logits"):
         assert getattr(more.stages[-1], part) > getattr(fewer.stages[-1], part), part
@@ -269,7 +269,7 @@ def test_further_tokens_take_memory_and_time_on_the_last_stage() -> None:
     assert fewer.time is not None
     assert more.time.layer == fewer.time.layer
     # What follows the layers has as many MTP modules.
-    assert more.time.output_layer > fewer.time.output_layer + plan.model.mtp_depth * more.time.layer.total
+    assert more.time.output_layer > fewer.time.output_layer + plan.model.mtp.mtp_depth * more.time.layer.total
     assert more.time.slowest_stage > fewer.time.slowest_stage
 
 

@@ -84,7 +84,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
             "n_shared_experts": shared // max(config.moe_ffn_hidden_size, 1),
             "norm_topk_prob": config.moe_router_topk > 1,
             "num_experts_per_tok": config.moe_router_topk,
-            "num_nextn_predict_layers": config.mtp_depth,
+            "num_nextn_predict_layers": config.mtp.mtp_depth,
             "q_lora_rank": config.mla.q_lora_rank,
             "qk_nope_head_dim": config.mla.qk_head_dim,
             "qk_rope_head_dim": config.mla.qk_pos_emb_head_dim,
@@ -105,7 +105,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
         vocabulary, width = (config.vocab_size, config.hidden_size), config.hidden_size
         has_own = config.untie_embeddings_and_output_weights
         output_layer = "model.output_layer.weight" if has_own else "model.embedding.word_embeddings.weight"
-        for depth in range(config.mtp_depth):
+        for depth in range(config.mtp.mtp_depth):
             ours, theirs = f"model.mtp.layers.{depth}.", f"{self.base_prefix}layers.{config.num_layers + depth}."
             embedding = whole("model.embedding.word_embeddings.weight", f"{theirs}embed_tokens.weight", vocabulary)
             yield replace(embedding, is_copy=True)

@@ -24,7 +24,7 @@ from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig
 from megatron.core.transformer import (
     MLAConfig,
     MoEConfig,
-    PredictionConfig,
+    MTPConfig,
     RotaryConfig,
     parse_layer_pattern,
     without_rotary,
@@ -127,7 +127,7 @@ def _read(spec: FieldSpec, value: Any) -> Any:
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "multi_latent_attention": (MLAConfig, RotaryConfig),
-    "mtp_num_layers": (PredictionConfig,),
+    "mtp_num_layers": (MTPConfig,),
 }
 """The argument that says whether a model has something, and the fields that describe it."""
 

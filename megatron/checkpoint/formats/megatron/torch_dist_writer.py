@@ -256,7 +256,7 @@ class TorchDistPlan:
         stacked = (layer, self._num_layers) if self._stacks else None
         yield from self._extra_states("decoder.layers." if stacked else f"decoder.layers.{layer}.", layer, stacked)
         if layer == self._num_layers - 1:
-            for depth in range(self._planner.model.mtp_depth):
+            for depth in range(self._planner.model.mtp.mtp_depth):
                 prefix = f"mtp.layers.{depth}."
                 yield f"{prefix}eh_proj._extra_state/shard_0_1", None
                 yield from self._extra_states(f"{prefix}transformer_layer.", layer, None)

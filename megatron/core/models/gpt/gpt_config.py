@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.config_base import IDENTITY, NOT_NEGATIVE, POSITIVE, FieldSpec, field_specs, field_value, flag
-from megatron.core.transformer import MLAConfig, MoEConfig, PredictionConfig, RotaryConfig, TransformerConfig
+from megatron.core.transformer import MLAConfig, MoEConfig, MTPConfig, RotaryConfig, TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     def has_experts_among(self, layer_numbers: Iterable[int], *, is_last: bool) -> bool:
         """Return whether a model chunk with these layers has experts. The last chunk includes the MTP modules."""
-        further = range(self.num_layers, self.num_layers + self.mtp_depth * is_last)
+        further = range(self.num_layers, self.num_layers + self.mtp.mtp_depth * is_last)
         return any(self.moe_layers[self.kind_of(number)] for number in (*layer_numbers, *further))
 
     @property
@@ -125,7 +125,7 @@ class GPTConfig(TransformerConfig, in_args=True):
 
     def output_forward_flops(self, seq_length: int) -> float:
         """Return the operations of the output layer's forward pass over one sequence, once for each predicted token."""
-        return 2.0 * seq_length * self.hidden_size * self.padded_vocab_size * (1 + self.mtp_depth)
+        return 2.0 * seq_length * self.hidden_size * self.padded_vocab_size * (1 + self.mtp.mtp_depth)
 
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
@@ -137,7 +137,7 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
 _SPELLED_OTHERWISE = (
     *("window_size", "window_attn_skip_freq", "no_rope_freq"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-    *(field.name for kind in (MoEConfig, PredictionConfig) for field in dataclasses.fields(kind)),
+    *(field.name for kind in (MoEConfig, MTPConfig) for field in dataclasses.fields(kind)),
 )
 """Fields that Megatron's ``args`` hold in another form."""
 STRETCH_FIELDS = (

@@ -138,7 +138,7 @@ def _nothing() -> None:
 
 def loads_of(models: Sequence[nn.Module], config: TransformerConfig, state: ParallelState) -> ExpertLoads | None:
     """Return what counts the load of a model's experts, of which this rank has some; None where it has no experts."""
-    numbers = range(config.num_layers + config.mtp_depth)
+    numbers = range(config.num_layers + config.mtp.mtp_depth)
     layers = [number for number in numbers if config.moe_layers[config.kind_of(number)]]
     if not layers:
         return None
