@@ -487,7 +487,7 @@ def _resolve_model(config: RunConfig, notes: list[str]) -> RunConfig:
             f"--recompute-num-layers {model.recompute_num_layers} has no effect without --recompute-granularity full"
         )
         model = dataclasses.replace(model, recompute_num_layers=None)
-    if model.num_experts is not None and model.moe_token_dispatcher_type == "flex":
+    if model.moe.num_experts is not None and model.moe.moe_token_dispatcher_type == "flex":
         notes.append(
             "--moe-token-dispatcher-type flex: neither DeepEP nor HybridEP is used here; tokens travel by alltoall, "
             "with the same results"

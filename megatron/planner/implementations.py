@@ -336,7 +336,7 @@ def num_launches(plan: Plan, implementation: Implementation, kind: LayerKind) ->
 def _feed_forward_width(plan: Plan, kind: LayerKind) -> int:
     """Return a rank's width of the feed-forward, or of the shared expert in a layer of experts."""
     model = plan.model
-    whole = (model.moe_shared_expert_intermediate_size or 0) if kind.has_experts else model.ffn_hidden_size
+    whole = (model.moe.moe_shared_expert_intermediate_size or 0) if kind.has_experts else model.ffn_hidden_size
     return whole // plan.parallel_sizes.tp
 
 

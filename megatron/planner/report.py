@@ -61,10 +61,10 @@ def describe_experts(model: GPTConfig, imbalance: float) -> Iterator[str]:
     spread = "the time is for a balanced load (--expert-imbalance 1)"
     if imbalance > 1:
         spread = f"the time is for {imbalance:g} times the mean number of tokens on the most loaded rank"
-    if model.num_experts is not None:
+    if model.moe.num_experts is not None:
         yield (
-            f"{sum(model.moe_layers)} layers of {model.num_experts} experts, of which each token goes to "
-            f"{model.moe_router_topk}; {spread}"
+            f"{sum(model.moe_layers)} layers of {model.moe.num_experts} experts, of which each token goes to "
+            f"{model.moe.moe_router_topk}; {spread}"
         )
 
 

@@ -257,5 +257,5 @@ def batch_contents(config: RunConfig, pp_rank: int, *, evaluates: bool = False) 
 def _may_pad(config: RunConfig, evaluates: bool) -> bool:
     """Return whether batches need a padding mask. Evaluation needs one only with a capacity factor."""
     if evaluates:
-        return config.model.moe_expert_capacity_factor is not None
+        return config.model.moe.moe_expert_capacity_factor is not None
     return config.data.has_padding

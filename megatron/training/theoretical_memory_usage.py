@@ -49,7 +49,7 @@ def saved_layer_bytes(model: GPTConfig, tokens: int, number: int, recomputed: Co
     """
     layer, sizes = _Layer(model, number, frozenset(recomputed)), model.parallel_sizes
     # A balanced load gives each rank's experts their share of the choices.
-    choices = tokens * model.moe_router_topk * sizes.expert_tp // sizes.tp
+    choices = tokens * model.moe.moe_router_topk * sizes.expert_tp // sizes.tp
     saved = sum(
         (choices if each.is_expert else tokens) * layer.bytes_per_token(each)
         for each in chunk_parameters(model, StageContents((number,)))
@@ -186,7 +186,7 @@ class _Layer:
         """Return what is saved because of a matrix of a layer of experts: router, shared or routed experts."""
         is_recomputed, element = self._recomputes_feed_forward, self.element
         if linear == "router":
-            wide = element if self.model.moe_router_dtype is None else max(element, 4)
+            wide = element if self.model.moe.moe_router_dtype is None else max(element, 4)
             # The layer's output, and its input, which shared experts read too.
             reads = matrix.reads * (element if is_recomputed else wide) * ("layernorm" not in self.recomputed)
             return matrix.reads * element + reads + matrix.writes * 4 * (not is_recomputed)
@@ -444,7 +444,7 @@ def _activation_bytes(config: RunConfig) -> float | None:
     """
     model, sizes = config.model, config.parallel_sizes
     has_copies = sizes.tp > 1 and not model.sequence_parallel
-    is_unplanned = model.num_experts or model.mla.multi_latent_attention or model.mtp.mtp_depth
+    is_unplanned = model.moe.num_experts or model.mla.multi_latent_attention or model.mtp.mtp_depth
     if has_copies or model.recompute_granularity != "selective" or is_unplanned:
         return None
     element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size

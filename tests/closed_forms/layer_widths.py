@@ -14,7 +14,7 @@ def layer_widths(model: TransformerConfig, *, has_experts: bool = False) -> dict
     t, h = model.tensor_model_parallel_size, model.hidden_size
     queries = model.query_projection_size // t
     keys = key_value_heads_of_rank(model.num_query_groups, t) * model.head_width
-    whole = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
+    whole = (model.moe.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
     ffn = whole // t
     widths = {"linear_qkv": (h, queries + 2 * keys), "linear_proj": (queries, h)}
     if model.mla.multi_latent_attention:

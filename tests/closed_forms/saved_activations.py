@@ -91,7 +91,7 @@ def saved_bytes(
         reads_whole.append(True)  # Queries are widened again from what the norm gave.
     experts: Mapping[str, int] | None = None
     has_experts = config.moe_layers[config.kind_of(layer_number or 0)]
-    whole_width = (config.moe_shared_expert_intermediate_size or 0) // tp if has_experts else ffn
+    whole_width = (config.moe.moe_shared_expert_intermediate_size or 0) // tp if has_experts else ffn
     fc1 = kept("linear_fc1", rows, whole_width * (2 if config.is_gated else 1), config.hidden_size)
     fc2 = kept("linear_fc2", tokens, config.hidden_size, whole_width)
     if has_experts:

@@ -129,7 +129,7 @@ def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, again: s
     model, m = here.config.model, here.num_microbatches
     add, narrow_bytes = partial(_add_over_tp, total), here.tokens * model.lora_rank * here.element
     layers = set(range(len(chunk.layer_numbers)))
-    shared = of_experts if model.moe_shared_expert_intermediate_size else set[int]()
+    shared = of_experts if model.moe.moe_shared_expert_intermediate_size else set[int]()
     fed = layers - of_experts | shared
     for reached, names in ((layers, IN_ORDER[:2]), (fed, IN_ORDER[2:])):
         add_adapters(add, model, narrow_bytes, m * len(reached) + m * len(again & reached), m * len(reached), names)
@@ -188,8 +188,8 @@ def _add_experts(
     layer.add_traffic(total.add, entered + fed_again, entered + fed_again - stopped, backward)
     _add_layer_ends(total, here, in_float8, entered, entered, backward, ("attention",))
     if layer.shared_width:
-        goes_on = model.moe_shared_expert_gate or "linear_fc2" in model.adapted_parts
-        stopped = 0 if goes_on or model.moe_shared_expert_overlap else stopped
+        goes_on = model.moe.moe_shared_expert_gate or "linear_fc2" in model.adapted_parts
+        stopped = 0 if goes_on or model.moe.moe_shared_expert_overlap else stopped
         times = entered + fed_again
         left = times - stopped
         if "shared_experts" in model.recomputed_modules and not fed_again:

@@ -141,7 +141,7 @@ def assert_memory_matches_the_plan(cell: Cell, *, saved_bytes_per_token: int, ch
     config = resolve_cell(cell.flags, cell.world_size, "bfloat16")
     plan = Plan.of(config)
     model, per_stage = plan.model, config.world_size // plan.parallel_sizes.pp
-    has_experts = model.num_experts is not None
+    has_experts = model.moe.num_experts is not None
     # On CPU the last norm also saves its input in float32.
     wide = 4 * plan.num_rows * model.hidden_size * (model.normalization == "RMSNorm")
     flops = 0

@@ -127,7 +127,7 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
 def _check_format(config: RunConfig) -> Iterator[str]:
     flags, wanted = flags_without_argument(config.model), config.checkpoint.ckpt_format
     sizes = config.parallel_sizes
-    if wanted == "torch" and config.model.num_experts is not None and not _has_files_of_experts(config.model):
+    if wanted == "torch" and config.model.moe.num_experts is not None and not _has_files_of_experts(config.model):
         yield (
             f"--ckpt-format torch of a run has no place for --expert-tensor-parallel-size {sizes.expert_tp} beside "
             f"--tensor-model-parallel-size {sizes.tp}, --expert-model-parallel-size {sizes.ep} and "
@@ -447,18 +447,18 @@ def _check_moe_layers(config: RunConfig) -> Iterator[str]:
     try:
         layers = model.moe_layers
     except ValueError as error:
-        yield f"--moe-layer-freq {model.moe_layer_freq}: {error}"
+        yield f"--moe-layer-freq {model.moe.moe_layer_freq}: {error}"
         return
-    if model.num_experts is not None and not any(layers):
+    if model.moe.num_experts is not None and not any(layers):
         yield (
-            f"--moe-layer-freq {model.moe_layer_freq} gives no layer of --num-layers {model.num_layers} experts; leave "
-            "--num-experts out, or give a list with a 1"
+            f"--moe-layer-freq {model.moe.moe_layer_freq} gives no layer of --num-layers {model.num_layers} experts; "
+            "leave --num-experts out, or give a list with a 1"
         )
 
 
 def _check_spread(config: RunConfig) -> Iterator[str]:
     model = config.model
-    experts, size = model.num_experts, model.expert_model_parallel_size
+    experts, size = model.moe.num_experts, model.expert_model_parallel_size
     if experts is None or size < 1:
         return
     tensor, sizes = model.parallel_sizes.expert_tp, config.parallel_sizes
@@ -468,13 +468,13 @@ def _check_spread(config: RunConfig) -> Iterator[str]:
             f"--num-experts {experts} is not divisible by --expert-model-parallel-size {size}; "
             f"expert-parallel sizes that work: {divisors(most, 64)}"
         )
-    if tensor > 0 and model.moe_ffn_hidden_size % tensor:
+    if tensor > 0 and model.moe.moe_ffn_hidden_size % tensor:
         yield (
-            f"--moe-ffn-hidden-size {model.moe_ffn_hidden_size} is not divisible by --expert-tensor-parallel-size "
+            f"--moe-ffn-hidden-size {model.moe.moe_ffn_hidden_size} is not divisible by --expert-tensor-parallel-size "
             f"{tensor} (by default the tensor-parallel size); sizes that work: "
-            f"{divisors(model.moe_ffn_hidden_size, 64)}"
+            f"{divisors(model.moe.moe_ffn_hidden_size, 64)}"
         )
-    shared, tensor = model.moe_shared_expert_intermediate_size, model.tensor_model_parallel_size
+    shared, tensor = model.moe.moe_shared_expert_intermediate_size, model.tensor_model_parallel_size
     if shared is not None and tensor > 0 and shared % tensor:
         yield (
             f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size "
@@ -483,24 +483,24 @@ def _check_spread(config: RunConfig) -> Iterator[str]:
 
 
 def _check_choice(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    experts, topk = model.num_experts, model.moe_router_topk
+    moe = config.model.moe
+    experts, topk = moe.num_experts, moe.moe_router_topk
     if experts is None or experts < 1:
         return
     if topk > experts:
         yield f"--moe-router-topk {topk} is greater than --num-experts {experts}; values from 1 to {experts} work"
-    is_softmax = model.moe_router_score_function == "softmax"
-    if topk == 1 and is_softmax and not model.moe_router_pre_softmax:
+    is_softmax = moe.moe_router_score_function == "softmax"
+    if topk == 1 and is_softmax and not moe.moe_router_pre_softmax:
         yield (
             "--moe-router-topk 1: a softmax over one expert is 1 whatever its logit, and the router learns nothing; "
             "add --moe-router-pre-softmax"
         )
-    if model.moe_router_enable_expert_bias and is_softmax:
+    if moe.moe_router_enable_expert_bias and is_softmax:
         yield (
             "--moe-router-enable-expert-bias moves scores by sigmoid; add --moe-router-score-function sigmoid or leave "
             "it out"
         )
-    groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
+    groups, group_topk = moe.moe_router_num_groups, moe.moe_router_group_topk
     if groups is None or group_topk is None or min(groups, group_topk) < 1:
         return
     if experts % groups:
@@ -523,7 +523,7 @@ def _check_choice(config: RunConfig) -> Iterator[str]:
 
 def _check_balancing(config: RunConfig) -> Iterator[str]:
     model = config.model
-    kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    kinds, coefficients = model.moe.moe_router_load_balancing_type, model.moe.moe_aux_loss_coeff
     words, numbers = " ".join(kinds), " ".join(map(str, coefficients))
     if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
         yield f"--moe-router-load-balancing-type {words}: give each kind once, or none alone"
@@ -535,7 +535,7 @@ def _check_balancing(config: RunConfig) -> Iterator[str]:
     if any(not 0 <= value < float("inf") for value in coefficients):
         yield f"--moe-aux-loss-coeff {numbers}: values of 0 or more are expected"
     again = model.recompute_granularity == "full" or "moe" in model.recomputed_modules
-    if model.num_experts is not None and model.moe_aux_losses.get("global_aux_loss") and again:
+    if model.moe.num_experts is not None and model.moe.moe_aux_losses.get("global_aux_loss") and again:
         yield (
             "--moe-router-load-balancing-type global_aux_loss counts the micro-batches so far, which recompute of "
             "layers of experts would count again; use aux_loss, or --recompute-granularity selective without moe"
@@ -543,28 +543,28 @@ def _check_balancing(config: RunConfig) -> Iterator[str]:
 
 
 def _check_dispatch(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    if model.moe_token_dispatcher_type == "alltoall" or model.num_experts is None:
+    moe = config.model.moe
+    if moe.moe_token_dispatcher_type == "alltoall" or moe.num_experts is None:
         return
-    given = f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type}"
-    if model.moe_expert_capacity_factor is not None:
+    given = f"--moe-token-dispatcher-type {moe.moe_token_dispatcher_type}"
+    if moe.moe_expert_capacity_factor is not None:
         yield (
             f"{given} gives every rank all tokens, and has no use for --moe-expert-capacity-factor "
-            f"{model.moe_expert_capacity_factor}; use --moe-token-dispatcher-type alltoall"
+            f"{moe.moe_expert_capacity_factor}; use --moe-token-dispatcher-type alltoall"
         )
-    if model.moe_shared_expert_overlap:
+    if moe.moe_shared_expert_overlap:
         yield (f"{given} cannot be overlapped by --moe-shared-expert-overlap; use --moe-token-dispatcher-type alltoall")
 
 
 def _check_float8(config: RunConfig) -> Iterator[str]:
     model = config.model
-    tensor, width = model.parallel_sizes.expert_tp, model.moe_ffn_hidden_size
+    tensor, width = model.parallel_sizes.expert_tp, model.moe.moe_ffn_hidden_size
     if tensor > 0 and width % tensor == 0 and width // tensor % 16:
         yield (
             f"--moe-ffn-hidden-size {width} is {width // tensor} on each expert-tensor-parallel rank, which fp8 needs "
             f"to be a multiple of 16; use {-(-width // (16 * tensor)) * 16 * tensor}"
         )
-    tensor, shared = model.tensor_model_parallel_size, model.moe_shared_expert_intermediate_size
+    tensor, shared = model.tensor_model_parallel_size, model.moe.moe_shared_expert_intermediate_size
     if shared is not None and tensor > 0 and shared % tensor == 0 and shared // tensor % 16:
         yield (
             f"--moe-shared-expert-intermediate-size {shared} is {shared // tensor} on each tensor-parallel rank, which "
@@ -575,15 +575,15 @@ def _check_float8(config: RunConfig) -> Iterator[str]:
 def _check_moe_recompute(config: RunConfig) -> Iterator[str]:
     model = config.model
     of_experts = [name for name in model.recomputed_modules if name in ("moe", "moe_act", "shared_experts")]
-    if of_experts and model.num_experts is None:
+    if of_experts and model.moe.num_experts is None:
         yield f"--recompute-modules {' '.join(of_experts)} has no effect without --num-experts; leave it out"
     elif "shared_experts" in of_experts:
-        if model.moe_shared_expert_intermediate_size is None:
+        if model.moe.moe_shared_expert_intermediate_size is None:
             yield (
                 "--recompute-modules shared_experts has no effect without --moe-shared-expert-intermediate-size; leave "
                 "it out"
             )
-        elif model.moe_shared_expert_overlap:
+        elif model.moe.moe_shared_expert_overlap:
             yield (
                 "--recompute-modules shared_experts and --moe-shared-expert-overlap exclude each other: what is "
                 "computed while tokens travel is kept; leave one out"
@@ -610,19 +610,19 @@ def _check_adapters(config: RunConfig, given: str) -> Iterator[str]:
             f"--tensor-model-parallel-size {tp}; use --expert-tensor-parallel-size 1 or {tp}, or "
             "--lora-target-modules linear_qkv linear_proj"
         )
-    if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
+    if model.moe.moe_router_enable_expert_bias and model.moe.moe_router_bias_update_rate:
         yield (
             f"{given} --lora-rank {model.lora_rank} leaves all weights as they are, and --moe-router-bias-update-rate "
-            f"{model.moe_router_bias_update_rate} would move the experts' bias; use --moe-router-bias-update-rate 0"
+            f"{model.moe.moe_router_bias_update_rate} would move the experts' bias; use --moe-router-bias-update-rate 0"
         )
 
 
 def _check_beside_experts(config: RunConfig) -> Iterator[str]:
     model = config.model
     yield from _check_moe_recompute(config)
-    if model.num_experts is None:
+    if model.moe.num_experts is None:
         return
-    given = f"--num-experts {model.num_experts}:"
+    given = f"--num-experts {model.moe.num_experts}:"
     if model.fp8_format is not None:
         yield from _check_float8(config)
     if model.lora_rank:

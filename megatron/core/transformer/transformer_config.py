@@ -303,7 +303,6 @@ _PLAIN_ACTIVATIONS = ("squared_relu",)
 class TransformerConfig(
     ModelParallelConfig,
     Float8Config,
-    MoEConfig,
     in_args=True,
 ):
     """Hold everything that a transformer layer is built from.
@@ -325,6 +324,7 @@ class TransformerConfig(
     mla: MLAConfig = group(MLAConfig)
     rope: RotaryConfig = group(RotaryConfig)
     mtp: MTPConfig = group(MTPConfig)
+    moe: MoEConfig = group(MoEConfig)
 
     num_layers: int = flag(role="weights", bounds=POSITIVE, most=100_000)
     """Number of transformer layers."""
@@ -499,8 +499,8 @@ class TransformerConfig(
             object.__setattr__(
                 self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.swiglu or self.geglu)
             )
-        if self.moe_ffn_hidden_size == 0 and self.num_experts is not None:
-            object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
+        if self.moe.moe_ffn_hidden_size == 0 and self.moe.num_experts is not None:
+            object.__setattr__(self, "moe", dataclasses.replace(self.moe, moe_ffn_hidden_size=self.ffn_hidden_size))
         if self.kv_channels == 0:
             object.__setattr__(self, "kv_channels", self.hidden_size // max(self.num_attention_heads, 1))
         if self.attention_head_type == "multiquery":
@@ -510,7 +510,8 @@ class TransformerConfig(
             object.__setattr__(self, "num_query_groups", groups)
         if (self.recompute_activations or self.moe_layer_recompute) and self.recompute_granularity is None:
             object.__setattr__(self, "recompute_granularity", "selective")
-        adds_moe = self.moe_layer_recompute and self.num_experts is not None and self.recompute_granularity != "full"
+        has_experts = self.moe.num_experts is not None
+        adds_moe = self.moe_layer_recompute and has_experts and self.recompute_granularity != "full"
         if adds_moe and "moe" not in self.recompute_modules:
             object.__setattr__(self, "recompute_modules", (*self.recompute_modules, "moe"))
         if self.use_flash_attn and self.attention_backend == "auto":
@@ -539,7 +540,7 @@ class TransformerConfig(
         Raises:
             ValueError: --moe-layer-freq is none; the message says why.
         """
-        return moe_layers(self, self.num_layers)
+        return moe_layers(self.moe, self.num_layers)
 
     @property
     def layers_without_rotary(self) -> tuple[bool, ...]:
@@ -570,7 +571,7 @@ class TransformerConfig(
 
     @property
     def routes_at_random(self) -> bool:
-        return self.num_experts is not None and self.moe_router_force_load_balancing
+        return self.moe.num_experts is not None and self.moe.moe_router_force_load_balancing
 
     @property
     def adapted_parts(self) -> dict[str, tuple[str, ...]]:
@@ -667,7 +668,7 @@ class TransformerConfig(
     def float8_places(self) -> Fp8TensorIndex:
         """Return the places that delayed scaling has for the products of each layer."""
         maps, further = self.mla.num_attention_maps + 2, self.mtp.mtp_depth
-        return Fp8TensorIndex(self.num_layers + further, maps, self.num_experts or 0, has_join=further > 0)
+        return Fp8TensorIndex(self.num_layers + further, maps, self.moe.num_experts or 0, has_join=further > 0)
 
     def hidden_shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of the hidden states of whole sequences on one rank: what pipeline stages hand on."""
@@ -700,8 +701,9 @@ class TransformerConfig(
         num_matrices = 3 if self.is_gated else 2
         if self.moe_layers[kind]:
             # Routed experts (top-k), the shared expert and the router.
-            width = self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
-            gemms += hidden * (width * num_matrices + (self.num_experts or 0))
+            width = self.moe.moe_router_topk * self.moe.moe_ffn_hidden_size
+            width += self.moe.moe_shared_expert_intermediate_size or 0
+            gemms += hidden * (width * num_matrices + (self.moe.num_experts or 0))
         else:
             gemms += hidden * self.ffn_hidden_size * num_matrices
         if layer_number >= self.num_layers:

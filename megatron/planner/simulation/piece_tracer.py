@@ -52,7 +52,7 @@ def _warm_up(request: TraceRequest) -> None:
     # A layer in the model's own dtype does not try the matmuls of the fp8 layers.
     in_float8 = any(model.is_in_float8(number, model.num_layers) for number in request.contents.layer_numbers)
     recipe = model.fp8_recipe if in_float8 else None
-    kind = request.capability, model.fp8_format, recipe, model.num_experts is None, request.contents.has_loss
+    kind = request.capability, model.fp8_format, recipe, model.moe.num_experts is None, request.contents.has_loss
     if kind not in _warmed:
         with _simulated(request) as tracer:
             tracer.trace(1)

@@ -103,7 +103,8 @@ def test_no_flag_is_blamed_that_was_not_given() -> None:
 
 def test_experts_of_a_token_need_not_be_as_many_in_each_group() -> None:
     words = f"{EIGHT} --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2"
-    assert resolve_arguments([*BASE.split(), *words.split()], 8, needs_files=False).config.model.moe_router_topk == 3
+    config = resolve_arguments([*BASE.split(), *words.split()], 8, needs_files=False).config
+    assert config.model.moe.moe_router_topk == 3
 
 
 def test_experts_spread_over_data_context_and_tensor_ranks() -> None:
@@ -117,7 +118,7 @@ def test_experts_spread_over_data_context_and_tensor_ranks() -> None:
 def test_others_kernels_give_way_to_alltoall_and_routing_at_random_is_announced() -> None:
     flex = "--moe-token-dispatcher-type flex --moe-enable-deepep --moe-flex-dispatcher-backend deepep"
     given = resolve_arguments([*BASE.split(), *EIGHT.split(), *flex.split()], 8)
-    assert given.config.model.moe_token_dispatcher_type == "alltoall"
+    assert given.config.model.moe.moe_token_dispatcher_type == "alltoall"
     assert [note.split(": ")[0] for note in given.notes if "HybridEP" in note] == [
         "--moe-enable-deepep has no effect",
         "--moe-flex-dispatcher-backend deepep has no effect",

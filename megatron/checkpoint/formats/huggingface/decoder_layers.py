@@ -110,8 +110,8 @@ def layer_frequency(has_experts: Sequence[bool]) -> str:
 
 def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) -> Iterator[TensorLink]:
     """Return the links of a layer's router and experts, each of which is a tensor of its own in files."""
-    assert config.num_experts is not None
-    count, width, ffn = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
+    assert config.moe.num_experts is not None
+    count, width, ffn = config.moe.num_experts, config.hidden_size, config.moe.moe_ffn_hidden_size
     yield whole(f"{ours}mlp.router.weight", f"{theirs}{names.router}.weight", (count, width))
     for expert in range(count):
         of_expert = f"{theirs}{names.experts}.{expert}."
@@ -123,7 +123,7 @@ def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) 
 
 def shared_expert_links(config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
     """Return the links of a layer's shared expert."""
-    width, ffn = config.hidden_size, config.moe_shared_expert_intermediate_size
+    width, ffn = config.hidden_size, config.moe.moe_shared_expert_intermediate_size
     assert ffn is not None
     gated, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}mlp.shared_experts."
     yield rows(gated, 0, f"{of_shared}gate_proj.weight", 0, ffn, (width,))

@@ -73,27 +73,29 @@ class DeepseekV3Family(RotaryDecoderFamily):
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
-        shared = config.moe_shared_expert_intermediate_size or 0
+        mla = config.mla
+        moe = config.moe
+        shared = moe.moe_shared_expert_intermediate_size or 0
         settings = super().write_settings(config) | {
             "attention_bias": False,
             "first_k_dense_replace": sum(not has_experts for has_experts in config.moe_layers),
-            "kv_lora_rank": config.mla.kv_lora_rank,
-            "moe_intermediate_size": config.moe_ffn_hidden_size,
-            "n_group": config.moe_router_num_groups or 1,
-            "n_routed_experts": config.num_experts,
-            "n_shared_experts": shared // max(config.moe_ffn_hidden_size, 1),
-            "norm_topk_prob": config.moe_router_topk > 1,
-            "num_experts_per_tok": config.moe_router_topk,
+            "kv_lora_rank": mla.kv_lora_rank,
+            "moe_intermediate_size": moe.moe_ffn_hidden_size,
+            "n_group": moe.moe_router_num_groups or 1,
+            "n_routed_experts": moe.num_experts,
+            "n_shared_experts": shared // max(moe.moe_ffn_hidden_size, 1),
+            "norm_topk_prob": moe.moe_router_topk > 1,
+            "num_experts_per_tok": moe.moe_router_topk,
             "num_nextn_predict_layers": config.mtp.mtp_depth,
-            "q_lora_rank": config.mla.q_lora_rank,
-            "qk_nope_head_dim": config.mla.qk_head_dim,
-            "qk_rope_head_dim": config.mla.qk_pos_emb_head_dim,
+            "q_lora_rank": mla.q_lora_rank,
+            "qk_nope_head_dim": mla.qk_head_dim,
+            "qk_rope_head_dim": mla.qk_pos_emb_head_dim,
             "rope_interleave": True,
-            "routed_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
+            "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
             "scoring_func": "sigmoid",
-            "topk_group": config.moe_router_group_topk or 1,
+            "topk_group": moe.moe_router_group_topk or 1,
             "topk_method": "noaux_tc",
-            "v_head_dim": config.mla.v_head_dim,
+            "v_head_dim": mla.v_head_dim,
         }
         # What transformers calls the width of a head is that of its rotary part here, which is said already.
         settings.pop("head_dim", None)
@@ -144,10 +146,10 @@ class DeepseekV3Family(RotaryDecoderFamily):
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Return the links of router, experts, shared expert and the bias by which experts are chosen."""
         yield from super().expert_layer_links(config, ours, theirs)
-        if config.moe_router_enable_expert_bias:
+        if config.moe.moe_router_enable_expert_bias:
             bias = f"{theirs}mlp.gate.e_score_correction_bias"
-            yield whole(f"{ours}mlp.router.expert_bias", bias, (config.num_experts or 0,))
-        if config.moe_shared_expert_intermediate_size is not None:
+            yield whole(f"{ours}mlp.router.expert_bias", bias, (config.moe.num_experts or 0,))
+        if config.moe.moe_shared_expert_intermediate_size is not None:
             yield from shared_expert_links(config, ours, theirs)
 
     def check_heads(self, settings: Settings, width: int, heads: int, groups: int, head_dim: int) -> None:

@@ -207,7 +207,7 @@ def _unused_features(config: GPTConfig) -> set[str]:
         unused |= {"kv_channels", "rotary_dim", "score_scalar", "rotary_interleaved"}
     # A factor of 1 leaves positions as they are; latent attention stretches them unless it is told not to.
     unused |= {"rope_type"} if config.stretches_positions else _YARN
-    if config.num_experts is not None and all(config.moe_layers):
+    if config.moe.num_experts is not None and all(config.moe_layers):
         unused.add("ffn_hidden_size")
     return unused
 

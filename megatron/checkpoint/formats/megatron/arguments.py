@@ -78,16 +78,16 @@ def arguments_of_experts(model: GPTConfig) -> dict[str, Any]:
     sizes = {
         "expert_model_parallel_size": model.expert_model_parallel_size,
         "expert_tensor_parallel_size": model.parallel_sizes.expert_tp,
-        "num_experts": model.num_experts,
+        "num_experts": model.moe.num_experts,
     }
-    if model.num_experts is None:
+    if model.moe.num_experts is None:
         return sizes
     config_class: type = MoEConfig
     values = {spec.name: field_value(model, spec.name) for spec in field_specs(config_class)}
     for name, value in values.items():
         if isinstance(value, tuple):
             values[name] = value[0] if len(value) == 1 else list(value)
-    text = model.moe_layer_freq.strip()
+    text = model.moe.moe_layer_freq.strip()
     is_number = text.isdecimal()
     values[_PATTERN] = int(text) if is_number else list(map(int, parse_layer_pattern(text, model.num_layers)))
     return values | sizes
@@ -102,7 +102,7 @@ def check_expert_places(model: GPTConfig) -> None:
         ConfigurationError: some tensor ranks would not be among them, or two of them have the same numbers.
     """
     tp, ep, etp = model.tensor_model_parallel_size, model.expert_model_parallel_size, model.parallel_sizes.expert_tp
-    if model.num_experts is not None and (tp % etp or ep * etp < tp):
+    if model.moe.num_experts is not None and (tp % etp or ep * etp < tp):
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and "
             f"--expert-model-parallel-size {ep}: folders of --ckpt-format torch have no place for such experts; use "

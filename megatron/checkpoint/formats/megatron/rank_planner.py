@@ -439,7 +439,7 @@ class RankPlanner:
             self.padded_vocab_size,
         )
         defaults = {"accumulate_allreduce_grads_in_fp32": half}
-        if self.model.num_experts is not None:
+        if self.model.moe.num_experts is not None:
             derived["moe_grouped_gemm"] = self.groups_experts
         counts = {theirs: progress[ours] for ours, theirs in PROGRESS.items()}
         carried = {name: value for name, value in carried.items() if name != TRAIN_DATA}

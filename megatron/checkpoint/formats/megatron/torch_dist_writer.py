@@ -227,7 +227,7 @@ class TorchDistPlan:
         self._num_layers = model.num_layers
         self._moe_layers = model.moe_layers
         # Megatron stacks the layers of a model whose layers are all alike.
-        self._stacks = model.num_experts is None or model.moe_layer_freq.strip() == "1"
+        self._stacks = model.moe.num_experts is None or model.moe.moe_layer_freq.strip() == "1"
         self._is_distributed = self._planner.terms is not None and bool(
             common["config"]["ddp"].get("use_distributed_optimizer")
         )
@@ -264,7 +264,7 @@ class TorchDistPlan:
     def _extra_states(self, prefix: str, layer: int, stacked: tuple[int, int] | None) -> Iterator[tuple[str, None]]:
         """Yield the objects of a layer's modules; ``stacked`` are its number and that of all layers, where they are."""
         model = self._planner.model
-        experts = model.num_experts if self._moe_layers[layer] else None
+        experts = model.moe.num_experts if self._moe_layers[layer] else None
         attention = ["linear_qkv"]
         if model.mla.multi_latent_attention:
             is_narrow = model.mla.q_lora_rank is not None
@@ -272,7 +272,7 @@ class TorchDistPlan:
             attention = [*of_queries, "linear_kv_down_proj", "linear_kv_up_proj"]
         modules = [f"self_attention.{name}" for name in ("linear_proj", *attention)]
         modules += [f"mlp.{name}" for name in _FEED_FORWARD if experts is None]
-        if experts is not None and model.moe_shared_expert_intermediate_size is not None:
+        if experts is not None and model.moe.moe_shared_expert_intermediate_size is not None:
             modules += [f"mlp.shared_experts.{name}" for name in _FEED_FORWARD]
         place, size = stacked or (0, 1)
         for module in modules:

@@ -148,7 +148,7 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
         layer_numbers=contents.layer_numbers,
         pre_process=contents.has_embedding,
         post_process=contents.has_loss,
-        experts=ExpertGroups.of(state) if model.num_experts is not None else None,
+        experts=ExpertGroups.of(state) if model.moe.num_experts is not None else None,
     )
     compute_in_float8((chunk,), model, "meta")
     layers = [layer for block in chunk.blocks for layer in block.layers.values()]

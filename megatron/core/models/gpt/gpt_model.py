@@ -225,7 +225,7 @@ class GPTModel(Model):
         if self.has_further_tokens:
             self.mtp = MultiTokenPrediction(config, tp, device, self.cp, experts, made)
         of_logits = (LOGIT_Z_LOSS,) if config.z_loss_coeff else ()
-        self.auxiliary_loss_names = (*auxiliary_loss_names(config), *further_loss_names(config.mtp), *of_logits)
+        self.auxiliary_loss_names = (*auxiliary_loss_names(config.moe), *further_loss_names(config.mtp), *of_logits)
         self._logits_memory = ReusedMemory()
         self.output_layer: ColumnParallelLinear | None = None
         is_tied = not config.untie_embeddings_and_output_weights

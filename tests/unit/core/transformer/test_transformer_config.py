@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config_base import from_fields
+from megatron.core.config_base import field_value, from_fields
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.layer_pattern import _MOST_LAYERS, format_layer_pattern, parse_layer_pattern
 from megatron.core.transformer.rotary_pos_embedding import yarn_frequencies
@@ -73,7 +73,7 @@ def test_activations(fields: dict[str, Any], activation: str, is_gated: bool) ->
 )
 def test_values_that_follow_from_others(fields: dict[str, Any], derived: dict[str, Any]) -> None:
     config = make(**fields)
-    assert {name: getattr(config, name) for name in derived} == derived
+    assert {name: field_value(config, name) for name in derived} == derived
 
 
 NOTHING_DROPPED = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

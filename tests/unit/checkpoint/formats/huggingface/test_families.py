@@ -246,7 +246,7 @@ def test_links_cover_every_element_of_both_sides_once(tmp_path: Path, values: di
 def test_one_expert_a_token_is_weighed_by_its_own_score(tmp_path: Path) -> None:
     alone = DEEPSEEK | {"num_experts_per_tok": 1, "n_group": 1, "norm_topk_prob": False}
     config = config_of(tmp_path, alone)
-    assert config.moe_router_topk == 1
+    assert config.moe.moe_router_topk == 1
     written = family_for(config).write_settings(config)
     assert (written["model_type"], written["norm_topk_prob"]) == ("deepseek_v3", False)
 

@@ -166,7 +166,7 @@ def test_settings_that_are_left_out_are_those_of_the_configuration_class(tmp_pat
     config = config_of(tmp_path, GPT_OSS)
     assert (config.kv_channels, config.num_query_groups, config.rotary_base) == (64, 2, 150000)
     assert (config.softmax_type, config.activation, config.glu_linear_offset) == ("learnable", "quick_geglu", 1.0)
-    assert (config.activation_func_clamp_value, config.moe_router_topk, config.num_experts) == (7.0, 4, 8)
+    assert (config.activation_func_clamp_value, config.moe.moe_router_topk, config.moe.num_experts) == (7.0, 4, 8)
     assert config.layer_windows == (128, None, 128)
     assert (config.rope.rotary_scaling_factor, config.rope.yarn_correction_range_round_to_int) == (32.0, False)
     assert config.add_bias_linear

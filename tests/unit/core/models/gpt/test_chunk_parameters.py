@@ -70,7 +70,7 @@ def model_of(rank: int, fields: dict[str, Any], sizes: ParallelSizes) -> GPTMode
         }
         | fields,
     )
-    experts = ExpertGroups.of(state) if config.num_experts else None
+    experts = ExpertGroups.of(state) if config.moe.num_experts else None
     rng = RngStreams(Device("cpu"), 0, state.place)
     return GPTModel(config, state.tp, rng, seed=None, device="meta", cp=state.cp, experts=experts)
 
