@@ -19,7 +19,7 @@ from megatron.config.run_config import (
 from megatron.core.batch_size_rampup import read_batch_size_schedule
 from megatron.core.config_base import FieldSpec, field_specs, field_value, with_fields
 from megatron.core.errors import CheckpointError, ConfigurationError
-from megatron.core.model_parallel_config import Float8Config
+from megatron.core.model_parallel_config import Fp8Config
 from megatron.core.object_store import as_path
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import read_overlap_methods
@@ -51,7 +51,7 @@ def float8_speed_line(recipe: str) -> str | None:
 
 def float8_notes(config: RunConfig) -> Iterator[str]:
     """Yield the line of the recipe that a run takes."""
-    line = None if config.model.fp8_format is None else float8_speed_line(config.model.fp8_recipe)
+    line = None if config.model.fp8.fp8_format is None else float8_speed_line(config.model.fp8.fp8_recipe)
     if line is not None:
         yield line
 
@@ -505,7 +505,7 @@ def _resolve_tp_overlap(config: RunConfig, notes: list[str], problems: list[str]
         missing = sizes if model.tensor_model_parallel_size == 1 else f"{sizes} without --sequence-parallel"
         notes.append(f"--tp-comm-overlap has no effect with {missing}: turned off")
         return dataclasses.replace(config, model=dataclasses.replace(model, tp_comm_overlap=False))
-    if model.fp8_format is not None:
+    if model.fp8.fp8_format is not None:
         notes.append("--tp-comm-overlap has an effect on layers in 16 bits only: fp8 products have no chunks")
     if model.tp_comm_overlap_cfg is None:
         return config
@@ -625,7 +625,7 @@ def _resolve_data_parallelism(config: RunConfig, notes: list[str]) -> RunConfig:
     elif ddp.overlap_param_gather:
         notes.append("--overlap-param-gather has no effect without --use-distributed-optimizer: turned off")
         ddp = dataclasses.replace(ddp, overlap_param_gather=False)
-    if config.model.fp8_param_gather and config.parallel_sizes.num_replicas == 1:
+    if config.model.fp8.fp8_param_gather and config.parallel_sizes.num_replicas == 1:
         notes.append("--fp8-param-gather has no effect with one data-parallel rank: nothing is gathered")
     return dataclasses.replace(config, ddp=ddp)
 
@@ -636,8 +636,9 @@ def _resolve_graphs(config: RunConfig, notes: list[str]) -> RunConfig:
     The first step of delayed scaling has no amax yet. Its scales are in other memory, so that Triton compiles other
     variants of the cast than for later steps. CUDA compiles no kernel during a capture.
     """
-    steps, is_delayed = config.training.cuda_graph_warmup_steps, config.model.fp8_recipe == "delayed"
-    if config.training.cuda_graph_impl != "local" or config.model.fp8_format is None or not is_delayed or steps >= 2:
+    steps, fp8 = config.training.cuda_graph_warmup_steps, config.model.fp8
+    is_delayed = fp8.fp8_format is not None and fp8.fp8_recipe == "delayed"
+    if config.training.cuda_graph_impl != "local" or not is_delayed or steps >= 2:
         return config
     notes.append(f"--cuda-graph-warmup-steps {steps} is too small for --fp8-recipe delayed: the run uses 2")
     return dataclasses.replace(config, training=dataclasses.replace(config.training, cuda_graph_warmup_steps=2))
@@ -655,9 +656,9 @@ def _resolve_weight_decay(config: RunConfig) -> RunConfig:
 
 
 def _float8_notes(config: RunConfig) -> list[str]:
-    if config.model.fp8_format is not None:
+    if config.model.fp8.fp8_format is not None:
         return []
-    specs = {spec.name: spec for spec in field_specs(Float8Config)}
+    specs = {spec.name: spec for spec in field_specs(Fp8Config)}
     wanted = specs["fp8_format"]
     given = [spec for spec in specs.values() if field_value(config.model, spec.name) != spec.default]
     return [

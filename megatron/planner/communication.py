@@ -336,7 +336,7 @@ def add_scalars(total: TrafficSum, here: StepRank) -> None:
     if config.faults.watches:
         # Whether every rank accepts the step.
         total.add("all_reduce", WORLD, 8)
-    if config.model.fp8_recipe == "delayed" and config.model.fp8_format is not None:
+    if config.model.fp8.fp8_recipe == "delayed" and config.model.fp8.fp8_format is not None:
         # The amax of each operand of each linear layer, and of each expert's two.
         places = config.model.float8_places
         total.add("all_reduce", WORLD, places.num_layers * places.num_places * 3 * 4)

@@ -44,7 +44,7 @@ def saved_by_transformer_engine(
     if model.recompute_granularity == "full":
         return {**_stream(model, rows, element), **join}
     t, h = model.tensor_model_parallel_size, model.hidden_size
-    is_float8 = model.is_in_float8(layer_number, model.num_layers)
+    is_float8 = model.fp8.is_in_float8(layer_number, model.num_layers)
     product_input = 1 if is_float8 else element
     queries, keys, ffn = model.query_projection_size // t, key_value_width(model), model.ffn_hidden_size // t
     feed_forward = {"feed-forward": tokens * ffn * ((2 if model.is_gated else 1) * element + product_input)}
@@ -329,7 +329,7 @@ def num_launches(plan: Plan, implementation: Implementation, kind: LayerKind) ->
     if kind.in_float8 or implementation.loops_over_experts:
         # transformer-engine has a kernel of its own for each recipe.
         most = max(_CAST_LAUNCHES.values())
-        per_expert = _LOOP_LAUNCHES + kind.in_float8 * _CASTS * _CAST_LAUNCHES.get(plan.model.fp8_recipe, most)
+        per_expert = _LOOP_LAUNCHES + kind.in_float8 * _CASTS * _CAST_LAUNCHES.get(plan.model.fp8.fp8_recipe, most)
     return _LAUNCHES + _EXPERT_LAUNCHES + expert_layer(plan).num_local * per_expert
 
 

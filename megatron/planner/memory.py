@@ -489,7 +489,7 @@ def stage_state(plan: Plan, stage: int, implementation: Implementation) -> Stage
     num_frozen = sum(each.size for _, several in parameters for each in several if not each.is_trained)
     weights = num_frozen * element + rest.weights + experts.weights
     shards_weights = plan.ddp.shards_weights and plan.ddp.shards_over(grid.num_replicas)
-    if implementation.caches_float8_weights and model.fp8_format is not None and not shards_weights:
+    if implementation.caches_float8_weights and model.fp8.fp8_format is not None and not shards_weights:
         # Every GPU type with fp8 multiplies the same weights in it.
         traces = [layer_trace(plan, HOPPER, number) for chunk in chunks for number in chunk.layer_numbers]
         traces += [end_trace(plan, HOPPER, has_loss=True) for chunk in chunks if chunk.has_loss]

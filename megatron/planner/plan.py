@@ -48,10 +48,10 @@ class LayerKind(NamedTuple):
 def layer_kinds(model: GPTConfig, seq_length: int) -> Sequence[LayerKind]:
     """Return the kind of every layer, those that predict further tokens behind the others."""
     exchanges = model.cp_comm_type if model.context_parallel_size > 1 else ("",)
-    float8_layers = tuple(model.float8_layers(model.num_layers))
+    float8_layers = tuple(model.fp8.float8_layers(model.num_layers))
     without_rotary = model.layers_without_rotary
     own = _kinds(float8_layers, model.moe_layers, model.layer_windows, without_rotary, tuple(exchanges), seq_length)
-    further = own[-1]._replace(in_float8=model.is_in_float8(model.num_layers, model.num_layers), is_further=True)
+    further = own[-1]._replace(in_float8=model.fp8.is_in_float8(model.num_layers, model.num_layers), is_further=True)
     return [*own, *[further] * model.mtp.mtp_depth] if model.mtp.mtp_depth else own
 
 

@@ -389,7 +389,7 @@ def _rows(explanations: Sequence[Explanation]) -> Iterator[_Row]:
         if max(sizes) > 1:
             yield row(f"{axis} size", *map(str, sizes))
     yield row("pipeline schedule", *(plan.pipeline_schedule for plan in plans))
-    yield row("precision", *("fp8" if plan.model.fp8_format else plan.model.params_dtype for plan in plans))
+    yield row("precision", *("fp8" if plan.model.fp8.fp8_format else plan.model.params_dtype for plan in plans))
     yield row("recompute", *(plan.model.recompute_granularity or "none" for plan in plans))
     yield row("micro-batch size", *(str(plan.micro_batch_size) for plan in plans))
     yield row("micro-batches per step", *(str(plan.num_microbatches) for plan in plans))

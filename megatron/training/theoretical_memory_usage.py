@@ -150,7 +150,7 @@ class _Layer:
     def _rounds(self) -> bool:
         """Return whether linear layers save their inputs in fp8."""
         model = self.model
-        return model.is_in_float8(self.number, model.num_layers) and model.fp8_wgrad and not model.lora_rank
+        return model.fp8.is_in_float8(self.number, model.num_layers) and model.fp8.fp8_wgrad and not model.lora_rank
 
     @property
     def _recomputes_feed_forward(self) -> bool:

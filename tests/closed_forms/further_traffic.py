@@ -25,7 +25,7 @@ def add_further(
         return
     add("reduce_scatter", number * hidden_bytes, microbatches)
     add("all_gather", number * hidden_bytes, microbatches)
-    if model.fp8_format is not None:
+    if model.fp8.fp8_format is not None:
         Float8LayerEnds(model, tokens, hidden_bytes).add_join(add, forward, backward)
     else:
         # Gathered for the product, and once more for the gradient of its weight.

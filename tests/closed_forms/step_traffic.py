@@ -67,7 +67,7 @@ def _add_microbatch(total: TrafficSum, here: _Rank, chunk: StageContents) -> Non
     again = {*range(full), *(range(num_own, len(numbers)) if model.recompute_granularity == "full" else ())}
     has_experts = model.moe_layers
     of_experts = {place for place, number in enumerate(numbers) if has_experts[model.kind_of(number)]}
-    of_float8 = {place for place, number in enumerate(numbers) if model.is_in_float8(number, model.num_layers)}
+    of_float8 = {place for place, number in enumerate(numbers) if model.fp8.is_in_float8(number, model.num_layers)}
     for in_float8 in (False, True):
         own = of_float8 if in_float8 else set(range(len(numbers))) - of_float8
         if own & of_experts:
@@ -154,7 +154,7 @@ def _add_low_rank(total: TrafficSum, here: _Rank, chunk: StageContents, again: s
         is_column = name not in ROW_PARALLEL
         if not model.sequence_parallel:
             add("all_reduce", here.hidden_bytes, -m if is_column else 0)
-        elif model.is_in_float8(0, model.num_layers):
+        elif model.fp8.is_in_float8(0, model.num_layers):
             _float8_ends(here).add_gradient(add, -m, is_column=is_column)
         else:
             is_chunked = linear_overlap(model, name).backward

@@ -623,7 +623,7 @@ def _check_beside_experts(config: RunConfig) -> Iterator[str]:
     if model.moe.num_experts is None:
         return
     given = f"--num-experts {model.moe.num_experts}:"
-    if model.fp8_format is not None:
+    if model.fp8.fp8_format is not None:
         yield from _check_float8(config)
     if model.lora_rank:
         yield from _check_adapters(config, given)
@@ -687,30 +687,28 @@ _SHAPE = (
 
 def _asked(config: RunConfig) -> str:
     """Return the flag that asks for fp8, as it was typed."""
-    model = config.model
-    return (
-        "--fp8-hybrid" if model.fp8_hybrid else "--fp8-e4m3" if model.fp8_e4m3 else f"--fp8-format {model.fp8_format}"
-    )
+    fp8 = config.model.fp8
+    return "--fp8-hybrid" if fp8.fp8_hybrid else "--fp8-e4m3" if fp8.fp8_e4m3 else f"--fp8-format {fp8.fp8_format}"
 
 
 def _check_precision(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.fp8_format is not None and not (model.bf16 or model.fp16):
+    if model.fp8.fp8_format is not None and not (model.bf16 or model.fp16):
         yield f"{_asked(config)} needs --bf16 or --fp16 for all that is not a product; add --bf16"
 
 
 def _check_formats(config: RunConfig) -> Iterator[str]:
     model = config.model
-    for given, meant in ((model.fp8_hybrid, "hybrid"), (model.fp8_e4m3, "e4m3")):
-        if given and model.fp8_format != meant:
-            yield f"--fp8-{meant} and --fp8-format {model.fp8_format} exclude each other; keep one"
+    for given, meant in ((model.fp8.fp8_hybrid, "hybrid"), (model.fp8.fp8_e4m3, "e4m3")):
+        if given and model.fp8.fp8_format != meant:
+            yield f"--fp8-{meant} and --fp8-format {model.fp8.fp8_format} exclude each other; keep one"
 
 
 def _check_float8_layers(config: RunConfig) -> Iterator[str]:
     model = config.model
-    if model.fp8_format is None or model.float8_layers(model.num_layers):
+    if model.fp8.fp8_format is None or model.fp8.float8_layers(model.num_layers):
         return
-    start, end = model.num_layers_at_start_in_bf16, model.num_layers_at_end_in_bf16
+    start, end = model.fp8.num_layers_at_start_in_bf16, model.fp8.num_layers_at_end_in_bf16
     yield (
         f"--first-last-layers-bf16 leaves none of {model.num_layers} layers for {_asked(config)} "
         f"(--num-layers-at-start-in-bf16 {start}, --num-layers-at-end-in-bf16 {end}); together they may be "
@@ -720,7 +718,7 @@ def _check_float8_layers(config: RunConfig) -> Iterator[str]:
 
 def _check_widths(config: RunConfig) -> Iterator[str]:
     model, tensor = config.model, config.model.tensor_model_parallel_size
-    if model.fp8_format is None or min(tensor, model.hidden_size, model.kv_channels, model.ffn_hidden_size) <= 0:
+    if model.fp8.fp8_format is None or min(tensor, model.hidden_size, model.kv_channels, model.ffn_hidden_size) <= 0:
         return
     needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
     if model.hidden_size % _MULTIPLE:
@@ -756,7 +754,7 @@ def _check_widths(config: RunConfig) -> Iterator[str]:
 
 def _check_latent_widths(config: RunConfig) -> Iterator[str]:
     model, tensor = config.model, config.model.tensor_model_parallel_size
-    if model.fp8_format is None or not model.mla.multi_latent_attention or tensor <= 0:
+    if model.fp8.fp8_format is None or not model.mla.multi_latent_attention or tensor <= 0:
         return
     needed = f"which {_asked(config)} needs to be a multiple of {_MULTIPLE}"
     narrow = {
@@ -781,7 +779,7 @@ def _check_tokens(config: RunConfig) -> Iterator[str]:
     parts = model.context_parallel_size
     if model.sequence_parallel:
         parts *= model.tensor_model_parallel_size
-    if model.fp8_format is None or parts <= 0 or length <= 0 or batch <= 0 or length % parts:
+    if model.fp8.fp8_format is None or parts <= 0 or length <= 0 or batch <= 0 or length % parts:
         return
     tokens = length * batch // parts
     if tokens % _MULTIPLE == 0:
@@ -795,7 +793,7 @@ def _check_tokens(config: RunConfig) -> Iterator[str]:
 
 
 def _check_param_gather(config: RunConfig) -> Iterator[str]:
-    if config.model.fp8_param_gather and config.parallel_sizes.num_replicas > 1 and not config.ddp.shards_optimizer:
+    if config.model.fp8.fp8_param_gather and config.parallel_sizes.num_replicas > 1 and not config.ddp.shards_optimizer:
         yield (
             "--fp8-param-gather: parameters are gathered with --use-distributed-optimizer only; add it or leave this "
             "out"

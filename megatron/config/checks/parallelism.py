@@ -172,7 +172,7 @@ def _check_sharding(config: RunConfig) -> Iterator[str]:
     instead = "leave it out, or give --data-parallel-sharding-strategy optim_grads"
     if model.lora_rank:
         yield f"--lora-rank {model.lora_rank} with {strategy}: frozen weights would not be sharded; {instead}"
-    if model.fp8_param_gather:
+    if model.fp8.fp8_param_gather:
         yield f"--fp8-param-gather with {strategy}: weights are gathered in the model's own precision; {instead}"
     if ddp.overlap_param_gather_with_optimizer_step:
         yield f"--overlap-param-gather-with-optimizer-step with {strategy}: an update gathers no weights; {instead}"

@@ -109,7 +109,7 @@ def _check_average(config: RunConfig) -> Iterator[str]:
         )
     if config.checkpoint.save and config.checkpoint.no_save_optim:
         yield f"--no-save-optim leaves out the averages of --ema-decay {decay} too; leave one of the two out"
-    if config.model.fp8_param_gather:
+    if config.model.fp8.fp8_param_gather:
         yield f"--ema-decay {decay} is not supported with --fp8-param-gather; omit one of them"
     if config.model.cpu_offloading_weights:
         yield f"--ema-decay {decay} is not supported with --cpu-offloading-weights; omit one of them"
@@ -223,7 +223,7 @@ def _check_types(config: RunConfig) -> Iterator[str]:
 
 
 def _check_float8_gather(config: RunConfig) -> Iterator[str]:
-    if config.model.fp8_param_gather and config.optimizer.main_params_dtype == "fp16":
+    if config.model.fp8.fp8_param_gather and config.optimizer.main_params_dtype == "fp16":
         yield (
             "--main-params-dtype fp16 keeps what the weights lack of float32, and --fp8-param-gather rounds the "
             "weights; give --main-params-dtype fp32, or leave --fp8-param-gather out"

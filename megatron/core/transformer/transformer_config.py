@@ -11,7 +11,7 @@ import functools
 import math
 
 from megatron.core.config_base import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Config, flag, group
-from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex, ModelParallelConfig
+from megatron.core.model_parallel_config import Fp8Config, Fp8TensorIndex, ModelParallelConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern, parse_window
 from megatron.core.transformer.lora_targets import adapted_parts
 
@@ -300,11 +300,7 @@ _PLAIN_ACTIVATIONS = ("squared_relu",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(
-    ModelParallelConfig,
-    Float8Config,
-    in_args=True,
-):
+class TransformerConfig(ModelParallelConfig, in_args=True):
     """Hold everything that a transformer layer is built from.
 
     ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` are 0 where they are not given and are then
@@ -325,6 +321,7 @@ class TransformerConfig(
     rope: RotaryConfig = group(RotaryConfig)
     mtp: MTPConfig = group(MTPConfig)
     moe: MoEConfig = group(MoEConfig)
+    fp8: Fp8Config = group(Fp8Config)
 
     num_layers: int = flag(role="weights", bounds=POSITIVE, most=100_000)
     """Number of transformer layers."""
@@ -494,7 +491,6 @@ class TransformerConfig(
     def __post_init__(self) -> None:
         """Fill in the values that follow from others."""
         super().__post_init__()
-        Float8Config.__post_init__(self)
         if self.ffn_hidden_size == 0:
             object.__setattr__(
                 self, "ffn_hidden_size", default_ffn_hidden_size(self.hidden_size, self.swiglu or self.geglu)

@@ -73,8 +73,7 @@ class DeepseekV3Family(RotaryDecoderFamily):
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         """Return the settings of a model."""
-        mla = config.mla
-        moe = config.moe
+        mla, moe = config.mla, config.moe
         shared = moe.moe_shared_expert_intermediate_size or 0
         settings = super().write_settings(config) | {
             "attention_bias": False,

@@ -107,7 +107,7 @@ def _layer(known: dict[Hashable, _Piece], model: GPTConfig, number: int) -> _Pie
 
 def _kind(model: GPTConfig, number: int) -> tuple[bool, bool]:
     """Return the properties of a layer on which its parameters depend, without the fields that all layers share."""
-    return model.moe_layers[model.kind_of(number)], model.is_in_float8(number, model.num_layers)
+    return model.moe_layers[model.kind_of(number)], model.fp8.is_in_float8(number, model.num_layers)
 
 
 def _piece(known: dict[Hashable, _Piece], model: GPTConfig, contents: StageContents, kind: Hashable) -> _Piece:
