@@ -303,6 +303,7 @@ _PLAIN_ACTIVATIONS = ("squared_relu",)
 class TransformerConfig(ModelParallelConfig, in_args=True):
     """Hold everything that a transformer layer is built from.
 
+    The fields of muP, MLA, rotary positions, MTP, MoE and FP8 are in groups.
     ``ffn_hidden_size``, ``kv_channels`` and ``num_query_groups`` are 0 where they are not given and are then
     derived, so that a built configuration always holds their real values.
     """
