@@ -30,7 +30,7 @@ CHECKING_FILES = (
     "megatron/core/pipeline_parallel/stage_layout.py",
 )  # fmt: skip
 """Here every sentence that is put together is an answer to a command line, whatever the function is called."""
-OTHER_SENTENCES = ("megatron/config/printed_config.py",)
+OTHER_SENTENCES = ("megatron/config/deprecated_names.py", "megatron/config/printed_config.py")
 _CHECKING = re.compile(r"problem|check|conflict|refus|mistake|unknown|wrong")
 _FEWEST_WORDS = 2
 

@@ -19,6 +19,7 @@ from megatron.checkpoint.formats.megatron import (
     index_of,
     open_torch_checkpoint,
 )
+from megatron.config import with_current_fields
 from megatron.core.collectives import run_on_all_ranks
 from megatron.core.config_base import IDENTITY, field_specs
 from megatron.core.dist_checkpointing import (
@@ -121,8 +122,7 @@ class NativeCheckpoint:
     @property
     def config(self) -> Mapping[str, Any]:
         """Return the configuration of the run that saved it."""
-        config: Mapping[str, Any] = self.index.common["config"]
-        return config
+        return with_current_fields(self.index.common["config"])
 
     @property
     def version(self) -> float:

@@ -197,7 +197,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
                 print("whoever reaches this address may use the model; --api-key lets in who has it", file=sys.stderr)
             print(f"serving {model_name(arguments)} at {server.url}", flush=True)
         continuous = ContinuousEngine(engine, arguments.inference_max_requests, arguments.max_tokens_to_oom)
-        with watching(flight, engine.state, initialize_device(launch), arguments.hang_report_seconds, settling=0):
+        with watching(flight, engine.state, initialize_device(launch), arguments.hang_timeout_seconds, settling=0):
             run_service(continuous, jobs, lambda: end.asked, flight)
         if server is not None and jobs is not None:
             jobs.close()

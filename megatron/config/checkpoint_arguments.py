@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import TRACKER_FILE, candidate_folders, detect_format
+from megatron.config.deprecated_names import with_current_fields
 from megatron.config.run_config import TokenizerConfig, command_line_fields
 from megatron.core.config_base import IDENTITY, Role, field_specs
 from megatron.core.dist_checkpointing import read_index_file
@@ -98,8 +99,7 @@ def recorded_config(folder: Path) -> Mapping[str, Any]:
         from megatron.checkpoint.formats.megatron.common_state import recorded_config as recorded_args
 
         return recorded_args(folder)
-    recorded: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
-    return recorded
+    return with_current_fields(read_index_file(folder)["common"]["config"])
 
 
 def _tokenizer_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -344,7 +344,7 @@ class RunCheckpoints:
 
     def __post_init__(self) -> None:
         """Begin to count the finite iterations after each checkpoint."""
-        self._trial = ValidationWindow(self.config.faults.known_to_train_after)
+        self._trial = ValidationWindow(self.config.faults.checkpoint_validation_steps)
         self._own: set[int] = set()
 
     def resume(self) -> TrainState:

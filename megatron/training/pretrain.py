@@ -234,7 +234,7 @@ def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[Non
     """Return a context in which a run that hangs is reported and ended."""
     graphs = config.training.cuda_graph_impl != "none"
     settling = 1 + (config.training.cuda_graph_warmup_steps if graphs else 0)
-    seconds, folder = config.initialization.hang_report_seconds, config.checkpoint.local_save
+    seconds, folder = config.initialization.hang_timeout_seconds, config.checkpoint.local_save
     leave_with = REPLACE if config.restart.inprocess_restart else 1
     return watching(runtime.flight, runtime.state, runtime.device, seconds, folder, settling, leave_with)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli import plan
+from megatron.cli import plan, serve
 from megatron.cli.__main__ import COMMANDS, main
-from megatron.cli.arguments import exit_status_of
+from megatron.cli.arguments import Parser, exit_status_of
 from megatron.cli.completion import print_completion
 from tests.harness.training_run import REPOSITORY, CommandResult, run_command
 
@@ -58,7 +58,8 @@ def test_help_of_a_command_names_it_as_it_was_called(
         ("megatron train --npr", {"--nproc"}),
         ("megatron doctor --js", {"--json"}),
         ("megatron serve --load", {"--load", "--load-hf"}),
-        ("megatron run_text_generation_server --hang", {"--hang-report-seconds"}),
+        ("megatron gpu_dry_run --memory-p", {"--memory-plot"}),
+        ("megatron run_text_generation_server --hang", {"--hang-timeout-seconds"}),
         ("megatron evaluate --rotary-int", {"--rotary-interleaved"}),
         ("megatron preprocess --vocab-f", {"--vocab-file"}),
     ],
@@ -107,6 +108,38 @@ def test_wrong_usage_is_one_line_that_names_the_flag_that_was_meant(
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_deprecated_names_of_a_command_work_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="program")
+    parser.add_argument("--size", type=int)
+    parser.add_argument("--kind", choices=["small", "large"])
+    parser.add_deprecated_flag("--extent", "--size")
+    parser.add_deprecated_value("--kind", "big", "large")
+    assert parser.parse_args(["--extent=3"]).size == 3
+    end = "; the next release removes the old name\n"
+    assert capsys.readouterr().err == f"WARNING: --extent is now --size{end}"
+    known, others = parser.parse_known_args(["--kind", "big", "--further", "--", "--extent"])
+    assert (known.kind, [word for word in others if word != "--"]) == ("large", ["--further", "--extent"])
+    assert capsys.readouterr().err == f"WARNING: --kind big is now --kind large{end}"
+    assert "--extent" not in parser.format_help()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--extent", "3", "--kidn", "large"])
+    assert capsys.readouterr().err.endswith("there is no --kidn, did you mean --kind?\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_a_server_prints_the_warning(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    arguments = serve.build_parser().parse_args(["--load", "runs", "--hang-report-seconds", "5"])
+    assert arguments.hang_timeout_seconds == 5
+    warning = "WARNING: --hang-report-seconds is now --hang-timeout-seconds; the next release removes the old name\n"
+    assert capsys.readouterr().err == ("" if rank else warning)
 
 
 PRINTED = (

@@ -128,7 +128,7 @@ def norm_cells() -> Iterator[Cell]:
         ("gemma3", Layout(), two_groups),
         ("gpt2", Layout(), layernorm),
         ("gpt2", Layout(), (*layernorm, *two_groups)),
-        ("gpt2", Layout(tp=2, sequence_parallel=True), ("--norm-placement", "both")),
+        ("gpt2", Layout(tp=2, sequence_parallel=True), ("--norm-placement", "sandwich")),
         *(("qwen", Layout(cp=2, cp_comm_type=exchange), ()) for exchange in EXCHANGES),
         *(("gpt2", Layout(cp=2, cp_comm_type=exchange), layernorm) for exchange in EXCHANGES),
         *(("qwen", Layout(recompute=("selective", module)), ()) for module in ("core_attn", "layernorm", "mlp")),
@@ -151,7 +151,7 @@ def attention_kind_cells() -> Iterator[Cell]:
 
 
 def latent_fp8_cells() -> Iterator[Cell]:
-    fp8 = ("--bf16", "--cpu-matmul", "mkl", "--fp8-format", "hybrid")
+    fp8 = ("--bf16", "--cpu-gemm-backend", "mkl", "--fp8-format", "hybrid")
     narrow = (*NARROW_LATENT, "--q-lora-rank", "48", *fp8, "--fp8-recipe")
     layouts = (
         ("latent", Layout(tp=2, sequence_parallel=True, recompute=UP_PROJECTIONS), (*narrow, "delayed")),
