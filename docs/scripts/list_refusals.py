@@ -48,7 +48,7 @@ SUBJECTS = {
     ),
     "While a run starts, trains and ends": ("megatron/training/",),
     "Planning and explaining": (
-        "megatron/planner/", "megatron/cli/plan", "megatron/cli/calibrate.py", "megatron/cli/gpu_dry_run.py",
+        "megatron/planner/", "megatron/cli/plan", "megatron/cli/calibrate.py", "megatron/cli/simulate.py",
         "megatron/cli/explain.py", "megatron/cli/report_theoretical_memory.py", "megatron/cli/visualize_pipeline.py",
     ),
     "Other trainers' scripts": ("megatron/cli/adopt/",),

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.cli.gpu_dry_run import main, ranks_to_run
+from megatron.cli.simulate import main, ranks_to_run
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.planner.simulation.fake_cuda import find_compiler
 

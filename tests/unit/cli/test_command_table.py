@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cli import plan, serve
-from megatron.cli.__main__ import COMMANDS, main
+from megatron.cli.__main__ import COMMANDS, DEPRECATED, main
 from megatron.cli.arguments import Parser, exit_status_of
 from megatron.cli.completion import print_completion
 from tests.harness.training_run import REPOSITORY, CommandResult, run_command
@@ -58,7 +58,7 @@ def test_help_of_a_command_names_it_as_it_was_called(
         ("megatron train --npr", {"--nproc"}),
         ("megatron doctor --js", {"--json"}),
         ("megatron serve --load", {"--load", "--load-hf"}),
-        ("megatron gpu_dry_run --memory-p", {"--memory-plot"}),
+        ("megatron simulate --memory-p", {"--memory-plot"}),
         ("megatron run_text_generation_server --hang", {"--hang-timeout-seconds"}),
         ("megatron evaluate --rotary-int", {"--rotary-interleaved"}),
         ("megatron preprocess --vocab-f", {"--vocab-file"}),
@@ -255,6 +255,20 @@ def test_every_script_of_the_tools_has_a_command_and_new_commands_have_no_script
     without_a_script = {COMMANDS[name] for name in ("train", "serve", "chat", "evaluate", "plot", "dashboard")}
     assert not named & without_a_script
     assert named | without_a_script == set(COMMANDS.values())
+
+
+@pytest.mark.parametrize(("old", "new"), DEPRECATED.items())
+def test_a_deprecated_command_works_with_one_warning(
+    old: str, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert old not in COMMANDS
+    monkeypatch.setattr(sys, "argv", ["megatron", old, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    said = capsys.readouterr()
+    assert said.err == f"WARNING: megatron {old} is now megatron {new}; the next release removes the old name\n"
+    assert said.out.startswith(f"usage: megatron {new} ")
+    assert (ROOT / "tools" / f"{old}.py").is_file()
 
 
 def test_an_unknown_command_is_one_line_and_status_2() -> None:

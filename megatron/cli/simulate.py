@@ -1,6 +1,6 @@
 """Run one training step of one rank on a simulated GPU.
 
-python tools/gpu_dry_run.py TRAINING-FLAGS --world-size 8 --rank 0 --gpu h100-80gb
+megatron simulate TRAINING-FLAGS --world-size 8 --rank 0 --gpu h100-80gb
 
 The flags are those of pretrain_gpt.py. Nothing is computed: the step's kernels, memory, host waits and communication
 are recorded, and its time is estimated from the GPU's published figures. No GPU, no data and no tokenizer are needed.

@@ -1,6 +1,6 @@
 """Print and draw the report of a hang: who held up whom, and the last communications of every rank.
 
-python tools/read_flight.py out/hang-20261122-140005.json --output hang.svg
+megatron hang-report out/hang-20261122-140005.json --output hang.svg
 """
 
 from __future__ import annotations
