@@ -121,7 +121,7 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--model-preset", metavar="NAME", help=f"one of {', '.join(preset_names())}")
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs of the run")
+    parser.add_argument("--gpus", "--world-size", type=int, metavar="N", help="number of GPUs of the run")
     parser.add_argument("--precision", choices=("bf16", "fp8", "both"), help="what products are computed in (both)")
     parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole run, such as 300B: says its days")
     parser.add_argument("--top", type=int, metavar="N", help="layouts that are printed (10)")

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import zipfile
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from megatron.cli import plan, serve
+from megatron.cli import chat, explain, plan, serve, text_generation_cli, train
 from megatron.cli.__main__ import COMMANDS, DEPRECATED, main
 from megatron.cli.arguments import Parser, exit_status_of
 from megatron.cli.completion import print_completion
@@ -55,7 +56,8 @@ def test_help_of_a_command_names_it_as_it_was_called(
     [
         ("megatron veri", {"verify", "verify_parallelism"}),
         ("megatron train --tensor-model-p", {"--tensor-model-parallel-size"}),
-        ("megatron train --npr", {"--nproc"}),
+        ("megatron train --npr", {"--nproc", "--nproc-per-node"}),
+        ("megatron train --resum", {"--resume"}),
         ("megatron doctor --js", {"--json"}),
         ("megatron serve --load", {"--load", "--load-hf"}),
         ("megatron simulate --memory-p", {"--memory-plot"}),
@@ -126,6 +128,28 @@ def test_deprecated_names_of_a_command_work_with_one_warning(capsys: pytest.Capt
     with pytest.raises(SystemExit):
         parser.parse_args(["--extent", "3", "--kidn", "large"])
     assert capsys.readouterr().err.endswith("there is no --kidn, did you mean --kind?\n")
+
+
+@pytest.mark.parametrize(
+    ("parser", "name", "flags"),
+    [
+        (train.build_parser(), "nproc", ("--nproc", "--nproc-per-node")),
+        (train.build_parser(), "continue", ("--continue", "--resume")),
+        (plan.build_parser(), "gpus", ("--gpus", "--world-size")),
+        (explain.build_parser(1), "world_size", ("--world-size", "--gpus")),
+        (chat.build_parser(), "max_tokens", ("--max-tokens", "--tokens-to-generate")),
+        (text_generation_cli.build_parser(), "tokens_to_generate", ("--tokens-to-generate", "--max-tokens")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_both_names_of_a_flag_are_accepted(
+    parser: ArgumentParser, name: str, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in flags:
+        found, others = parser.parse_known_args([flag, "7", "--load", "runs", "--prompt", "text"])
+        assert str(getattr(found, name)) == "7"
+        assert flag not in others
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("rank", [0, 1])
