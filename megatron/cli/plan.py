@@ -51,6 +51,7 @@ from megatron.core.errors import ConfigurationError, DataError, MegatronError
 from megatron.planner import (
     GPUS,
     IMPLEMENTATIONS,
+    NATIVE,
     SEARCHED_FLAGS,
     Candidate,
     Choice,
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
     from megatron.config import RunConfig
     from megatron.planner import VerifiedStage
 
-_DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
+_DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", NATIVE.name
 _DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10
 _OF_PLANS = (
     *("model_preset", "gpus", "precision", "train_tokens", "top", "json", "html", "verify", "compare", "sensitivity"),
@@ -140,13 +141,16 @@ def build_parser() -> Parser:
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="predict the runs of this file")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the predictions of --evaluate to this file")
     parser.add_argument(
-        "--implementation", metavar="NAME", help=f"one of {', '.join(IMPLEMENTATIONS)} (ours; as each record says)"
+        "--implementation",
+        metavar="NAME",
+        help=f"one of {', '.join(IMPLEMENTATIONS)} ({NATIVE.name}; as each record says)",
     )
     parser.add_argument(
         "--gpu",
         metavar="TYPE",
         help=f"one of {', '.join(GPUS)}, or a file of tools/calibrate.py (h100-80gb; as each record says)",
     )
+    parser.add_deprecated_value("--implementation", "ours", NATIVE.name)
     add_imbalance(parser)
     return parser
 

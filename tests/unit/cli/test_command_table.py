@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli import chat, explain, plan, serve, text_generation_cli, train
+from megatron.cli import chat, explain, plan, serve, simulate, text_generation_cli, train
 from megatron.cli.__main__ import COMMANDS, DEPRECATED, main
 from megatron.cli.arguments import Parser, exit_status_of
 from megatron.cli.completion import print_completion
@@ -128,6 +128,12 @@ def test_deprecated_names_of_a_command_work_with_one_warning(capsys: pytest.Capt
     with pytest.raises(SystemExit):
         parser.parse_args(["--extent", "3", "--kidn", "large"])
     assert capsys.readouterr().err.endswith("there is no --kidn, did you mean --kind?\n")
+
+
+def test_the_deprecated_name_of_the_memory_plot_works(capsys: pytest.CaptureFixture[str]) -> None:
+    found, _ = simulate.build_parser().parse_known_args(["--memory-picture", "step.svg"])
+    assert found.memory_plot == Path("step.svg")
+    assert capsys.readouterr().err.startswith("WARNING: --memory-picture is now --memory-plot; ")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.planner.implementations import OURS
+from megatron.planner.implementations import NATIVE
 from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan, megatron_step_flops
 from megatron.verification.cells import MODULES, Cell, Layout, make_cell
@@ -298,7 +298,7 @@ def test_full_buckets_of_sharded_gradients_are_counted(layout: Layout, shape: st
     config = resolve_cell(cell.flags, cell.world_size, "bfloat16")
     plan = Plan.of(config)
     for stage in range(plan.parallel_sizes.pp):
-        state = stage_state(plan, stage, OURS)
+        state = stage_state(plan, stage, NATIVE)
         held = held_by_step(config, stage * layout.dp, cell.data)
         assert held.gradients == state.gradients + state.gradient_pool
 
