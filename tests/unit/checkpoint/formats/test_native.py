@@ -114,10 +114,10 @@ def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
 def test_a_flipped_byte_is_named_only_by_the_tensor_that_has_it(tmp_path: Path) -> None:
     folder = written(tmp_path)
     shard = read_index(folder).tensors["model.norm.bias"].shards[0]
-    shard = folder / shard.file
-    data = bytearray(shard.read_bytes())
+    file = folder / shard.file
+    data = bytearray(file.read_bytes())
     data[shard.start + 3] ^= 1
-    shard.write_bytes(data)
+    file.write_bytes(data)
     source = NativeSource(folder)
     source.read("model.embedding.weight")
     with pytest.raises(DamagedCheckpointError, match=r"shard_00000.*model\.norm\.bias do not match"):
