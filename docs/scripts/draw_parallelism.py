@@ -132,10 +132,10 @@ def sharded_matrices() -> str:
         parts.append(text(x, 62, layer, size=11))
         parts.append(text(x, 78, f"{list(whole.global_shape)}", size=10))
         for rank, specs in enumerate(held):
-            for piece in specs[name].pieces:
-                words = "" if is_shared or len(whole.global_shape) == 1 or piece.global_box.shape[0] < 10 else str(rank)
+            for shard in specs[name].shards:
+                words = "" if is_shared or len(whole.global_shape) == 1 or shard.global_box.shape[0] < 10 else str(rank)
                 fill = SHARED if is_shared else color(rank)
-                parts.append(draw_box(x, 90, piece.global_box, scale, fill, words))
+                parts.append(draw_box(x, 90, shard.global_box, scale, fill, words))
         x += max(125.0, (whole.global_shape[-1] if len(whole.global_shape) > 1 else 4) * scale + 25)
     legend = [part for rank in range(4) for part in legend_entry(20 + 90 * rank, 396, color(rank), f"rank {rank}")]
     legend += legend_entry(380, 396, SHARED, "a copy on every rank")
@@ -161,9 +161,9 @@ def experts() -> str:
     whole = held[0][name].global_shape
     holders: dict[Box, list[int]] = {}
     for rank, specs in enumerate(held):
-        for piece in specs[name].pieces:
-            for expert in range(piece.global_box.shape[0]):
-                offset, shape = piece.global_box.offset, piece.global_box.shape
+        for shard in specs[name].shards:
+            for expert in range(shard.global_box.shape[0]):
+                offset, shape = shard.global_box.offset, shard.global_box.shape
                 box = Box((offset[0] + expert, *offset[1:]), (1, *shape[1:]))
                 holders.setdefault(box, []).append(rank)
     parts, sets = [], sorted({tuple(ranks) for ranks in holders.values()})
@@ -222,11 +222,11 @@ def sharded_optimizer() -> str:
     parts = []
     for row, words in enumerate(("parameters", "buckets", "shard of rank")):
         parts.append(text(14, 72 + row * 50, words))
-    for slot in layout.slots:
-        name = specs[slot.index].name.split(".")[-2]
-        width = (slot.end - slot.start) * scale
+    for each in layout.ranges:
+        name = specs[each.index].name.split(".")[-2]
+        width = each.num_elements * scale
         words = name if width > 7 * len(name) else ""
-        parts.append(cell(110 + slot.start * scale, 50, max(width, 1), CELL, SHARED, words))
+        parts.append(cell(110 + each.position * scale, 50, max(width, 1), CELL, SHARED, words))
     for number, bucket in enumerate(layout.buckets):
         width = bucket.num_elements * scale
         parts.append(cell(110 + bucket.start * scale, 100, width, CELL, "#bfbfbf", str(number) if width > 20 else ""))

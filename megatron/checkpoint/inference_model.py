@@ -124,8 +124,8 @@ def fill_model(model: GPTModel, source: CheckpointSource, progress: Progress = u
     done, total = 0, sum(tensor.data.nbytes for tensor in wanted)
     with torch.no_grad():
         for tensor in wanted:
-            for piece in tensor.pieces:
-                tensor.data[piece.local_box.slices] = source.read(tensor.name, piece.global_box).to(tensor.data)
+            for shard in tensor.shards:
+                tensor.data[shard.local_box.slices] = source.read(tensor.name, shard.global_box).to(tensor.data)
             done += tensor.data.nbytes
             progress(done, total)
 
@@ -211,8 +211,8 @@ def _build_stage(config: GPTConfig, contents: StageContents) -> GPTModel:
 def _fill(stage: GPTModel, source: CheckpointSource) -> None:
     for parameter in stage.parameters():
         tensor = from_spec(spec_of(parameter).with_prefix(MODEL_PREFIX), parameter)
-        for piece in tensor.pieces:
-            for box in split_box(piece.global_box, parameter.element_size(), MAX_READ_BYTES):
+        for shard in tensor.shards:
+            for box in split_box(shard.global_box, parameter.element_size(), MAX_READ_BYTES):
                 room = tensor.view(box)
-                assert room is not None, "a part of a piece lies in that piece"
+                assert room is not None, "a part of a shard lies in that shard"
                 room.copy_(source.read(tensor.name, box))

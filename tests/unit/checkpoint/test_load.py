@@ -17,7 +17,7 @@ from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import ParallelState
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.checkpoint.toy_checkpoint import CONFIG, SCHEDULER, STATE, TRACKER, common, flip_byte, load, save
 from tests.unit.core.dist_checkpointing.toy import ToyModel, ToyOptimizer, assert_equal_runs, empty_run, filled_run
@@ -335,7 +335,7 @@ class LargerToyModel(ToyModel):
 
     def __init__(self, state: ParallelState) -> None:
         super().__init__(state)
-        spec = ParamSpec("new.weight", (3,), full_pieces((3,)))
+        spec = ParamSpec("new.weight", (3,), full_shards((3,)))
         parameter = torch.nn.Parameter(torch.full((3,), 5.0))
         attach_spec(parameter, spec)
         self.register_parameter("new", parameter)
@@ -399,7 +399,7 @@ def test_another_shape_is_refused_however_lenient_the_load(tmp_path: Path, lines
     save(tmp_path, 10, lines)
     longer = ToyModel(STATE)
     longer.p1 = torch.nn.Parameter(torch.zeros(9))
-    attach_spec(longer.p1, ParamSpec("norm.weight", (9,), full_pieces((9,))))
+    attach_spec(longer.p1, ParamSpec("norm.weight", (9,), full_shards((9,))))
     options = CheckpointConfig(dist_ckpt_strictness="ignore_all", no_load_optim=True)
     with pytest.raises(CheckpointError, match=r"shape \[.*\] in the checkpoint, \[9\] in this run"):
         load_checkpoint(tmp_path, CheckpointState(models=[longer]), STATE, options, CONFIG, lines.append)
@@ -443,7 +443,7 @@ def test_a_main_parameter_is_not_left_behind_its_weight(tmp_path: Path, lines: l
     save(tmp_path, 10, lines)
     run = empty_run(STATE)
     assert isinstance(run.optimizer, ToyOptimizer)
-    spec = ParamSpec("optimizer.main_param.norm.weight", (5,), full_pieces((5,)))
+    spec = ParamSpec("optimizer.main_param.norm.weight", (5,), full_shards((5,)))
     run.optimizer.sharded_state()["main"] = (spec, torch.zeros(5))
     options = CheckpointConfig(dist_ckpt_strictness="log_all")
     with pytest.raises(CheckpointError, match=r"without their main parameters \(optimizer\.main_param\.norm\.weight\)"):

@@ -43,7 +43,7 @@ SIZE = 12800
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Describe the model of each test anew."""
-    monkeypatch.setattr(chunk_parameters, "_pieces", {})
+    monkeypatch.setattr(chunk_parameters, "_built", {})
 
 
 def config_of(layout: str) -> RunConfig:
@@ -75,7 +75,7 @@ def add_parameter(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], size: 
             self.gate = nn.Parameter(torch.empty(size, device="meta"))
 
     monkeypatch.setattr(kind, "__init__", build_with_more)
-    monkeypatch.setattr(chunk_parameters, "_pieces", {})
+    monkeypatch.setattr(chunk_parameters, "_built", {})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

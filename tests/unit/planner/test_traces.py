@@ -77,7 +77,7 @@ def forward_with_gate(self, x):
     return LayerOutput(output.hidden * torch.sigmoid(F.linear(x, self.gate)), output.losses)
 
 MLP.__init__, MLP.forward = build_with_gate, forward_with_gate
-chunk_parameters._pieces.clear()
+chunk_parameters._built.clear()
 store = trace_store.TraceStore(folder / "gated")
 results["gated"], results["gated plan"] = explained(), planned()
 print(json.dumps(results))

@@ -578,7 +578,7 @@ def test_gradients_are_compared_at_their_interval(make: Make, monkeypatch: pytes
 
     monkeypatch.setattr(configured, "compare_over_replicas", compare)
     part = SimpleNamespace(spec="spec", gradient="gradient")
-    loop.run.parts.ddp_chunks.append(SimpleNamespace(parts=[part]))  # type: ignore[attr-defined]
+    loop.run.parts.ddp_chunks.append(SimpleNamespace(shards=[part]))  # type: ignore[attr-defined]
     with pytest.raises(TrainingError, match="at iteration 4: two of them differ"):
         loop.train()
     assert compared == [([("spec", "gradient")], loop.run.runtime.state, "gradients")] * 2

@@ -51,7 +51,7 @@ def test_tensors_that_are_read_in_many_parts_are_the_same(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     for module in (linked_tensors, export_module):
-        monkeypatch.setattr(module, "MAX_PIECE_BYTES", 500)
+        monkeypatch.setattr(module, "MAX_SHARD_BYTES", 500)
     write_hugging_face(copy_of(HuggingFaceSource(models / kind)), tmp_path / "again")
     assert folder_bytes(tmp_path / "again") == folder_bytes(models / kind)
 
