@@ -45,7 +45,7 @@ NUMBERS = ("rounds", "processes", "train_iters", "at_iteration", "every_seconds"
 def build_parser() -> Parser:
     """Return the parser of this tool."""
     parser = Parser(
-        prog="inject_faults.py",
+        prog="megatron chaos",
         description=__doc__,
         allow_abbrev=False,
         formatter_class=RawDescriptionHelpFormatter,

@@ -28,7 +28,7 @@ from megatron.planner.simulation import load_fake_cuda
 def build_parser() -> Parser:
     """Declare the flags beside those of a training."""
     parser = Parser(
-        prog="gpu_dry_run.py",
+        prog="megatron simulate",
         usage="%(prog)s TRAINING-FLAGS [--world-size N] [--rank R] [--gpu TYPE] [--without-triton] [--json FILE] "
         "[--memory-plot FILE]",
         description=__doc__,
