@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.__main__ import COMMANDS
 from tests.unit.repository.source_tree import (
     PACKAGE,
     REPOSITORY,
@@ -18,6 +20,7 @@ from tests.unit.repository.source_tree import (
     module_name,
     package_files,
     relative,
+    runtime_nodes,
     syntax_tree,
     used_names,
 )
@@ -189,6 +192,65 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
     assert find_cycle(graph) == ()
 
 
+def names_from_faces(paths: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Return for each module the modules that define the names that it imports from packages."""
+    exposed = {name: exposed_names(path) for name, path in paths.items() if path.name == "__init__.py"}
+    return {
+        name: {
+            exposed[node.module][alias.name]
+            for node in runtime_nodes(syntax_tree(path))
+            if isinstance(node, ast.ImportFrom) and node.module in exposed
+            for alias in node.names
+            if alias.name in exposed[node.module]
+        }
+        for name, path in paths.items()
+        if name not in exposed
+    }
+
+
+def inverted_imports(
+    container: str, layers: Sequence[str], ignored: Sequence[str], graph: Mapping[str, set[str]]
+) -> list[str]:
+    """Return the imports of a container's modules that go from a layer to one that is not below it."""
+    height = {part: -number for number, layer in enumerate(layers) for part in re.findall(r"\w+", layer)}
+    independent = {part for layer in layers if "|" in layer for part in re.findall(r"\w+", layer)}
+
+    def part_of(module: str) -> str | None:
+        return module.removeprefix(f"{container}.").split(".")[0] if module.startswith(f"{container}.") else None
+
+    found = []
+    for module, targets in graph.items():
+        for target in targets:
+            upper, lower = part_of(module), part_of(target)
+            if upper is None or lower is None or upper == lower or height[upper] > height[lower]:
+                continue
+            if height[upper] == height[lower] and upper not in independent:
+                continue
+            if not any(f"{module} -> {target}".startswith(each) for each in ignored):
+                found.append(f"{module} -> {target}")
+    return found
+
+
+def test_layers_hold_for_names_that_packages_expose() -> None:
+    """The linter sees an import from a package as an import of its `__init__.py`, which is in no layer."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    graph = names_from_faces({module_name(path): path for path in package_files()})
+    layered = [each for each in project["tool"]["importlinter"]["contracts"] if each["type"] == "layers"]
+    assert layered
+    for contract in layered:
+        for container in contract["containers"]:
+            ignored = contract.get("ignore_imports", [])
+            assert inverted_imports(container, contract["layers"], ignored, graph) == [], contract["id"]
+
+
+def test_an_inverted_import_of_an_exposed_name_is_found() -> None:
+    graph = {"a.low": {"a.high.module"}, "a.high.module": {"a.low"}, "a.left": {"a.right"}}
+    layers = ["high", "left | right", "low"]
+    assert inverted_imports("a", layers, [], graph) == ["a.low -> a.high.module", "a.left -> a.right"]
+    assert inverted_imports("a", layers, ["a.low -> a.high"], graph) == ["a.left -> a.right"]
+
+
 def test_packages_import_what_others_expose_and_nothing_else() -> None:
     exposing = {path.parent: exposed_names(path) for path in PACKAGE.rglob("__init__.py") if exposed_names(path)}
     own_files = [path for path in package_files() if path.parent in exposing and path.name != "__init__.py"]
@@ -243,3 +305,20 @@ def test_help_waits_for_nothing_that_only_a_run_needs() -> None:
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert result.stdout == "[]\n", result.stderr
+
+
+def test_help_of_commands_imports_no_torch() -> None:
+    # It runs and corrupts training programs; its faults are defined where torch is used.
+    modules = sorted(set(COMMANDS.values()) - {"inject_faults"})
+    program = (
+        "import contextlib, importlib, io, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as text:\n"
+        "        importlib.import_module(f'megatron.cli.{name}').main(['--help'])\n"
+        "    assert 'usage:' in text.getvalue(), name\n"
+        "    assert 'torch' not in sys.modules, name\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *modules], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
