@@ -45,6 +45,7 @@ from megatron.checkpoint.progress import ByteProgress
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.config import RunConfig
 from megatron.config.checks import parallelism
+from megatron.core.console import Log
 from megatron.core.dist_checkpointing import OPTIMIZER_PREFIX, RNG_PREFIX, sync_folder
 from megatron.core.errors import CheckpointError, ConfigurationError, TokenizerError
 from megatron.core.pipeline_parallel import layout_problems
@@ -244,7 +245,6 @@ def _staging(save_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
         os.close(descriptor)
 
 
-Log = Callable[[str], None]
 TRANSFORMERS_TOLERANCE = 1e-4
 _LOADED: dict[str, tuple[CheckpointFormat, ...]] = {
     "megatron": ("native", "torch", "torch_dist"),

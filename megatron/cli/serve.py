@@ -143,8 +143,7 @@ def make_application(
 ) -> Any:
     """Return the application with its limits, as a server of ASGI runs it."""
     from megatron.serving import ApiTranslator, PutApi
-    from megatron.serving.openai import Guard, Limits, Metrics
-    from megatron.serving.openai.application import Application
+    from megatron.serving.openai import Application, Guard, Limits, Metrics
 
     own = ApiTranslator(translator.tokenizer, translator.config, translator.max_tokens, max_batch_size)
     metrics = Metrics()
