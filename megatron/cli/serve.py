@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,7 +102,10 @@ def open_port(arguments: argparse.Namespace) -> HttpServer:
         InputError: a package is missing, or the port is taken or not allowed.
     """
     try:
-        from megatron.serving.openai import HttpServer, application
+        from megatron.serving.openai import HttpServer
+
+        # The application is needed later, and fastapi with it.
+        importlib.import_module("megatron.serving.openai.application")
     except ImportError as error:
         if error.name is None or error.name.startswith("megatron"):
             raise
@@ -109,7 +113,6 @@ def open_port(arguments: argparse.Namespace) -> HttpServer:
             f"serve needs the packages fastapi and uvicorn, and {error.name} cannot be imported; install them with: "
             "pip install fastapi uvicorn (or, in the checkout: pip install -e '.[serve]')"
         ) from error
-    assert application is not None
     try:
         return HttpServer(arguments.host, arguments.port)
     except OSError as error:

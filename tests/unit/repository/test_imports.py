@@ -7,7 +7,7 @@ import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -302,6 +302,47 @@ def test_an_inverted_import_of_an_exposed_name_is_found() -> None:
     layers = ["high", "left | right", "low"]
     assert inverted_imports("a", layers, [], graph) == ["a.low -> a.high.module", "a.left -> a.right"]
     assert inverted_imports("a", layers, ["a.low -> a.high"], graph) == ["a.left -> a.right"]
+
+
+def modules_of_others(path: Path, modules: Collection[str]) -> list[str]:
+    """Return the modules, and names that begin with an underscore, that a file imports from packages of others."""
+    own = module_name(path).rpartition(".")[0]
+    return [
+        f"{relative(path)}: {alias.name} of {node.module}"
+        for node in ast.walk(syntax_tree(path))
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] == PACKAGE.name
+        for alias in node.names
+        if (f"{node.module}.{alias.name}" in modules and node.module != own)
+        or (alias.name.startswith("_") and not f"{node.module}.".startswith(f"{own}."))
+    ]
+
+
+def test_packages_share_names_and_no_modules() -> None:
+    modules = {module_name(path) for path in package_files()}
+    # A simulated GPU replaces functions in the modules that define them.
+    paths = [path for path in package_files() if not relative(path).startswith("megatron/planner/simulation/")]
+    paths += [REPOSITORY / "pretrain_gpt.py", *(REPOSITORY / "tools").rglob("*.py")]
+    assert [found for path in paths for found in modules_of_others(path, modules)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from megatron.core import device", ["device of megatron.core"]),
+        ("def f():\n    from megatron.cli import plan as command", ["plan of megatron.cli"]),
+        ("from megatron.core.device import _queue", ["_queue of megatron.core.device"]),
+        ("from megatron.core.device import Device\nfrom megatron.data import reader, _compiled", []),
+    ],
+)
+def test_an_imported_module_of_another_package_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, found: list[str]
+) -> None:
+    monkeypatch.setattr("tests.unit.repository.source_tree.REPOSITORY", tmp_path)
+    path = tmp_path / "megatron/data/module.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    modules = {"megatron.core.device", "megatron.cli.plan", "megatron.data.reader"}
+    assert modules_of_others(path, modules) == [f"megatron/data/module.py: {each}" for each in found]
 
 
 def test_packages_import_what_others_expose_and_nothing_else() -> None:
