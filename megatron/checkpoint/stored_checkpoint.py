@@ -30,9 +30,9 @@ from megatron.core.dist_checkpointing import (
     ShardedTensor,
     Strictness,
     check_run_state,
+    ignore_progress,
     load_index,
     load_tensors,
-    untold,
 )
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt import GPTConfig
@@ -105,7 +105,7 @@ class StoredCheckpoint(Protocol):
         namespaces: Sequence[str],
         strictness: Strictness = STRICT,
         allow_cast: bool = False,
-        progress: Progress = untold,
+        progress: Progress = ignore_progress,
     ) -> LoadedTensors:
         """Fill every rank's tensors in place; see `load_tensors`."""
 
@@ -134,7 +134,7 @@ class NativeCheckpoint:
         namespaces: Sequence[str],
         strictness: Strictness = STRICT,
         allow_cast: bool = False,
-        progress: Progress = untold,
+        progress: Progress = ignore_progress,
     ) -> LoadedTensors:
         """Fill every rank's tensors in place."""
         wanted = (tensors, namespaces, self.state, self.verify, allow_cast, strictness)

@@ -546,6 +546,21 @@ def test_attention_logits_are_kept_in_the_iterations_that_are_logged(
     assert found == measured
 
 
+def test_gradients_are_not_observed_by_default(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make("--train-iters", "2", "--log-interval", "1")
+    observed: list[str] = []
+    for module, name in (
+        (layer_statistics, "measure_layer_norms"),
+        (configured, "compare_over_replicas"),
+        (configured, "check_replicas_equal"),
+    ):
+        monkeypatch.setattr(module, name, lambda *arguments, name=name: observed.append(name))
+    loop.train()
+    assert loop.observer is not None
+    assert observed == []
+    assert not [each for each in loop.run.callbacks.callbacks if isinstance(each, AttentionLogits)]
+
+
 def test_norms_of_layers_are_logged_at_their_interval(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = make("--train-iters", "4", "--log-layer-norms", "2", "--log-interval", "9")
     measured: list[Event] = []

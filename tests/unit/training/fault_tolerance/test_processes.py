@@ -29,11 +29,11 @@ print('found', find_launcher('{RUN_ID}'), flush=True)
 """
 FOLLOW = f"""
 import os, signal, sys, time
-from megatron.training.fault_tolerance import processes as launcher
-launcher.GRACE_S = 1.0
+from megatron.training.fault_tolerance import processes
+processes.GRACE_S = 1.0
 if sys.argv[1] == 'answers':
     signal.signal(signal.SIGTERM, lambda *_: print('answered', flush=True))
-launcher.die_with_launcher('{RUN_ID}', 1)
+processes.die_with_launcher('{RUN_ID}', 1)
 print('rank', os.getpid(), flush=True)
 while True:
     time.sleep(0.05)
