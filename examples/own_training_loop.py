@@ -5,7 +5,7 @@ One process, or several that share each layer and cut the batch; the losses are 
     python examples/own_training_loop.py
     torchrun --nproc-per-node 4 examples/own_training_loop.py --tensor-model-parallel-size 2
 
-It learns the bytes of a text file, by default its own. docs/building_blocks.md explains each piece.
+It learns the bytes of a text file, by default its own. docs/python_api.md explains each piece.
 """
 
 from __future__ import annotations

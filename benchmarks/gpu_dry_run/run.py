@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_dry_run/run.py --output benchmarks/results/gpu_dry_run_DATE [--before EARLIER.json]
 
-Every figure is a prediction of the dry run (docs/gpu_dry_run.md), for the tree as it is: run it before and after a
+Every figure is a prediction of the dry run (docs/simulation.md), for the tree as it is: run it before and after a
 change to see what the change is worth on paper. What a layer costs is the difference between four layers and two. With
 the figures of an earlier run, those of the same cases stand beside the new ones.
 """
@@ -158,7 +158,7 @@ def to_table(results: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]
     lines = [
         "# Predicted steps",
         "",
-        "Predictions of the dry run (docs/gpu_dry_run.md), not measurements. What a layer costs is of one micro-batch, "
+        "Predictions of the dry run (docs/simulation.md), not measurements. What a layer costs is of one micro-batch, "
         "forward and backward; all kernels, and the GB outside products and attention. Figures of before are of the "
         "dry run of then, whose estimate may have had other assumptions.",
         "",

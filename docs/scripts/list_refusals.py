@@ -30,7 +30,7 @@ CHECKING_FILES = (
     "megatron/core/pipeline_parallel/stage_layout.py",
 )  # fmt: skip
 """Here every sentence that is put together is an answer to a command line, whatever the function is called."""
-OTHER_SENTENCES = ("megatron/config/printed_config.py",)
+OTHER_SENTENCES = ("megatron/config/deprecated_names.py", "megatron/config/printed_config.py")
 _CHECKING = re.compile(r"problem|check|conflict|refus|mistake|unknown|wrong")
 _FEWEST_WORDS = 2
 
@@ -48,7 +48,7 @@ SUBJECTS = {
     ),
     "While a run starts, trains and ends": ("megatron/training/",),
     "Planning and explaining": (
-        "megatron/planner/", "megatron/cli/plan", "megatron/cli/calibrate.py", "megatron/cli/gpu_dry_run.py",
+        "megatron/planner/", "megatron/cli/plan", "megatron/cli/calibrate.py", "megatron/cli/simulate.py",
         "megatron/cli/explain.py", "megatron/cli/report_theoretical_memory.py", "megatron/cli/visualize_pipeline.py",
     ),
     "Other trainers' scripts": ("megatron/cli/adopt/",),
@@ -71,14 +71,15 @@ ADVICE = {
     "megatron/config/resolution.py": _NOTE,
     "megatron/config/megatron_flags.py": "do what the message says after its colon, or omit the flag",
     "megatron/config/checks/model.py": "change the flag that is named; see [FP8](fp8.md), "
-    "[mixture of experts](mixture_of_experts.md), [multi-head latent attention](latent_attention.md)",
+    "[mixture of experts](mixture_of_experts.md), "
+    "[multi-head latent attention](attention.md#multi-head-latent-attention-mla)",
     "megatron/config/checks/run_checks.py": "change the flag that is named, or name files that exist; "
     "see [the flags](arguments.md) and [data sets](datasets.md)",
     "megatron/config/checkpoint_arguments.py": "name a checkpoint that knows its model, or give its flags",
     "megatron/config/config_sources.py": "fix the line of the file; see [files](running.md#configuration-files)",
     "megatron/core/config_base.py": "fix the field or its value in the file, or in the class where you add one",
     "megatron/core/": "change the size or setting that is named; `tools/explain.py` shows a layout without running it",
-    "megatron/core/pipeline_parallel/": "see [pipelines](parallelism_in_pictures.md#pipeline-parallelism)",
+    "megatron/core/pipeline_parallel/": "see [pipelines](parallelism.md#pipeline-parallelism)",
     "megatron/core/datasets/": "look at the file that is named; damaged token files: run `megatron preprocess` again",
     "megatron/core/datasets/conversation": "fix the conversation or its template; see [fine-tuning](fine_tuning.md)",
     "megatron/core/datasets/data_history.py": "resume with the data the run began with, or use `--finetune`",
@@ -92,7 +93,7 @@ ADVICE = {
     "megatron/cli/preprocess_data.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
     "megatron/cli/clean_dataset.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
     "megatron/cli/merge_datasets.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
-    "megatron/training/": "the log before it has the iteration; see [reliability](reliability.md)",
+    "megatron/training/": "the log before it has the iteration; see [reliability](fault_tolerance.md)",
     "megatron/training/data_plan.py": "look at the data that is named; see [data sets](datasets.md)",
     "megatron/training/batch_source.py": "look at the data that is named; see [data sets](datasets.md)",
     "megatron/checkpoint/checkpoint_folder.py": "see what the file system says; [checkpoints](checkpoint_format.md)",
@@ -107,13 +108,13 @@ ADVICE = {
     "megatron/planner/": "see [what is planned and what is not](planning.md)",
     "megatron/cli/plan": "see [what is planned and what is not](planning.md)",
     "megatron/cli/explain.py": "see [what is planned and what is not](planning.md)",
-    "megatron/planner/simulation/": "see [the dry run](gpu_dry_run.md)",
+    "megatron/planner/simulation/": "see [the dry run](simulation.md)",
     "megatron/cli/adopt/": "change the script, or give the flag by hand; see [adopting](adopting_scripts.md)",
     "megatron/serving/": "change the request or the flag that is named; see [serving](serving.md)",
     "megatron/cli/generation_arguments.py": "change the request or the flag; see [generation](text_generation.md)",
-    "megatron/plotting/": "name a run's `--save` folder; see [pictures](pictures.md)",
-    "megatron/verification/": "see [layouts proved](parallelism.md)",
-    "megatron/verification/faults/": "see [a cluster of yours](reliability.md#on-your-own-cluster)",
+    "megatron/plotting/": "name a run's `--save` folder; see [pictures](plots.md)",
+    "megatron/verification/": "see [layouts proved](verification.md)",
+    "megatron/verification/faults/": "see [a cluster of yours](fault_tolerance.md#on-your-own-cluster)",
 }
 """What to do where a message does not say it itself; the longest path that fits decides."""
 

@@ -11,7 +11,14 @@ import torch
 from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo
 from megatron.core.config_base import config_from_dict
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing import MODEL_PREFIX, Progress, ShardedTensor, from_spec, model_tensors, untold
+from megatron.core.dist_checkpointing import (
+    MODEL_PREFIX,
+    Progress,
+    ShardedTensor,
+    from_spec,
+    ignore_progress,
+    model_tensors,
+)
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.model_parallel_config import ONE_RANK, ParallelSizes
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -95,7 +102,7 @@ def load_model_from(
     state: ParallelState,
     device: Device,
     params_dtype: str | None = None,
-    progress: Progress = untold,
+    progress: Progress = ignore_progress,
 ) -> GPTModel:
     """Return this rank's stage of a checkpoint's model, in its own precision or in ``params_dtype``.
 
@@ -112,7 +119,7 @@ def load_model_from(
     return model
 
 
-def fill_model(model: GPTModel, source: CheckpointSource, progress: Progress = untold) -> None:
+def fill_model(model: GPTModel, source: CheckpointSource, progress: Progress = ignore_progress) -> None:
     """Give every parameter its boxes of a checkpoint's tensors, converted to its dtype.
 
     Raises:
@@ -124,8 +131,8 @@ def fill_model(model: GPTModel, source: CheckpointSource, progress: Progress = u
     done, total = 0, sum(tensor.data.nbytes for tensor in wanted)
     with torch.no_grad():
         for tensor in wanted:
-            for piece in tensor.pieces:
-                tensor.data[piece.local_box.slices] = source.read(tensor.name, piece.global_box).to(tensor.data)
+            for shard in tensor.shards:
+                tensor.data[shard.local_box.slices] = source.read(tensor.name, shard.global_box).to(tensor.data)
             done += tensor.data.nbytes
             progress(done, total)
 
@@ -211,8 +218,8 @@ def _build_stage(config: GPTConfig, contents: StageContents) -> GPTModel:
 def _fill(stage: GPTModel, source: CheckpointSource) -> None:
     for parameter in stage.parameters():
         tensor = from_spec(spec_of(parameter).with_prefix(MODEL_PREFIX), parameter)
-        for piece in tensor.pieces:
-            for box in split_box(piece.global_box, parameter.element_size(), MAX_READ_BYTES):
+        for shard in tensor.shards:
+            for box in split_box(shard.global_box, parameter.element_size(), MAX_READ_BYTES):
                 room = tensor.view(box)
-                assert room is not None, "a part of a piece lies in that piece"
+                assert room is not None, "a part of a shard lies in that shard"
                 room.copy_(source.read(tensor.name, box))

@@ -73,17 +73,17 @@ def describe(found: FoundCheckpoint, source: CheckpointSource, is_whole: bool = 
 
 
 def tensor_table(source: CheckpointSource) -> Iterator[str]:
-    """Yield one line a tensor: name, shape, dtype, bytes, and the number of stored pieces where the format has them."""
+    """Yield one line a tensor: name, shape, dtype, bytes, and the number of stored shards where the format has them."""
     rows = []
     for name, info in sorted(source.tensors.items()):
-        pieces = len(source.stored[name].pieces) if isinstance(source, NativeSource) else None
+        shards = len(source.stored[name].shards) if isinstance(source, NativeSource) else None
         rows.append(
             (
                 name,
                 "x".join(map(str, info.global_shape)) or "scalar",
                 dtype_name(info.dtype),
                 str(info.num_bytes),
-                "-" if pieces is None else str(pieces),
+                "-" if shards is None else str(shards),
             )
         )
     header = ("tensor", "shape", "dtype", "bytes", "pieces")

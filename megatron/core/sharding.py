@@ -55,10 +55,10 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """Pair a box of the global tensor with the place in the local tensor where its values lie.
 
-    Both boxes have one shape; a fused weight (gate and up, query and key-value) is several pieces.
+    Both boxes have one shape; a fused weight (gate and up, query and key-value) is several shards.
     """
 
     global_box: Box
@@ -78,7 +78,7 @@ class ParamSpec:
     """Describe how one local parameter sits in the global model.
 
     ``name`` is the parameter's global name (global layer numbers, the same at any layout) and ``global_shape`` its
-    unpadded shape. ``pieces`` say what the local tensor holds; local elements outside every piece are padding, stay
+    unpadded shape. ``shards`` say what the local tensor holds; local elements outside every shard are padding, stay
     zero and belong to nobody. ``replicated_axes`` are the model-parallel axes (tp, pp) over which equal copies exist;
     data and context parallelism always replicate. ``is_expert`` says that the parameter is spread over the experts' own
     factorization of the ranks instead, and replicated over their data-parallel ranks. ``replica_index`` of
@@ -96,7 +96,7 @@ class ParamSpec:
 
     name: str
     global_shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
     replicated_axes: tuple[str, ...] = ()
     gradient_sum_axes: tuple[str, ...] = ()
     replica_index: int = 0
@@ -119,13 +119,13 @@ class ParamSpec:
 
     def within(self, box: Box) -> ParamSpec:
         """Return the description of what a box of the local tensor holds; it may hold nothing but padding."""
-        pieces = []
-        for piece in self.pieces:
-            common = piece.local_box.intersect(box)
+        shards = []
+        for shard in self.shards:
+            common = shard.local_box.intersect(box)
             if common is not None:
-                global_box = common.rebased(piece.local_offset, piece.global_box.offset)
-                pieces.append(Piece(global_box, common.relative_to(box.offset).offset))
-        return replace(self, pieces=tuple(pieces))
+                global_box = common.rebased(shard.local_offset, shard.global_box.offset)
+                shards.append(Shard(global_box, common.relative_to(box.offset).offset))
+        return replace(self, shards=tuple(shards))
 
     def with_prefix(self, prefix: str) -> ParamSpec:
         """Return the same description with ``prefix`` before the name."""
@@ -259,16 +259,16 @@ def flat_range_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
     return boxes
 
 
-def full_pieces(shape: Sequence[int]) -> tuple[Piece, ...]:
-    """Return the pieces of a tensor that is held whole."""
+def full_shards(shape: Sequence[int]) -> tuple[Shard, ...]:
+    """Return the shards of a tensor that is held whole."""
     shape = tuple(shape)
-    return (Piece(Box((0,) * len(shape), shape), (0,) * len(shape)),)
+    return (Shard(Box((0,) * len(shape), shape), (0,) * len(shape)),)
 
 
-def even_pieces(
+def even_shards(
     global_shape: Sequence[int], dim: int, index: int, count: int, padded_length: int | None = None
-) -> tuple[Piece, ...]:
-    """Return the piece of shard ``index`` of ``count`` when ``dim`` is cut evenly.
+) -> tuple[Shard, ...]:
+    """Return shard ``index`` of ``count`` when ``dim`` is cut evenly.
 
     With ``padded_length`` the dim is first padded to it (a vocabulary): the last shards then hold fewer real elements
     than they have room for, or none.
@@ -281,18 +281,18 @@ def even_pieces(
         return ()
     offset = tuple(start if d == dim else 0 for d in range(len(global_shape)))
     shape = tuple(length if d == dim else size for d, size in enumerate(global_shape))
-    return (Piece(Box(offset, shape), (0,) * len(global_shape)),)
+    return (Shard(Box(offset, shape), (0,) * len(global_shape)),)
 
 
-def stacked_pieces(global_shape: Sequence[int], dim: int, index: int, count: int, parts: int) -> tuple[Piece, ...]:
-    """Return the pieces of shard ``index`` of ``count`` when ``dim`` stacks ``parts`` equal tensors, each cut evenly.
+def stacked_shards(global_shape: Sequence[int], dim: int, index: int, count: int, parts: int) -> tuple[Shard, ...]:
+    """Return what shard ``index`` of ``count`` holds when ``dim`` stacks ``parts`` equal tensors, each cut evenly.
 
     A gated unit's ``[gate; up]`` is two parts: the local tensor holds ``[gate_r; up_r]``.
     """
     global_shape = tuple(global_shape)
     part_length = global_shape[dim] // parts
     shard_length = part_length // count
-    pieces = []
+    shards = []
     for part in range(parts):
         offset = [0] * len(global_shape)
         local_offset = [0] * len(global_shape)
@@ -300,5 +300,5 @@ def stacked_pieces(global_shape: Sequence[int], dim: int, index: int, count: int
         offset[dim] = part * part_length + index * shard_length
         local_offset[dim] = part * shard_length
         shape[dim] = shard_length
-        pieces.append(Piece(Box(tuple(offset), tuple(shape)), tuple(local_offset)))
-    return tuple(pieces)
+        shards.append(Shard(Box(tuple(offset), tuple(shape)), tuple(local_offset)))
+    return tuple(shards)

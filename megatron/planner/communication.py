@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.distributed import parts_of_range, plan_buckets
+from megatron.core.distributed import plan_buckets, ranges_within
 from megatron.core.model_parallel_config import ELEMENT_BYTES, GRID_AXES, ParallelSizes, Place
 from megatron.core.pipeline_parallel import StageContents
 from megatron.planner.gpu import Gpu
@@ -295,7 +295,7 @@ def add_gradients(total: TrafficSum, here: StepRank) -> None:
                 total.add("reduce_scatter", axes, grad_bytes, rounds)
                 gathers = 1
                 if ddp.shards_weights:
-                    gathers = here.num_microbatches * num_gathers(units[bucket.slots[0].index])
+                    gathers = here.num_microbatches * num_gathers(units[bucket.ranges[0].index])
                 total.add("all_gather", axes, bucket.num_elements * element, gathers)
             else:
                 total.add("all_reduce", axes, grad_bytes)
@@ -303,12 +303,12 @@ def add_gradients(total: TrafficSum, here: StepRank) -> None:
             if is_sharded:
                 start, end = bucket.shard(replica % num_shards, num_shards)
                 total.add("all_reduce", outer, (end - start) * grad_element, int(has_copies))
-            for part in parts_of_range(bucket.slots, start, end):
-                parameter, part_bytes = parameters[part.index], (part.end - part.start) * grad_element
+            for held in ranges_within(bucket.ranges, start, end):
+                parameter, num_bytes = parameters[held.index], held.num_elements * grad_element
                 if parameter.copies_to_sum:
-                    partial_bytes += sizes.tp // parameter.copies_to_sum * part_bytes
+                    partial_bytes += sizes.tp // parameter.copies_to_sum * num_bytes
                 if parameter.is_tied:
-                    total.add("all_reduce", EMBEDDING, part_bytes)
+                    total.add("all_reduce", EMBEDDING, num_bytes)
     if partial_bytes:
         total.add("all_reduce", TP, partial_bytes)
 

@@ -408,7 +408,7 @@ def whole_weights(units: Sequence[int], layout: ParamLayout) -> WholeWeights:
     """Return the elements of a chunk's weights that are there whole; ``units`` has a label for each parameter."""
     sizes: dict[int, int] = {}
     for bucket in layout.buckets:
-        label = units[bucket.slots[0].index]
+        label = units[bucket.ranges[0].index]
         sizes[label] = sizes.get(label, 0) + bucket.num_elements
     layers = sorted((size for label, size in sizes.items() if label >= 0), reverse=True)
     first = sizes.get(FIRST, 0)
@@ -608,12 +608,12 @@ def _pooled_elements(
     buckets, overlaps = layout.buckets, plan.ddp.overlap_grad_reduce
     ends_in_layer, has_deferred = not plan.ddp.shards_weights, False
     num_open = num_allocated = int(has_shared)
-    is_tied = [any(slot.index in tied for slot in bucket.slots) for bucket in buckets]
+    is_tied = [any(each.index in tied for each in bucket.ranges) for bucket in buckets]
     for index, bucket in enumerate(buckets):
         is_next_filled = ends_in_layer and index + 1 < len(buckets) and not any(is_tied[index : index + 2])
         is_open = has_shared and index == len(buckets) - 1
         num_allocated = max(num_allocated, num_open + (not is_open) + is_next_filled)
-        has_deferred = has_deferred or any(deferred[slot.index] for slot in bucket.slots)
+        has_deferred = has_deferred or any(deferred[each.index] for each in bucket.ranges)
         num_open += has_deferred and not is_open
     num_allocated = min(len(buckets), num_allocated)
     if overlaps:

@@ -37,7 +37,7 @@ LAUNCH_S = 13.5e-6
 microseconds; github.com/NVIDIA/TransformerEngine, issue 2053)."""
 OPERATOR_S, _TRITON_S, _FUNCTION_S = 9.7e-6, 56.5e-6, 147.6e-6
 """The host's time for an operator, a Triton kernel and both passes of an autograd function of this program: the upper
-ends of what was measured on the host of one H200 (docs/measurements.md)."""
+ends of what was measured on the host of one H200 (docs/development/measurements.md)."""
 _LAUNCH_SECONDS = np.array([OPERATOR_S, _TRITON_S, _FUNCTION_S])
 _FORWARD, _BACKWARD, _WEIGHTS = range(len(PHASES))
 

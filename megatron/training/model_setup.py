@@ -147,7 +147,7 @@ def build_optimizer(
     _check_saved(config)
     _check_buffers(config, ddp_chunks)
     if optimizer.offload_fraction:
-        num_elements = sum(part.end - part.start for chunk in ddp_chunks for part in chunk.parts)
+        num_elements = sum(shard.end - shard.start for chunk in ddp_chunks for shard in chunk.shards)
         optimizer, why = _with_policy(config, runtime, num_elements)
         num_bytes = host_state_bytes(optimizer, num_elements)
         if config.optimizer.optimizer_offload_policy == "auto":

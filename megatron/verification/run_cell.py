@@ -111,11 +111,11 @@ def fragments_of(spec: ParamSpec, tensor: torch.Tensor, rank: int, name: str | N
         Fragment(
             name or spec.name,
             spec.global_shape,
-            piece.global_box,
-            tensor.detach()[piece.local_box.slices].to(torch.float64).cpu().numpy().copy(),
+            shard.global_box,
+            tensor.detach()[shard.local_box.slices].to(torch.float64).cpu().numpy().copy(),
             rank,
         )
-        for piece in spec.pieces
+        for shard in spec.shards
     ]
 
 
@@ -240,7 +240,7 @@ def gradient_fragments(parts: ModelAndOptimizer, rank: int) -> list[Fragment]:
     return [
         fragment
         for chunk in parts.ddp_chunks
-        for part in chunk.parts
+        for part in chunk.shards
         for spec, gradient in part.described(part.gradient)
         for fragment in fragments_of(spec, gradient, rank)
     ]

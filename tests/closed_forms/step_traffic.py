@@ -1,4 +1,4 @@
-"""What a training step sends, as formulas of the configuration: docs/parallelism.md in code.
+"""What a training step sends, as formulas of the configuration: docs/verification.md in code.
 
 The planner records the messages of a micro-batch, and these formulas are an independent account of them. The messages
 between stages and at the end of the step are the planner's. A rank's communications are counted as

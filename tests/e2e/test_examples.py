@@ -408,7 +408,7 @@ def test_a_hugging_face_model_is_trained_on_and_given_back(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_a_job_of_two_machines_resumes_and_goes_on_with_one(tmp_path: Path) -> None:
-    run_tutorial("several_machines_with_slurm", tmp_path)
+    run_tutorial("../multi_node", tmp_path)
     lines = [
         line["iteration"] for line in read_metrics(tmp_path / "tutorial/slurm/metrics.jsonl") if "split" not in line
     ]

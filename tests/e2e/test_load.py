@@ -50,10 +50,10 @@ def errors_of(run: ForkedRun) -> str:
 
 
 def flip_a_byte(checkpoint: Path, tensor: str) -> Path:
-    piece = read_index(checkpoint).tensors[tensor].pieces[0]
-    path = checkpoint / piece.file
+    shard = read_index(checkpoint).tensors[tensor].shards[0]
+    path = checkpoint / shard.file
     data = bytearray(path.read_bytes())
-    data[piece.start + 9] ^= 1
+    data[shard.start + 9] ^= 1
     path.write_bytes(data)
     return path
 
@@ -92,7 +92,7 @@ def test_a_changed_schedule_is_shown_and_reaches_every_parameter(checkpoints: Pa
     run = go_on(checkpoints, "--lr 1e-30 --min-lr 0 --override-opt-param-scheduler").check()
     assert "schedule changed since the checkpoint: max_lr: 0.003 → 1e-30" in run.stdout
     after = read_index(newest(checkpoints)).tensors
-    changed = {name for name in before if before[name].pieces[0].checksum != after[name].pieces[0].checksum}
+    changed = {name for name in before if before[name].shards[0].checksum != after[name].shards[0].checksum}
     # Two groups: weights that decay and those that do not. The moments of both go on.
     assert not [name for name in changed if name.startswith("model.")]
     for weight in ("decoder.final_layernorm.bias", "decoder.layers.0.mlp.linear_fc1.weight"):
@@ -146,7 +146,7 @@ def test_damage_is_named_by_file_and_tensor(checkpoints: Path, damage: str) -> N
     tensors = read_index(folder).tensors
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:-1])
-        last = max((piece for tensor in tensors.values() for piece in tensor.pieces), key=lambda piece: piece.start)
+        last = max((shard for tensor in tensors.values() for shard in tensor.shards), key=lambda shard: shard.start)
         expected = [str(path), f"lost: {last.key}"]
     elif damage == "missing":
         path.unlink()

@@ -158,7 +158,7 @@ def load_and_save(argv: list[str]) -> tuple[list[tuple[int, int, int]], int]:
 
 
 def num_bytes(tensor: ShardedTensor) -> int:
-    return sum(piece.global_box.num_elements for piece in tensor.pieces) * tensor.data.element_size()
+    return sum(shard.global_box.num_elements for shard in tensor.shards) * tensor.data.element_size()
 
 
 def pass_through(layout: Layout, source: Path, target: Path) -> list[tuple[list[tuple[int, int, int]], int]]:
@@ -217,11 +217,11 @@ def assert_reads_are_exact(checkpoints: Path, ranks: list[tuple[list[tuple[int, 
     folder = newest(checkpoints)
     index = read_index(folder)
     stored = {
-        ((folder / piece.file).stat().st_ino, byte)
+        ((folder / shard.file).stat().st_ino, byte)
         for name, tensor in index.tensors.items()
         if not name.startswith(RNG_PREFIX)
-        for piece in tensor.pieces
-        for byte in range(piece.start, piece.start + piece.num_bytes, 2)
+        for shard in tensor.shards
+        for byte in range(shard.start, shard.start + shard.num_bytes, 2)
     }
     begins: dict[int, int] = {}
     for inode, byte in stored:

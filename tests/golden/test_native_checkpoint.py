@@ -62,8 +62,8 @@ def load_and_save(flags: list[str], world_size: int) -> None:
 
 def values_of(tensor: StoredTensor) -> tuple[Any, ...]:
     """Return all that is recorded of a tensor but where in its files it stands."""
-    pieces = [(piece.box, piece.file, piece.key, piece.num_bytes, piece.checksum) for piece in tensor.pieces]
-    return (tensor.global_shape, tensor.dtype, *pieces)
+    shards = [(shard.box, shard.file, shard.key, shard.num_bytes, shard.checksum) for shard in tensor.shards]
+    return (tensor.global_shape, tensor.dtype, *shards)
 
 
 @pytest.mark.default

@@ -90,8 +90,8 @@ def assert_filled(tensors: Sequence[ShardedTensor]) -> None:
     for tensor in tensors:
         kind, parameter = tensor.name.removeprefix("optimizer.").split(".", 1)
         whole = torch.from_numpy(saved[f"{KINDS[kind]}/{parameter}"])
-        for piece in tensor.pieces:
-            assert torch.equal(tensor.data[piece.local_box.slices], whole[piece.global_box.slices]), tensor.name
+        for shard in tensor.shards:
+            assert torch.equal(tensor.data[shard.local_box.slices], whole[shard.global_box.slices]), tensor.name
 
 
 def go_on(flags: str) -> dict[str, list[float]]:

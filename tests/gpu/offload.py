@@ -13,7 +13,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 
 NUM_STEPS = 4
 
@@ -35,7 +35,7 @@ def _trained(device: Device, rows: int, **options: Any) -> list[torch.Tensor]:
     for name, shape in (("matrix", (rows, 1024)), ("norm", (1000,))):
         values = torch.rand(shape, generator=generator, device=device.torch_device) * 2 - 1
         parameter = nn.Parameter(values.bfloat16())
-        attach_spec(parameter, ParamSpec(f"{name}.weight", shape, full_pieces(shape)))
+        attach_spec(parameter, ParamSpec(f"{name}.weight", shape, full_shards(shape)))
         model.register_parameter(name, parameter)
     state = describe_parallel_state(0, 1)
     ddp = DistributedDataParallel(model, DistributedDataParallelConfig(), state)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: bash tests/run.sh -m gpu, and docs/gpu_tests.md for what comes of it."""
+"""What only a GPU can show: bash tests/run.sh -m gpu, and docs/development/gpu_tests.md for what comes of it."""
 
 from __future__ import annotations
 

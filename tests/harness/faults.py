@@ -319,8 +319,8 @@ def _fill(model: GPTModel, path: str) -> None:
         for parameter in model.parameters():
             spec = spec_of(parameter)
             tensor = torch.from_numpy(whole[spec.name])
-            for piece in spec.pieces:
-                parameter[piece.local_box.slices] = tensor[piece.global_box.slices].to(parameter.dtype)
+            for shard in spec.shards:
+                parameter[shard.local_box.slices] = tensor[shard.global_box.slices].to(parameter.dtype)
 
 
 def _prepare_death(faults: Faults) -> None:

@@ -75,14 +75,14 @@ def named_values(spec: ParamSpec) -> np.ndarray:
 
 
 def load_global_weights(model: GPTModel, weight_of: Callable[[ParamSpec], np.ndarray] = named_values) -> None:
-    """Fill every parameter with its pieces of the global tensors that ``weight_of`` returns."""
+    """Fill every parameter with its shards of the global tensors that ``weight_of`` returns."""
     with torch.no_grad():
         for parameter in model.parameters():
             spec = spec_of(parameter)
             whole = torch.from_numpy(weight_of(spec))
             parameter.zero_()
-            for piece in spec.pieces:
-                parameter[piece.local_box.slices] = whole[piece.global_box.slices].to(parameter.dtype)
+            for shard in spec.shards:
+                parameter[shard.local_box.slices] = whole[shard.global_box.slices].to(parameter.dtype)
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,17 @@ def summed_gradients(model: GPTModel, tp: Group) -> list[tuple[ParamSpec, torch.
 
 
 def fragments(tensors: Iterable[tuple[ParamSpec, torch.Tensor]]) -> list[Fragment]:
-    """Cut local tensors into the pieces that their descriptions name, for the way back to the test."""
+    """Cut local tensors into the shards that their descriptions name, for the way back to the test."""
     return [
         Fragment(
             spec.name,
             spec.global_shape,
-            piece.global_box,
+            shard.global_box,
             spec.is_owner,
-            tensor.detach()[piece.local_box.slices].numpy().copy(),
+            tensor.detach()[shard.local_box.slices].numpy().copy(),
         )
         for spec, tensor in tensors
-        for piece in spec.pieces
+        for shard in spec.shards
     ]
 
 

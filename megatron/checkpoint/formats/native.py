@@ -14,13 +14,13 @@ from megatron.checkpoint import CheckpointSource, TensorInfo, new_iteration
 from megatron.core.dist_checkpointing import (
     FLOAT8_PREFIX,
     INDEX_FILE,
-    MAX_PIECE_BYTES,
+    MAX_SHARD_BYTES,
     RNG_PREFIX,
     CheckpointIndex,
     SequentialFile,
     ShardEntry,
     StoredFile,
-    StoredPiece,
+    StoredShard,
     StoredTensor,
     check_file,
     check_geometry,
@@ -29,10 +29,10 @@ from megatron.core.dist_checkpointing import (
     dtype_name,
     dtype_of,
     encode_common,
-    piece_key,
     read_error,
     read_index,
     shard_header,
+    shard_key,
     write_index,
 )
 from megatron.core.errors import DamagedCheckpointError
@@ -45,7 +45,7 @@ from megatron.core.tokenizers import TOKENIZER_FOLDER
 class NativeSource:
     """Offer the tensors of an iteration's folder; a `CheckpointSource`.
 
-    A stored piece (at most 64 MiB, or a row) is read whole and compared with its checksum even where only a part of it
+    A stored shard (at most 64 MiB, or a row) is read whole and compared with its checksum even where only a part of it
     is wanted; the last one is kept for the next read. Without ``verify`` nothing is compared. Streams of random numbers
     belong to the layout that ``common`` names; ``with_random_streams`` they are among the tensors, for a copy that
     keeps it, and so are the scales of fp8, which belong to a run.
@@ -60,7 +60,7 @@ class NativeSource:
         check_run_state(self.folder, index.common)
         check_geometry(self.folder, index)
         for name, file in index.files.items():
-            check_file(self.folder / name, file, index.pieces_of(name), verify)
+            check_file(self.folder / name, file, index.shards_of(name), verify)
         if verify and not index.is_intact:
             raise DamagedCheckpointError(f"{self.folder / INDEX_FILE}: does not match its checksum")
         self.common: Mapping[str, Any] = index.common
@@ -75,7 +75,7 @@ class NativeSource:
         self.bytes_read = 0
         self._verify = verify
         self._files: dict[str, RangedFile] = {}
-        self._piece: StoredPiece | None = None
+        self._shard: StoredShard | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
@@ -83,18 +83,18 @@ class NativeSource:
 
         Raises:
             KeyError: there is no tensor of this name.
-            DamagedCheckpointError: a file is missing, cut short or changed, or no piece holds a part of the box.
+            DamagedCheckpointError: a file is missing, cut short or changed, or no shard holds a part of the box.
         """
         info = self.tensors[name]
         box = info.whole if box is None else box
-        parts = [(piece, common) for piece in self.stored[name].pieces if (common := box.intersect(piece.box))]
+        parts = [(shard, common) for shard in self.stored[name].shards if (common := box.intersect(shard.box))]
         gaps = uncovered(box, (common for _, common in parts))
         if gaps:
-            raise DamagedCheckpointError(f"{self.folder}: no piece holds {name}{describe_box(gaps[0])}")
+            raise DamagedCheckpointError(f"{self.folder}: no shard holds {name}{describe_box(gaps[0])}")
         values = torch.empty(box.shape, dtype=info.dtype)
-        for piece, common in parts:
-            stored = self._bytes_of(piece).view(info.dtype).view(piece.box.shape)
-            place = common.relative_to(piece.box.offset)
+        for shard, common in parts:
+            stored = self._bytes_of(shard).view(info.dtype).view(shard.box.shape)
+            place = common.relative_to(shard.box.offset)
             values[common.relative_to(box.offset).slices] = stored[place.slices]
         return values
 
@@ -102,37 +102,37 @@ class NativeSource:
         """Close the shard files."""
         for file in self._files.values():
             file.close()
-        self._piece, self._buffer = None, torch.empty(0, dtype=torch.uint8)
+        self._shard, self._buffer = None, torch.empty(0, dtype=torch.uint8)
 
-    def _bytes_of(self, piece: StoredPiece) -> torch.Tensor:
-        if piece is self._piece:
-            return self._buffer[: piece.num_bytes]
-        if self._buffer.numel() < piece.num_bytes:
-            self._buffer = torch.empty(piece.num_bytes, dtype=torch.uint8)
-        self._piece = None  # what the buffer holds is not whole until the end
-        data = self._buffer.numpy().data[: piece.num_bytes]
-        path = self.folder / piece.file
+    def _bytes_of(self, shard: StoredShard) -> torch.Tensor:
+        if shard is self._shard:
+            return self._buffer[: shard.num_bytes]
+        if self._buffer.numel() < shard.num_bytes:
+            self._buffer = torch.empty(shard.num_bytes, dtype=torch.uint8)
+        self._shard = None  # what the buffer holds is not whole until the end
+        data = self._buffer.numpy().data[: shard.num_bytes]
+        path = self.folder / shard.file
         try:
-            received = self._fill(data, piece)
+            received = self._fill(data, shard)
         except OSError as error:
-            raise read_error(f"{path}: cannot read {piece.key}", error) from error
-        if received != piece.num_bytes:
-            raise DamagedCheckpointError(f"{path}: ends within {piece.key}")
-        if self._verify and checksum(data) != piece.checksum:
-            raise DamagedCheckpointError(f"{path}: the bytes of {piece.key} do not match their checksum")
+            raise read_error(f"{path}: cannot read {shard.key}", error) from error
+        if received != shard.num_bytes:
+            raise DamagedCheckpointError(f"{path}: ends within {shard.key}")
+        if self._verify and checksum(data) != shard.checksum:
+            raise DamagedCheckpointError(f"{path}: the bytes of {shard.key} do not match their checksum")
         self.bytes_read += received
-        self._piece = piece
-        return self._buffer[: piece.num_bytes]
+        self._shard = shard
+        return self._buffer[: shard.num_bytes]
 
-    def _fill(self, data: memoryview, piece: StoredPiece) -> int:
-        """Fill ``data`` with the piece's bytes; return how many the file had."""
-        if piece.file not in self._files:
-            self._files[piece.file] = open_ranged(self.folder / piece.file)  # closed by close()
-        return self._files[piece.file].fill(data, piece.start)
+    def _fill(self, data: memoryview, shard: StoredShard) -> int:
+        """Fill ``data`` with the shard's bytes; return how many the file had."""
+        if shard.file not in self._files:
+            self._files[shard.file] = open_ranged(self.folder / shard.file)  # closed by close()
+        return self._files[shard.file].fill(data, shard.start)
 
 
 @dataclass(frozen=True)
-class PlannedPiece:
+class PlannedShard:
     """Name a box of a tensor that is to become one entry of a shard file."""
 
     name: str
@@ -141,7 +141,7 @@ class PlannedPiece:
 
     @property
     def key(self) -> str:
-        return piece_key(self.name, self.info.global_shape, self.box)
+        return shard_key(self.name, self.info.global_shape, self.box)
 
     @property
     def num_bytes(self) -> int:
@@ -153,11 +153,11 @@ class PlannedPiece:
 
 
 def plan_files(
-    tensors: Sequence[tuple[str, TensorInfo]], max_file_bytes: int, max_piece_bytes: int = MAX_PIECE_BYTES
-) -> list[list[PlannedPiece]]:
+    tensors: Sequence[tuple[str, TensorInfo]], max_file_bytes: int, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> list[list[PlannedShard]]:
     """Group tensors into files of about ``max_file_bytes``, wide types first; a tensor is never in two files."""
     ordered = sorted(tensors, key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    files: list[list[PlannedPiece]] = []
+    files: list[list[PlannedShard]] = []
     room = 0
     for name, info in ordered:
         if not info.num_elements:
@@ -166,43 +166,43 @@ def plan_files(
             files.append([])
             room = max_file_bytes
         room -= info.num_bytes
-        boxes = split_box(info.whole, info.dtype.itemsize, max_piece_bytes)
-        files[-1] += [PlannedPiece(name, info, box) for box in boxes]
+        boxes = split_box(info.whole, info.dtype.itemsize, max_shard_bytes)
+        files[-1] += [PlannedShard(name, info, box) for box in boxes]
     return files
 
 
 def write_streamed_shard(
-    path: Path, pieces: Sequence[PlannedPiece], source: CheckpointSource
-) -> tuple[StoredFile, list[tuple[str, StoredPiece]]]:
+    path: Path, shards: Sequence[PlannedShard], source: CheckpointSource
+) -> tuple[StoredFile, list[tuple[str, StoredShard]]]:
     """Write one file and force it to disk; one tensor of the source is held at a time.
 
     Raises:
         OSError: the file cannot be written.
     """
-    header = shard_header([piece.describe() for piece in pieces])
+    header = shard_header([shard.describe() for shard in shards])
     written = []
-    with SequentialFile(path, sum(piece.num_bytes for piece in pieces)) as file:
+    with SequentialFile(path, sum(shard.num_bytes for shard in shards)) as file:
         file.append(header)
-        for piece, values in _values_of(pieces, source):
+        for shard, values in _values_of(shards, source):
             start = file.num_bytes
             crc = file.append(values.reshape(-1).view(torch.uint8).numpy())
-            stored = StoredPiece(piece.box, path.name, piece.key, start, file.num_bytes - start, f"{crc:08x}")
-            written.append((piece.name, stored))
+            stored = StoredShard(shard.box, path.name, shard.key, start, file.num_bytes - start, f"{crc:08x}")
+            written.append((shard.name, stored))
     return StoredFile(file.num_bytes, len(header), checksum(header)), written
 
 
-def _values_of(pieces: Sequence[PlannedPiece], source: CheckpointSource) -> Iterator[tuple[PlannedPiece, torch.Tensor]]:
-    """Yield each piece's values: views of a tensor that is read once, and let go before the next one is."""
+def _values_of(shards: Sequence[PlannedShard], source: CheckpointSource) -> Iterator[tuple[PlannedShard, torch.Tensor]]:
+    """Yield each shard's values: views of a tensor that is read once, and let go before the next one is."""
     name, whole = "", torch.empty(0)
-    for piece in pieces:
-        if piece.name != name:
+    for shard in shards:
+        if shard.name != name:
             whole = torch.empty(0)
-            name, whole = piece.name, source.read(piece.name)
-            assert (tuple(whole.shape), whole.dtype) == (piece.info.global_shape, piece.info.dtype), (
+            name, whole = shard.name, source.read(shard.name)
+            assert (tuple(whole.shape), whole.dtype) == (shard.info.global_shape, shard.info.dtype), (
                 f"{name}: the source gave {dtype_name(whole.dtype)} {list(whole.shape)}"
             )
-        # Pieces are cut along the first dimension, so that each is contiguous.
-        yield piece, whole[piece.box.slices]
+        # Shards are cut along the first dimension, so that each is contiguous.
+        yield shard, whole[shard.box.slices]
 
 
 TokenizerWriter = Callable[[Path], bool]
@@ -239,15 +239,15 @@ def _write_folder(
     has_tokenizer = _copy_tokenizer(source, folder) if write_tokenizer is None else write_tokenizer(folder)
     common = dict(source.common) | {"tokenizer": TOKENIZER_FOLDER if has_tokenizer else None}
     encode_common(common)
-    pieces: dict[str, list[StoredPiece]] = {name: [] for name in source.tensors}
+    shards: dict[str, list[StoredShard]] = {name: [] for name in source.tensors}
     files = {}
     for number, planned in enumerate(plan_files(list(source.tensors.items()), max_file_bytes)):
         path = folder / f"shard_{number:05d}.safetensors"
         files[path.name], written = write_streamed_shard(path, planned, source)
-        for name, piece in written:
-            pieces[name].append(piece)
+        for name, shard in written:
+            shards[name].append(shard)
     tensors = {
-        name: StoredTensor(name, info.global_shape, dtype_name(info.dtype), tuple(pieces[name]))
+        name: StoredTensor(name, info.global_shape, dtype_name(info.dtype), tuple(shards[name]))
         for name, info in source.tensors.items()
     }
     write_index(folder, CheckpointIndex(tensors, files, common))

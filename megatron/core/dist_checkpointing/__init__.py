@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         INDEX_FILE,
         CheckpointIndex,
         StoredFile,
-        StoredPiece,
+        StoredShard,
         StoredTensor,
         check_run_state,
         encode_common,
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
         read_index_file,
         write_index,
     )
-    from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, load_index, load_tensors, untold
+    from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, ignore_progress, load_index, load_tensors
     from megatron.core.dist_checkpointing.planner import (
         AVERAGE_PREFIX,
         FLOAT8_PREFIX,
-        MAX_PIECE_BYTES,
+        MAX_SHARD_BYTES,
         MODEL_PREFIX,
         OPTIMIZER_PREFIX,
         RNG_PREFIX,
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
         from_spec,
         model_tensors,
         optimizer_tensors,
-        piece_key,
         rng_name,
         rng_tensors,
+        shard_key,
         whole_tensor,
     )
     from megatron.core.dist_checkpointing.shard_file import (
@@ -75,14 +75,14 @@ __getattr__ = lazy_exports(
             "CheckpointWriteError SequentialFile checksum read_error replace_text sync_folder write_error write_text"
         ),
         "index": (
-            "CheckpointIndex INDEX_FILE StoredFile StoredPiece StoredTensor check_run_state encode_common "
+            "CheckpointIndex INDEX_FILE StoredFile StoredShard StoredTensor check_run_state encode_common "
             "index_text read_index read_index_file write_index"
         ),
-        "load": "LoadedTensors Progress load_index load_tensors untold",
+        "load": "LoadedTensors Progress load_index load_tensors ignore_progress",
         "planner": (
-            "AVERAGE_PREFIX CheckpointState FLOAT8_PREFIX Float8Scaling MAX_PIECE_BYTES MODEL_PREFIX "
+            "AVERAGE_PREFIX CheckpointState FLOAT8_PREFIX Float8Scaling MAX_SHARD_BYTES MODEL_PREFIX "
             "OPTIMIZER_PREFIX RNG_PREFIX SavePlan SavePlanner ShardedTensor average_choice dtype_name dtype_of "
-            "float8_tensors from_spec model_tensors optimizer_tensors piece_key rng_name rng_tensors whole_tensor"
+            "float8_tensors from_spec model_tensors optimizer_tensors shard_key rng_name rng_tensors whole_tensor"
         ),
         "shard_file": "RankShare ShardEntry WrittenShare build_index check_file shard_header take_share",
         "validation": "STRICT STRICTNESS Strictness check_geometry find_misfits",

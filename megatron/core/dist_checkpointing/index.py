@@ -1,4 +1,4 @@
-"""Index of a checkpoint folder: the pieces of each tensor, the size of each file, and the shared state.
+"""Index of a checkpoint folder: the shards of each tensor, the size of each file, and the shared state.
 
 `check_run_state` validates the shared plain values before a run uses them. Importing this module imports no torch.
 """
@@ -25,7 +25,7 @@ _LARGEST_COUNT = 1 << 63
 
 
 @dataclass(frozen=True)
-class StoredPiece:
+class StoredShard:
     """Say where the values of one box lie: ``num_bytes`` at ``start`` in ``file``, row-major.
 
     ``file`` is a name in the checkpoint's folder or, in large worlds, ``SUBFOLDER/NAME``.
@@ -43,12 +43,12 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Describe one global tensor of a checkpoint and all its pieces."""
+    """Describe one global tensor of a checkpoint and all its shards."""
 
     name: str
     global_shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[StoredPiece, ...]
+    shards: tuple[StoredShard, ...]
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class CheckpointIndex:
     common: Mapping[str, Any]
     is_intact: bool = True
 
-    def pieces_of(self, file: str) -> list[StoredPiece]:
-        """Return the pieces that lie in one file."""
-        return [piece for tensor in self.tensors.values() for piece in tensor.pieces if piece.file == file]
+    def shards_of(self, file: str) -> list[StoredShard]:
+        """Return the shards that lie in one file."""
+        return [shard for tensor in self.tensors.values() for shard in tensor.shards if shard.file == file]
 
 
 def encode_common(common: Mapping[str, Any]) -> str:
@@ -159,34 +159,34 @@ def _object_by_line(entries: Mapping[str, Any]) -> str:
 
 
 def _encode_tensor(tensor: StoredTensor) -> dict[str, Any]:
-    pieces = [
+    shards = [
         {
-            "offset": list(piece.box.offset),
-            "shape": list(piece.box.shape),
-            "file": piece.file,
-            "key": piece.key,
-            "start": piece.start,
-            "bytes": piece.num_bytes,
-            "crc32": piece.checksum,
+            "offset": list(shard.box.offset),
+            "shape": list(shard.box.shape),
+            "file": shard.file,
+            "key": shard.key,
+            "start": shard.start,
+            "bytes": shard.num_bytes,
+            "crc32": shard.checksum,
         }
-        for piece in tensor.pieces
+        for shard in tensor.shards
     ]
-    return {"shape": list(tensor.global_shape), "dtype": tensor.dtype, "pieces": pieces}
+    return {"shape": list(tensor.global_shape), "dtype": tensor.dtype, "pieces": shards}
 
 
 def _decode_tensor(name: str, entry: Mapping[str, Any]) -> StoredTensor:
-    pieces = tuple(
-        StoredPiece(
-            box=Box(_counts(piece["offset"]), _counts(piece["shape"])),
-            file=_name(piece["file"]),
-            key=str(piece["key"]),
-            start=_count(piece["start"]),
-            num_bytes=_count(piece["bytes"]),
-            checksum=str(piece["crc32"]),
+    shards = tuple(
+        StoredShard(
+            box=Box(_counts(shard["offset"]), _counts(shard["shape"])),
+            file=_name(shard["file"]),
+            key=str(shard["key"]),
+            start=_count(shard["start"]),
+            num_bytes=_count(shard["bytes"]),
+            checksum=str(shard["crc32"]),
         )
-        for piece in entry["pieces"]
+        for shard in entry["pieces"]
     )
-    return StoredTensor(name, _counts(entry["shape"]), str(entry["dtype"]), pieces)
+    return StoredTensor(name, _counts(entry["shape"]), str(entry["dtype"]), shards)
 
 
 def _encode_file(file: StoredFile) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from megatron.core.collectives import all_gather_objects, broadcast_object, raise_on_all_ranks, run_on_all_ranks
 from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, read_index
-from megatron.core.dist_checkpointing.planner import PieceRead, ShardedTensor, plan_reads
+from megatron.core.dist_checkpointing.planner import ShardedTensor, ShardRead, plan_reads
 from megatron.core.dist_checkpointing.shard_file import check_file
-from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces, read_remote_pieces
+from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_shards, read_remote_shards
 from megatron.core.dist_checkpointing.validation import STRICT, Strictness, check_geometry, find_misfits
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import ParallelState, all_gather_from_world, gather_from_world
@@ -48,8 +48,8 @@ Progress = Callable[[int, int], None]
 """Take how many bytes this rank has read, and of how many."""
 
 
-def untold(done: int, total: int) -> None:
-    """Tell nobody how far it is."""
+def ignore_progress(done: int, total: int) -> None:
+    """Report no progress."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def load_tensors(
     verify: bool = True,
     allow_cast: bool = False,
     strictness: Strictness = STRICT,
-    progress: Progress = untold,
+    progress: Progress = ignore_progress,
 ) -> LoadedTensors:
     """Fill every rank's tensors in place; each rank reads the bytes that it needs, each once.
 
@@ -97,28 +97,28 @@ def load_tensors(
     with ShardReader(folder, verify) as reader:
         targets = [tensor.data for tensor in present]
 
-        def read_here() -> list[PieceRead]:
-            wanted = [(tensor.name, tensor.pieces) for tensor in present]
+        def read_here() -> list[ShardRead]:
+            wanted = [(tensor.name, tensor.shards) for tensor in present]
             reads = plan_reads(wanted, index.tensors, descriptions, world.rank, verify)
-            absent = {name for name in {read.piece.file for read in reads} if not (folder / name).exists()}
-            total = sum(read.num_bytes for read in reads if read.piece.file not in absent)
+            absent = {name for name in {read.shard.file for read in reads} if not (folder / name).exists()}
+            total = sum(read.num_bytes for read in reads if read.shard.file not in absent)
             for read in reads:
-                if read.piece.file not in absent:
+                if read.shard.file not in absent:
                     reader.read(read, targets)
                     progress(reader.bytes_read, total)
-            return [read for read in reads if read.piece.file in absent]
+            return [read for read in reads if read.shard.file in absent]
 
         remote = run_on_all_ranks(read_here, world)
-        error = read_remote_pieces(reader, folder, remote, targets, world)
+        error = read_remote_shards(reader, folder, remote, targets, world)
     raise_on_all_ranks(error, world)
     found = gather_from_world(reader.cell_checksums, state)
-    run_on_all_ranks(lambda: check_pieces(folder, index.tensors, found), world)
+    run_on_all_ranks(lambda: check_shards(folder, index.tensors, found), world)
     return LoadedTensors(reader.bytes_read, misfits.missing, misfits.unexpected)
 
 
 def _check_files(folder: Path, index: CheckpointIndex, names: Iterable[str], verify: bool) -> None:
     for name in names:
-        check_file(folder / name, index.files[name], index.pieces_of(name), verify)
+        check_file(folder / name, index.files[name], index.shards_of(name), verify)
 
 
 def _check_files_elsewhere(folder: Path, index: CheckpointIndex, world: Group, verify: bool) -> None:

@@ -1,6 +1,6 @@
 """Plan saves and loads: the sharded tensors of a run by name, which rank writes which box, and what each rank reads.
 
-A save plan is agreed on once and kept while nothing changes. Load plans split the stored pieces into the same cells
+A save plan is agreed on once and kept while nothing changes. Load plans split the stored shards into the same cells
 on all ranks. They are pure functions of boxes.
 """
 
@@ -13,16 +13,16 @@ from typing import Any, Protocol
 import torch
 
 from megatron.core.collectives import all_gather_objects, any_rank, run_on_all_ranks
-from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredShard, StoredTensor
 from megatron.core.errors import CheckpointError
 from megatron.core.model_parallel_config import GRID_AXES, Place
 from megatron.core.parallel_state import ParallelState, gather_from_world
 from megatron.core.sharding import (
     Box,
     ParamSpec,
-    Piece,
+    Shard,
     describe_box,
-    full_pieces,
+    full_shards,
     held_of,
     split_box,
     subtract,
@@ -65,13 +65,13 @@ class TensorDescription:
 class ShardedTensor:
     """Pair a local tensor with the boxes of the global tensor that it holds.
 
-    ``name`` is the name in the checkpoint, the same at any layout. Local elements outside every piece are padding:
+    ``name`` is the name in the checkpoint, the same at any layout. Local elements outside every shard are padding:
     they are neither saved nor loaded.
     """
 
     name: str
     global_shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
     data: torch.Tensor
     is_owner: bool = True
     is_expert: bool = False
@@ -82,33 +82,33 @@ class ShardedTensor:
             name=self.name,
             global_shape=self.global_shape,
             dtype=dtype_name(self.data.dtype),
-            boxes=tuple(piece.global_box for piece in self.pieces),
+            boxes=tuple(shard.global_box for shard in self.shards),
             is_owner=self.is_owner,
             is_expert=self.is_expert,
         )
 
     def view(self, box: Box) -> torch.Tensor | None:
-        """Return the local values of a global box that lies within one piece, or None where none holds it."""
-        for piece in self.pieces:
-            if piece.global_box.intersect(box) == box:
-                return self.data[piece.localized(box).slices]
+        """Return the local values of a global box that lies within one shard, or None where none holds it."""
+        for shard in self.shards:
+            if shard.global_box.intersect(box) == box:
+                return self.data[shard.localized(box).slices]
         return None
 
 
 def from_spec(spec: ParamSpec, data: torch.Tensor) -> ShardedTensor:
     """Describe a tensor that is laid out, and named, as ``spec`` says."""
-    for piece in spec.pieces:
-        ends = (o + n for o, n in zip(piece.local_offset, piece.global_box.shape, strict=True))
+    for shard in spec.shards:
+        ends = (o + n for o, n in zip(shard.local_offset, shard.global_box.shape, strict=True))
         assert all(end <= size for end, size in zip(ends, data.shape, strict=True)), (
-            f"{spec.name}: a piece at {piece.local_offset} of shape {piece.global_box.shape} is outside the "
+            f"{spec.name}: a shard at {shard.local_offset} of shape {shard.global_box.shape} is outside the "
             f"local tensor of shape {tuple(data.shape)}"
         )
-    return ShardedTensor(spec.name, spec.global_shape, spec.pieces, data.detach(), spec.is_owner, spec.is_expert)
+    return ShardedTensor(spec.name, spec.global_shape, spec.shards, data.detach(), spec.is_owner, spec.is_expert)
 
 
 def whole_tensor(name: str, data: torch.Tensor) -> ShardedTensor:
     """Describe a tensor that this rank holds whole."""
-    return ShardedTensor(name, tuple(data.shape), full_pieces(data.shape), data.detach())
+    return ShardedTensor(name, tuple(data.shape), full_shards(data.shape), data.detach())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -125,8 +125,8 @@ def dtype_of(name: str) -> torch.dtype:
     return {dtype_name(dtype): dtype for dtype in _DTYPES}[name]
 
 
-def piece_key(name: str, global_shape: Sequence[int], box: Box) -> str:
-    """Return the key of a piece in its file: the name, and the slice in brackets unless it is the whole tensor."""
+def shard_key(name: str, global_shape: Sequence[int], box: Box) -> str:
+    """Return the key of a shard in its file: the name, and the slice in brackets unless it is the whole tensor."""
     if box.shape == tuple(global_shape):
         return name
     return name + describe_box(box)
@@ -245,7 +245,7 @@ def average_choice(tensors: Sequence[ShardedTensor], index: CheckpointIndex) -> 
     return AverageChoice(tuple(tensors), tuple(name for name in namespaces if name != AVERAGE_PREFIX))
 
 
-MAX_PIECE_BYTES = 64 * 1024 * 1024
+MAX_SHARD_BYTES = 64 * 1024 * 1024
 """Larger boxes are cut along dim 0: it bounds the memory of reading and writing, and evens out the writers."""
 
 
@@ -269,9 +269,9 @@ class SavePlanner:
     first rank of the world. Later saves keep it after one reduction that finds no rank's descriptions changed.
     """
 
-    def __init__(self, state: ParallelState, max_piece_bytes: int = MAX_PIECE_BYTES) -> None:
+    def __init__(self, state: ParallelState, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self._state = state
-        self._max_piece_bytes = max_piece_bytes
+        self._max_shard_bytes = max_shard_bytes
         self._plan: SavePlan | None = None
 
     def plan(self, tensors: Sequence[ShardedTensor]) -> SavePlan:
@@ -294,7 +294,7 @@ class SavePlanner:
         everybody = [(group, all_gather_objects(of_kind, group)) for group, of_kind in kinds]
 
         def assign() -> tuple[TensorDescription, ...]:
-            own = [plan_writes(all_held, g.ranks, self._max_piece_bytes)[g.rank] for g, all_held in everybody]
+            own = [plan_writes(all_held, g.ranks, self._max_shard_bytes)[g.rank] for g, all_held in everybody]
             together = (description for of_kind in own for description in of_kind)
             return own[0] if len(own) == 1 else tuple(sorted(together, key=_file_order))
 
@@ -307,7 +307,7 @@ class SavePlanner:
 def plan_writes(
     descriptions: Sequence[Sequence[TensorDescription]],
     ranks: Sequence[int],
-    max_piece_bytes: int = MAX_PIECE_BYTES,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[tuple[TensorDescription, ...]]:
     """Decide which of several ranks writes which box; each computes the same plan from all their descriptions.
 
@@ -325,7 +325,7 @@ def plan_writes(
             _check_alike(tensors.setdefault(description.name, description), description, ranks[place])
             owned = [box for box in description.boxes if description.is_owner and box.num_elements]
             for box in owned:
-                for part in split_box(box, dtype_of(description.dtype).itemsize, max_piece_bytes):
+                for part in split_box(box, dtype_of(description.dtype).itemsize, max_shard_bytes):
                     places = holders.setdefault((description.name, part), [])
                     if place not in places:
                         places.append(place)
@@ -393,9 +393,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Cell:
-    """Hold a box of a stored piece, counted from the piece's own corner, and everywhere that its values go.
+    """Hold a box of a stored shard, counted from the shard's own corner, and everywhere that its values go.
 
-    A cell that goes nowhere is read for the checksum of its piece alone.
+    A cell that goes nowhere is read for the checksum of its shard alone.
     """
 
     box: Box
@@ -403,11 +403,11 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class PieceRead:
-    """Pair a stored piece with the disjoint cells that this rank reads of it."""
+class ShardRead:
+    """Pair a stored shard with the disjoint cells that this rank reads of it."""
 
     tensor: StoredTensor
-    piece: StoredPiece
+    shard: StoredShard
     cells: tuple[Cell, ...]
 
     @property
@@ -417,48 +417,48 @@ class PieceRead:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the cells are all of the piece."""
-        return sum(cell.box.num_elements for cell in self.cells) == self.piece.box.num_elements
+        """Return whether the cells are all of the shard."""
+        return sum(cell.box.num_elements for cell in self.cells) == self.shard.box.num_elements
 
 
 def plan_reads(
-    wanted: Sequence[tuple[str, Sequence[Piece]]],
+    wanted: Sequence[tuple[str, Sequence[Shard]]],
     stored: Mapping[str, StoredTensor],
     ranks: Sequence[Sequence[TensorDescription]] = (),
     rank: int = 0,
     verify: bool = True,
-) -> tuple[PieceRead, ...]:
-    """Plan what this rank reads to fill the pieces of its local tensors, in the order in which it lies on disk.
+) -> tuple[ShardRead, ...]:
+    """Plan what this rank reads to fill the shards of its local tensors, in the order in which it lies on disk.
 
     No element is read twice. ``ranks`` holds what every rank wants, this one at place ``rank``; without it this one is
-    alone. What any two ranks read of a piece is cut into the same cells, so that they can check its one checksum
-    together. With ``verify`` a part of a piece that nobody wants is read by the first rank that wants another part.
+    alone. What any two ranks read of a shard is cut into the same cells, so that they can check its one checksum
+    together. With ``verify`` a part of a shard that nobody wants is read by the first rank that wants another part.
 
     Raises:
         CheckpointError: a wanted box, named with its tensor, is not stored or only in part.
     """
     if not ranks:
-        ranks, rank = [[_describe(name, pieces, stored) for name, pieces in wanted]], 0
-    places: dict[str, list[tuple[int, Piece]]] = {}
-    for target, (name, pieces) in enumerate(wanted):
+        ranks, rank = [[_describe(name, shards, stored) for name, shards in wanted]], 0
+    places: dict[str, list[tuple[int, Shard]]] = {}
+    for target, (name, shards) in enumerate(wanted):
         if name not in stored:
             raise CheckpointError(f"the checkpoint has no tensor {name}")
-        places.setdefault(name, []).extend((target, piece) for piece in pieces)
-        _check_covered(stored[name], pieces)
+        places.setdefault(name, []).extend((target, shard) for shard in shards)
+        _check_covered(stored[name], shards)
     boxes = _boxes_by_tensor(ranks, set(places))
     reads = []
     for name, own in places.items():
         tensor = stored[name]
         cells = refine([box for held in boxes[name] for box in held])
-        for piece in tensor.pieces:
-            read = PieceRead(tensor, piece, _own_cells(piece.box, cells, own))
+        for shard in tensor.shards:
+            read = ShardRead(tensor, shard, _own_cells(shard.box, cells, own))
             if not read.cells:
                 continue
-            if verify and _first_reader(piece.box, boxes[name]) == rank:
-                unwanted = [Cell(box.relative_to(piece.box.offset), ()) for box in uncovered(piece.box, cells)]
-                read = PieceRead(tensor, piece, (*read.cells, *unwanted))
+            if verify and _first_reader(shard.box, boxes[name]) == rank:
+                unwanted = [Cell(box.relative_to(shard.box.offset), ()) for box in uncovered(shard.box, cells)]
+                read = ShardRead(tensor, shard, (*read.cells, *unwanted))
             reads.append(read)
-    return tuple(sorted(reads, key=lambda read: (read.piece.file, read.piece.start)))
+    return tuple(sorted(reads, key=lambda read: (read.shard.file, read.shard.start)))
 
 
 def refine(boxes: Iterable[Box]) -> list[Box]:
@@ -478,10 +478,10 @@ def refine(boxes: Iterable[Box]) -> list[Box]:
     return cells
 
 
-def _describe(name: str, pieces: Sequence[Piece], stored: Mapping[str, StoredTensor]) -> TensorDescription:
+def _describe(name: str, shards: Sequence[Shard], stored: Mapping[str, StoredTensor]) -> TensorDescription:
     tensor = stored.get(name)
     shape, dtype = ((), "") if tensor is None else (tensor.global_shape, tensor.dtype)
-    return TensorDescription(name, shape, dtype, tuple(piece.global_box for piece in pieces))
+    return TensorDescription(name, shape, dtype, tuple(shard.global_box for shard in shards))
 
 
 def _boxes_by_tensor(ranks: Sequence[Sequence[TensorDescription]], names: set[str]) -> dict[str, list[list[Box]]]:
@@ -494,14 +494,14 @@ def _boxes_by_tensor(ranks: Sequence[Sequence[TensorDescription]], names: set[st
     return boxes
 
 
-def _check_covered(tensor: StoredTensor, pieces: Sequence[Piece]) -> None:
-    for piece in pieces:
-        gaps = uncovered(piece.global_box, [stored.box for stored in tensor.pieces])
+def _check_covered(tensor: StoredTensor, shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        gaps = uncovered(shard.global_box, [stored.box for stored in tensor.shards])
         if gaps:
             raise CheckpointError(f"the checkpoint lacks {tensor.name}{describe_box(gaps[0])}")
 
 
-def _own_cells(stored_box: Box, cells: Sequence[Box], own: Sequence[tuple[int, Piece]]) -> tuple[Cell, ...]:
+def _own_cells(stored_box: Box, cells: Sequence[Box], own: Sequence[tuple[int, Shard]]) -> tuple[Cell, ...]:
     """Return the cells within a stored box that this rank wants, each with its places."""
     found = []
     for cell in cells:
@@ -509,7 +509,7 @@ def _own_cells(stored_box: Box, cells: Sequence[Box], own: Sequence[tuple[int, P
         if common is None:
             continue
         copies = tuple(
-            Copy(target, piece.localized(common)) for target, piece in own if piece.global_box.intersect(cell) == cell
+            Copy(target, shard.localized(common)) for target, shard in own if shard.global_box.intersect(cell) == cell
         )
         if copies:
             found.append(Cell(common.relative_to(stored_box.offset), copies))

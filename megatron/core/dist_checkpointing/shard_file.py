@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from megatron.core.dist_checkpointing.async_save import StagingArea
 from megatron.core.dist_checkpointing.disk import SequentialFile, checksum, read_error, sync_folder, write_error
-from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.planner import SavePlan, ShardedTensor, TensorDescription, dtype_of, piece_key
+from megatron.core.dist_checkpointing.index import CheckpointIndex, StoredFile, StoredShard, StoredTensor
+from megatron.core.dist_checkpointing.planner import SavePlan, ShardedTensor, TensorDescription, dtype_of, shard_key
 from megatron.core.errors import DamagedCheckpointError
 from megatron.core.object_store import ObjectPath, UploadedFile
 from megatron.core.ranged_file import open_ranged, read_range
@@ -106,7 +106,7 @@ def take_share(plan: SavePlan, tensors: Sequence[ShardedTensor], rank: int, num_
         for box in planned.boxes:
             views = (tensor.view(box) for tensor in by_name[planned.name])
             values = next(view for view in views if view is not None)
-            entries.append(ShardEntry(piece_key(planned.name, planned.global_shape, box), values))
+            entries.append(ShardEntry(shard_key(planned.name, planned.global_shape, box), values))
     return RankShare(shard_name(rank, num_ranks, tag), tuple(entries))
 
 
@@ -126,7 +126,7 @@ def build_index(
 ) -> CheckpointIndex:
     """Return the index of a checkpoint whose shares, in the order of the ranks, are written; for the first rank."""
     planned: dict[str, TensorDescription] = {}
-    pieces: dict[str, list[StoredPiece]] = {}
+    shards: dict[str, list[StoredShard]] = {}
     for rank, (own, share) in enumerate(zip(plan.ranks, shares, strict=True)):
         start = 0 if share.file is None else share.file.header_bytes
         file = shard_name(rank, len(shares), tag)
@@ -134,15 +134,15 @@ def build_index(
         for tensor in own:
             name, shape = tensor.name, tensor.global_shape
             planned[name] = tensor
-            stored = pieces.setdefault(name, [])
+            stored = shards.setdefault(name, [])
             for box in tensor.boxes:
                 num_bytes = box.num_elements * dtype_of(tensor.dtype).itemsize
-                key = piece_key(name, shape, box)
-                stored.append(StoredPiece(box, file, key, start, num_bytes, next(checksums)))
+                key = shard_key(name, shape, box)
+                stored.append(StoredShard(box, file, key, start, num_bytes, next(checksums)))
                 start += num_bytes
     tensors = {
         name: StoredTensor(
-            name, tensor.global_shape, tensor.dtype, tuple(sorted(pieces[name], key=lambda piece: piece.box.offset))
+            name, tensor.global_shape, tensor.dtype, tuple(sorted(shards[name], key=lambda shard: shard.box.offset))
         )
         for name, tensor in planned.items()
     }
@@ -191,11 +191,11 @@ def shard_bytes(entries: Sequence[ShardEntry]) -> int:
     return len(shard_header(entries)) + data_bytes
 
 
-def check_file(path: Path, expected: StoredFile, pieces: Sequence[StoredPiece], verify: bool = True) -> None:
+def check_file(path: Path, expected: StoredFile, shards: Sequence[StoredShard], verify: bool = True) -> None:
     """Compare a shard file's size, and with ``verify`` its header, with what the index says.
 
     Raises:
-        DamagedCheckpointError: the file is missing or differs; the message names the pieces that are lost.
+        DamagedCheckpointError: the file is missing or differs; the message names the shards that are lost.
         StorageError: what holds the file does not answer.
     """
     try:
@@ -203,14 +203,14 @@ def check_file(path: Path, expected: StoredFile, pieces: Sequence[StoredPiece], 
             num_bytes = file.num_bytes
             header = read_range(file, 0, expected.header_bytes) if verify else b""
     except OSError as error:
-        raise read_error(str(path), error, _name_some({piece.key for piece in pieces})) from error
+        raise read_error(str(path), error, _name_some({shard.key for shard in shards})) from error
     if num_bytes != expected.num_bytes:
         problem = f"has {num_bytes} bytes, {expected.num_bytes} were written"
     elif verify and checksum(header) != expected.header_checksum:
         problem = "the header does not match its checksum"
     else:
         return
-    lost = _name_some({piece.key for piece in pieces} - readable_keys(path))
+    lost = _name_some({shard.key for shard in shards} - readable_keys(path))
     raise DamagedCheckpointError(f"{path}: {problem}{lost}")
 
 

@@ -1,4 +1,4 @@
-"""Read the pieces of a load plan from shard files, on this node or another, and compare checksums."""
+"""Read the shards of a load plan from shard files, on this node or another, and compare checksums."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 
 from megatron.core.collectives import all_gather_objects, any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.dist_checkpointing.disk import join_checksums, partial_checksum, read_error
-from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
-from megatron.core.dist_checkpointing.planner import Cell, PieceRead, dtype_of
+from megatron.core.dist_checkpointing.index import StoredShard, StoredTensor
+from megatron.core.dist_checkpointing.planner import Cell, ShardRead, dtype_of
 from megatron.core.errors import CheckpointError, DamagedCheckpointError, InputError
 from megatron.core.process_group import Group
 from megatron.core.ranged_file import RangedFile, open_ranged, read_range
 from megatron.core.sharding import Box
 
 _Place = tuple[str, int, int]
-"""File, first byte and number of bytes of a piece."""
+"""File, first byte and number of bytes of a shard."""
 
 
 @dataclass(frozen=True)
 class CellChecksum:
-    """Hold what a cell that one rank read adds to the checksum of the piece at ``start`` in ``file``."""
+    """Hold what a cell that one rank read adds to the checksum of the shard at ``start`` in ``file``."""
 
     file: str
     start: int
@@ -36,10 +36,10 @@ class CellChecksum:
 
 
 class ShardReader:
-    """Read pieces from the shard files of one checkpoint folder; a context manager that closes them.
+    """Read shards from the shard files of one checkpoint folder; a context manager that closes them.
 
-    Exactly the bytes of a plan's cells are read. With ``verify`` the checksum of a piece that is read whole is compared
-    at once; what the cells of other pieces add to theirs is collected in ``cell_checksums``, for `check_pieces`.
+    Exactly the bytes of a plan's cells are read. With ``verify`` the checksum of a shard that is read whole is compared
+    at once; what the cells of other shards add to theirs is collected in ``cell_checksums``, for `check_shards`.
     ``bytes_read`` counts what came from disk. One buffer, of the largest cell, serves all reads.
     """
 
@@ -49,7 +49,7 @@ class ShardReader:
         self._folder = folder
         self._verify = verify
         self._open: dict[str, RangedFile] = {}
-        self._piece_bytes: bytes | None = None
+        self._shard_bytes: bytes | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> ShardReader:
@@ -62,67 +62,67 @@ class ShardReader:
         for file in self._open.values():
             file.close()
 
-    def read(self, read: PieceRead, targets: Sequence[torch.Tensor], piece_bytes: bytes | None = None) -> None:
-        """Read one piece's cells and copy them to where the plan wants them, in place.
+    def read(self, read: ShardRead, targets: Sequence[torch.Tensor], shard_bytes: bytes | None = None) -> None:
+        """Read one shard's cells and copy them to where the plan wants them, in place.
 
-        With ``piece_bytes``, the bytes of the whole piece, the file is not touched.
+        With ``shard_bytes``, the bytes of the whole shard, the file is not touched.
 
         Raises:
             DamagedCheckpointError: the file is missing, cut short or changed.
         """
-        piece = read.piece
-        self._piece_bytes = piece_bytes
+        shard = read.shard
+        self._shard_bytes = shard_bytes
         checksums = []
         for cell in read.cells:
-            values, checksum = self._read_cell(read.tensor, piece, cell)
-            checksums.append(CellChecksum(piece.file, piece.start, cell.box, checksum))
+            values, checksum = self._read_cell(read.tensor, shard, cell)
+            checksums.append(CellChecksum(shard.file, shard.start, cell.box, checksum))
             for copy in cell.copies:
                 targets[copy.target][copy.destination.slices].copy_(values)
         if not self._verify:
             return
-        if read.is_whole and join_checksums((cell.checksum for cell in checksums), piece.num_bytes) != piece.checksum:
-            raise _mismatch(self._folder, piece)
+        if read.is_whole and join_checksums((cell.checksum for cell in checksums), shard.num_bytes) != shard.checksum:
+            raise _mismatch(self._folder, shard)
         if not (read.is_whole and len(checksums) == 1):
             # Other ranks may read some of these cells, and need the rest for their comparison.
             self.cell_checksums += checksums
 
-    def _read_cell(self, tensor: StoredTensor, piece: StoredPiece, cell: Cell) -> tuple[torch.Tensor, int]:
-        """Return the values of a cell, in the buffer, and what they add to the checksum of the piece."""
+    def _read_cell(self, tensor: StoredTensor, shard: StoredShard, cell: Cell) -> tuple[torch.Tensor, int]:
+        """Return the values of a cell, in the buffer, and what they add to the checksum of the shard."""
         dtype = dtype_of(tensor.dtype)
         num_bytes = cell.box.num_elements * dtype.itemsize
         if self._buffer.numel() < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         data = self._buffer.numpy().data[:num_bytes]
-        run_bytes, starts = contiguous_runs(piece.box.shape, cell.box, dtype.itemsize)
-        runs = self._read_runs(piece, data, run_bytes, starts)
+        run_bytes, starts = contiguous_runs(shard.box.shape, cell.box, dtype.itemsize)
+        runs = self._read_runs(shard, data, run_bytes, starts)
         try:
             checksum = 0
             if self._verify:
-                checksum = partial_checksum(runs, piece.num_bytes)
+                checksum = partial_checksum(runs, shard.num_bytes)
             else:
                 for _ in runs:
                     pass
         except OSError as error:
-            raise read_error(f"{self._folder / piece.file}: cannot read {piece.key}", error) from error
+            raise read_error(f"{self._folder / shard.file}: cannot read {shard.key}", error) from error
         return self._buffer[:num_bytes].view(dtype).view(cell.box.shape), checksum
 
     def _read_runs(
-        self, piece: StoredPiece, data: memoryview, run_bytes: int, starts: Iterable[int]
+        self, shard: StoredShard, data: memoryview, run_bytes: int, starts: Iterable[int]
     ) -> Iterator[tuple[int, memoryview]]:
-        """Fill ``data`` run by run; yield where in the piece each one starts, and its bytes."""
-        if self._piece_bytes is None:
-            starts = self._file(piece.file).announce(piece.start, run_bytes, starts)
+        """Fill ``data`` run by run; yield where in the shard each one starts, and its bytes."""
+        if self._shard_bytes is None:
+            starts = self._file(shard.file).announce(shard.start, run_bytes, starts)
         for number, start in enumerate(starts):
             run = data[number * run_bytes : (number + 1) * run_bytes]
-            if self._piece_bytes is None:
-                received = self._file(piece.file).fill(run, piece.start + start)
+            if self._shard_bytes is None:
+                received = self._file(shard.file).fill(run, shard.start + start)
             else:
-                part = self._piece_bytes[start : start + run_bytes]
+                part = self._shard_bytes[start : start + run_bytes]
                 run[: len(part)] = part
                 received = len(part)
             self.bytes_read += received
             if received != run_bytes:
-                raise DamagedCheckpointError(f"{self._folder / piece.file}: ends within {piece.key}")
+                raise DamagedCheckpointError(f"{self._folder / shard.file}: ends within {shard.key}")
             yield start, run
 
     def _file(self, name: str) -> RangedFile:
@@ -145,13 +145,13 @@ def contiguous_runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[int,
     return run_bytes, (base + sum(step) for step in itertools.product(*steps))
 
 
-def check_pieces(
+def check_shards(
     folder: Path, tensors: Mapping[str, StoredTensor], cell_checksums: Iterable[Sequence[CellChecksum]]
 ) -> None:
-    """Compare the checksums of pieces that no rank read whole with what all ranks' cells add up to.
+    """Compare the checksums of shards that no rank read whole with what all ranks' cells add up to.
 
     Raises:
-        DamagedCheckpointError: the bytes of a piece are not those that were written, or two ranks read different ones.
+        DamagedCheckpointError: the bytes of a shard are not those that were written, or two ranks read different ones.
     """
     cells: dict[tuple[str, int], dict[Box, int]] = {}
     differing: set[tuple[str, int]] = set()
@@ -161,25 +161,25 @@ def check_pieces(
             differing.add(place)
     if not cells:
         return
-    pieces = {
-        (piece.file, piece.start): piece for tensor in tensors.values() for piece in tensor.pieces if piece.num_bytes
+    shards = {
+        (shard.file, shard.start): shard for tensor in tensors.values() for shard in tensor.shards if shard.num_bytes
     }
     for place in sorted(cells):
-        piece, found = pieces[place], cells[place]
+        shard, found = shards[place], cells[place]
         covered = sum(box.num_elements for box in found)
-        assert covered == piece.box.num_elements, f"{piece.key}: {covered} elements were read"
-        if place in differing or join_checksums(found.values(), piece.num_bytes) != piece.checksum:
-            raise _mismatch(folder, piece)
+        assert covered == shard.box.num_elements, f"{shard.key}: {covered} elements were read"
+        if place in differing or join_checksums(found.values(), shard.num_bytes) != shard.checksum:
+            raise _mismatch(folder, shard)
 
 
-def read_remote_pieces(
-    reader: ShardReader, folder: Path, reads: Sequence[PieceRead], targets: Sequence[torch.Tensor], world: Group
+def read_remote_shards(
+    reader: ShardReader, folder: Path, reads: Sequence[ShardRead], targets: Sequence[torch.Tensor], world: Group
 ) -> CheckpointError | None:
-    """Read pieces whose files this rank does not see; every rank calls this, with as many reads as it has or none.
+    """Read shards whose files this rank does not see; every rank calls this, with as many reads as it has or none.
 
-    Of the ranks that see a file, the first one reads the wanted pieces from it and sends each to all ranks: one piece
+    Of the ranks that see a file, the first one reads the wanted shards from it and sends each to all ranks: one shard
     at a time, whole, so that no rank holds more than one. It is the way for replicated weights, of which each machine
-    wrote a part; for a checkpoint that is all on one machine it is slow. Returns what is wrong with a piece here.
+    wrote a part; for a checkpoint that is all on one machine it is slow. Returns what is wrong with a shard here.
 
     Raises:
         DamagedCheckpointError: no rank sees a file, or it cannot be read. On every rank alike.
@@ -199,7 +199,7 @@ def read_remote_pieces(
             raise received
         if place in own and error is None:
             try:
-                reader.read(own[place], targets, piece_bytes=received)
+                reader.read(own[place], targets, shard_bytes=received)
             except CheckpointError as failure:
                 error = failure
     return error
@@ -230,9 +230,9 @@ def _read_bytes(folder: Path, place: _Place) -> bytes | InputError:
         return read_error(str(folder / name), failure)
 
 
-def _place(read: PieceRead) -> _Place:
-    return (read.piece.file, read.piece.start, read.piece.num_bytes)
+def _place(read: ShardRead) -> _Place:
+    return (read.shard.file, read.shard.start, read.shard.num_bytes)
 
 
-def _mismatch(folder: Path, piece: StoredPiece) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"{folder / piece.file}: the bytes of {piece.key} do not match their checksum")
+def _mismatch(folder: Path, shard: StoredShard) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{folder / shard.file}: the bytes of {shard.key} do not match their checksum")

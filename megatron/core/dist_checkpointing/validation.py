@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.index import INDEX_FILE, CheckpointIndex, StoredShard, StoredTensor
 from megatron.core.dist_checkpointing.planner import dtype_of
 from megatron.core.errors import DamagedCheckpointError
 
@@ -127,14 +127,14 @@ def _check_index(index: CheckpointIndex) -> None:
     for tensor in index.tensors.values():
         item_bytes = _item_bytes(tensor)
         held = 0
-        for piece in tensor.pieces:
-            _check_piece(tensor, piece, item_bytes, sizes)
-            held += piece.box.num_elements
-            total += piece.num_bytes
+        for shard in tensor.shards:
+            _check_shard(tensor, shard, item_bytes, sizes)
+            held += shard.box.num_elements
+            total += shard.num_bytes
         if held > math.prod(tensor.global_shape):
-            raise ValueError(f"pieces of {tensor.name} overlap: {held} elements for a shape of {tensor.global_shape}")
+            raise ValueError(f"shards of {tensor.name} overlap: {held} elements for a shape of {tensor.global_shape}")
     if total > sum(sizes.values()):
-        raise ValueError(f"pieces of {total} bytes in files of {sum(sizes.values())} bytes")
+        raise ValueError(f"shards of {total} bytes in files of {sum(sizes.values())} bytes")
 
 
 def _item_bytes(tensor: StoredTensor) -> int:
@@ -144,14 +144,14 @@ def _item_bytes(tensor: StoredTensor) -> int:
         raise ValueError(f"{tensor.name} has the dtype {tensor.dtype:.40}") from error
 
 
-def _check_piece(tensor: StoredTensor, piece: StoredPiece, item_bytes: int, sizes: Mapping[str, int]) -> None:
-    shape, box = tensor.global_shape, piece.box
+def _check_shard(tensor: StoredTensor, shard: StoredShard, item_bytes: int, sizes: Mapping[str, int]) -> None:
+    shape, box = tensor.global_shape, shard.box
     if not len(box.offset) == len(box.shape) == len(shape):
-        raise ValueError(f"a piece of {tensor.name} has {len(box.shape)} dims, and the tensor {len(shape)}")
+        raise ValueError(f"a shard of {tensor.name} has {len(box.shape)} dims, and the tensor {len(shape)}")
     for start, length, size in zip(box.offset, box.shape, shape):
         if start + length > size:
-            raise ValueError(f"a piece of {tensor.name} at {box.offset} of shape {box.shape} is outside of {shape}")
-    if box.num_elements * item_bytes != piece.num_bytes:
-        raise ValueError(f"a piece of {tensor.name} of shape {box.shape} in {piece.num_bytes} bytes")
-    if piece.file not in sizes or piece.start + piece.num_bytes > sizes[piece.file]:
-        raise ValueError(f"a piece of {tensor.name} is at byte {piece.start} of {piece.file:.80}, beyond its end")
+            raise ValueError(f"a shard of {tensor.name} at {box.offset} of shape {box.shape} is outside of {shape}")
+    if box.num_elements * item_bytes != shard.num_bytes:
+        raise ValueError(f"a shard of {tensor.name} of shape {box.shape} in {shard.num_bytes} bytes")
+    if shard.file not in sizes or shard.start + shard.num_bytes > sizes[shard.file]:
+        raise ValueError(f"a shard of {tensor.name} is at byte {shard.start} of {shard.file:.80}, beyond its end")

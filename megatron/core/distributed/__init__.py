@@ -16,13 +16,13 @@ if TYPE_CHECKING:
         send_in_float8,
     )
     from megatron.core.distributed.fully_sharded_data_parallel import unit_labels
-    from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAndGradBuffer
+    from megatron.core.distributed.param_and_grad_buffer import BucketShard, ParamAndGradBuffer
     from megatron.core.distributed.param_layout import (
         MIN_POOL_SIZE,
         PARAM_ALIGNMENT,
         ParamLayout,
-        parts_of_range,
         plan_buckets,
+        ranges_within,
         round_up,
     )
     from megatron.core.distributed.weight_checks import (
@@ -47,8 +47,8 @@ __getattr__ = lazy_exports(
         "distributed_data_parallel_config": "DistributedDataParallelConfig",
         "flat_parameters": "ParamShard is_sent_in_float8 num_float8_scales send_in_float8",
         "fully_sharded_data_parallel": "unit_labels",
-        "param_and_grad_buffer": "GradSegment ParamAndGradBuffer",
-        "param_layout": "MIN_POOL_SIZE PARAM_ALIGNMENT ParamLayout parts_of_range plan_buckets round_up",
+        "param_and_grad_buffer": "BucketShard ParamAndGradBuffer",
+        "param_layout": "MIN_POOL_SIZE PARAM_ALIGNMENT ParamLayout ranges_within plan_buckets round_up",
         "weight_checks": (
             "ABSURD_RATIO BadWeightsError OUTLIER_RATIO check_replicas_equal compare_over_replicas "
             "describe_bad_weights differing_replicas find_bad_weights find_huge_weights find_outlying_weights "

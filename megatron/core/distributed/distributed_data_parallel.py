@@ -43,7 +43,7 @@ class DistributedDataParallel(nn.Module):
 
     Where the configuration shards the optimizer and there are replicas (``is_sharded``), a rank ends with the reduced
     gradients of its own shards only, the parameters are views of flat buffers, and ``start_param_gather`` brings in the
-    other ranks' updates. ``parts`` are what this rank has to update, at any sharding; ``gathers_while_updating`` asks
+    other ranks' updates. ``shards`` are what this rank has to update, at any sharding; ``gathers_while_updating`` asks
     for an update bucket by bucket, each of which is gathered while the next is updated.
 
     Parameters without memory are given it, or shards of zeros. Where weights are sharded too, ``weights`` has those of
@@ -132,9 +132,9 @@ class DistributedDataParallel(nn.Module):
             yield make(parameters, layout, grad_dtype, group, plan, is_last_microbatch)
 
     @property
-    def parts(self) -> tuple[ParamShard, ...]:
+    def shards(self) -> tuple[ParamShard, ...]:
         """Return what this rank has to update: every parameter, or the stretches that lie in its shards."""
-        return tuple(part for buffer in self.grad_buffers for part in buffer.parts)
+        return tuple(shard for buffer in self.grad_buffers for shard in buffer.shards)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
@@ -164,7 +164,7 @@ class DistributedDataParallel(nn.Module):
             buffer.reset()
 
     def finish_grad_sync(self) -> None:
-        """Wait until every gradient of ``parts`` holds the sum or the mean over the replicas."""
+        """Wait until every gradient of ``shards`` holds the sum or the mean over the replicas."""
         for buffer in self.grad_buffers:
             buffer.finish_sync()
         if self.weights is not None:
@@ -180,18 +180,18 @@ class DistributedDataParallel(nn.Module):
             if buffer.flat_parameters is not None:
                 buffer.flat_parameters.start_gather(async_op=self._overlaps_gather)
 
-    def parts_and_gathers(self) -> Iterator[tuple[tuple[ParamShard, ...], Callable[[], None]]]:
+    def shards_and_gathers(self) -> Iterator[tuple[tuple[ParamShard, ...], Callable[[], None]]]:
         """Yield what this rank has to update of each bucket, and what gathers the bucket then, as a forward pass goes.
 
         The chunk must be sharded; what it holds whole is gathered by nobody.
         """
         for buffer in self.grad_buffers:
             if buffer.flat_parameters is None:
-                yield buffer.parts, _gather_nothing
+                yield buffer.shards, _gather_nothing
                 continue
             for index in reversed(range(len(buffer.buckets))):
                 gather = partial(buffer.flat_parameters.start_gather_of, index, async_op=self._overlaps_gather)
-                yield buffer.parts_of_segments[index], gather
+                yield buffer.shards_by_bucket[index], gather
 
     def finish_param_gather(self) -> None:
         """Wait until every parameter has its new value."""

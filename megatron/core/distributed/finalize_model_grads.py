@@ -31,14 +31,14 @@ def finalize_model_grads(
     """
     for chunk in model_chunks:
         chunk.finish_grad_sync()
-    parts = [part for chunk in model_chunks for part in chunk.parts]
+    shards = [shard for chunk in model_chunks for shard in chunk.shards]
     timers = timers or Timers()
     if state.tp.size > 1:
         with timers("layernorm-grads-all-reduce", log_level=1):
-            reduce_partial_gradients(parts, state.tp)
+            reduce_partial_gradients(shards, state.tp)
     if state.embedding.size > 1:
         with timers("embedding-grads-all-reduce", log_level=1):
-            reduce_tied_gradients(parts, state.embedding)
+            reduce_tied_gradients(shards, state.embedding)
     if num_tokens is not None:
         total = num_tokens.to(torch.float64, copy=True)
         broadcast(total, state.pp, source=state.pp.size - 1)
@@ -48,19 +48,19 @@ def finalize_model_grads(
             chunk.scale_gradients(divisor)
 
 
-def reduce_tied_gradients(parts: Sequence[ParamShard], embedding: Group) -> None:
+def reduce_tied_gradients(shards: Sequence[ParamShard], embedding: Group) -> None:
     """All-reduce the gradients of tied weights over the first and the last pipeline stage.
 
     Each copy is alone in its bucket, so that both ranks hold the same elements of it.
     """
     if embedding.size == 1:
         return
-    tied = [part for part in parts if part.spec.is_tied_over_pipeline]
-    for part in sorted(tied, key=lambda part: (part.spec.name, part.start)):
-        all_reduce(part.gradient, embedding)
+    tied = [shard for shard in shards if shard.spec.is_tied_over_pipeline]
+    for shard in sorted(tied, key=lambda shard: (shard.spec.name, shard.start)):
+        all_reduce(shard.gradient, embedding)
 
 
-def reduce_partial_gradients(parts: Sequence[ParamShard], tp: Group) -> None:
+def reduce_partial_gradients(shards: Sequence[ParamShard], tp: Group) -> None:
     """All-reduce the gradients of replicated parameters of which each tensor-parallel rank has only a partial gradient.
 
     Copies are on consecutive ranks: on all of them for a norm under sequence parallelism, on the ranks that share a
@@ -70,18 +70,18 @@ def reduce_partial_gradients(parts: Sequence[ParamShard], tp: Group) -> None:
     if tp.size == 1:
         return
     by_dtype: dict[torch.dtype, list[ParamShard]] = {}
-    for part in parts:
-        if "tp" in part.spec.gradient_sum_axes:
-            by_dtype.setdefault(part.gradient.dtype, []).append(part)
-    for dtype, parts_of_dtype in by_dtype.items():
-        _reduce_in_slots(parts_of_dtype, dtype, tp)
+    for shard in shards:
+        if "tp" in shard.spec.gradient_sum_axes:
+            by_dtype.setdefault(shard.gradient.dtype, []).append(shard)
+    for dtype, shards_of_dtype in by_dtype.items():
+        _reduce_in_slots(shards_of_dtype, dtype, tp)
 
 
-def _reduce_in_slots(parts: Sequence[ParamShard], dtype: torch.dtype, tp: Group) -> None:
+def _reduce_in_slots(shards: Sequence[ParamShard], dtype: torch.dtype, tp: Group) -> None:
     slots: list[tuple[torch.Tensor, int, int]] = []
     length = 0
-    for part in parts:
-        spec, grad = part.spec, part.gradient
+    for shard in shards:
+        spec, grad = shard.spec, shard.gradient
         assert tp.rank % spec.num_replicas == spec.replica_index, f"{spec.name}: copies are not consecutive ranks"
         start = length + tp.rank // spec.num_replicas * grad.numel()
         slots.append((grad, start, start + grad.numel()))

@@ -1,4 +1,4 @@
-"""Flat parameters: one buffer per dtype, all-gathered from shards, and the part of each that a rank updates.
+"""Flat parameters: one buffer per dtype, all-gathered from shards, and the shard of each that a rank updates.
 
 Weights that only FP8 matmuls use are all-gathered in FP8.
 """
@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 
 from megatron.core.collectives import all_gather_into, all_reduce
-from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
+from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, ranges_within
 from megatron.core.flight_recorder import PendingWork
 from megatron.core.ops import E4M3, WHOLE, Quantized, quantize, scale_of
 from megatron.core.process_group import Group
@@ -32,9 +32,9 @@ class FlatParameters:
         self.group = group
         first = parameters[0]
         self.data = torch.zeros(layout.num_elements, dtype=first.dtype, device=first.device)
-        for slot in layout.slots:
-            parameter = parameters[slot.index]
-            view = self.data[slot.start : slot.end].view(parameter.shape)
+        for each in layout.ranges:
+            parameter = parameters[each.index]
+            view = self.data[each.position : each.end_position].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
         self._works: dict[int, PendingWork] = {}
@@ -90,7 +90,7 @@ class ParamShard:
         return spec_of(self.parameter)
 
     def described(self, flat: torch.Tensor) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-        """Cut a tensor of this part's length into views, each with the description of a box of the local parameter.
+        """Split a tensor of this shard's length into views, each with the description of a box of the local parameter.
 
         Boxes that are padding only are left out.
 
@@ -101,7 +101,7 @@ class ParamShard:
             view = flat[position : position + box.num_elements].view(box.shape)
             position += box.num_elements
             spec = self.spec.within(box)
-            if spec.pieces:
+            if spec.shards:
                 yield spec, view
 
 
@@ -123,7 +123,7 @@ def num_float8_scales(parameter: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ScaledRange:
     """Hold elements of a flat buffer that share a scale: ``[start, end)``, and the scale's place among all."""
 
     scale: int
@@ -167,20 +167,20 @@ class Float8FlatParameters(FlatParameters):
         if bucket_index in self._payloads:
             self._unpack(bucket_index)
 
-    def _pieces(self, bucket: BucketLayout, start: int, end: int) -> Iterator[_Piece]:
+    def _scaled_ranges(self, bucket: BucketLayout, start: int, end: int) -> Iterator[_ScaledRange]:
         """Yield what lies in the range ``[start, end)`` of the layout, scale by scale."""
-        for part in parts_of_range(bucket.slots, start, end):
-            length, begin = self._lengths[part.index], start + part.position - part.start
-            for number in range(part.start // length, -(-part.end // length)):
-                first, last = max(part.start, number * length), min(part.end, (number + 1) * length)
-                yield _Piece(self._first_scales[part.index] + number, begin + first, begin + last)
+        for held in ranges_within(bucket.ranges, start, end):
+            length, begin = self._lengths[held.index], start + held.position - held.start
+            for number in range(held.start // length, -(-held.end // length)):
+                first, last = max(held.start, number * length), min(held.end, (number + 1) * length)
+                yield _ScaledRange(self._first_scales[held.index] + number, begin + first, begin + last)
 
     def _common_scales(self, bucket_indices: Sequence[int]) -> torch.Tensor:
         """Return every scale of the parameters of some buckets, the same on all ranks; 1 of others."""
         amax = torch.zeros(self._first_scales[-1], device=self.data.device)
         for bucket in (self.layout.buckets[index] for index in bucket_indices):
-            for piece in self._pieces(bucket, *bucket.shard(self.group.rank, self.group.size)):
-                amax[piece.scale] = self.data[piece.start : piece.end].abs().amax()
+            for scaled in self._scaled_ranges(bucket, *bucket.shard(self.group.rank, self.group.size)):
+                amax[scaled.scale] = self.data[scaled.start : scaled.end].abs().amax()
         all_reduce(amax, self.group, "max")
         return scale_of(amax, E4M3)
 
@@ -188,10 +188,10 @@ class Float8FlatParameters(FlatParameters):
         bucket = self.layout.buckets[bucket_index]
         start, end = bucket.shard(self.group.rank, self.group.size)
         payload = torch.zeros(bucket.num_elements, dtype=torch.uint8, device=self.data.device)
-        for piece in self._pieces(bucket, start, end):
-            values = self.data[piece.start : piece.end].unsqueeze(0)
-            rounded = quantize(values, E4M3, WHOLE, scales[piece.scale].view(1, 1)).data.view(torch.uint8)[0]
-            payload[piece.start - bucket.start : piece.end - bucket.start] = rounded
+        for scaled in self._scaled_ranges(bucket, start, end):
+            values = self.data[scaled.start : scaled.end].unsqueeze(0)
+            rounded = quantize(values, E4M3, WHOLE, scales[scaled.scale].view(1, 1)).data.view(torch.uint8)[0]
+            payload[scaled.start - bucket.start : scaled.end - bucket.start] = rounded
         self._payloads[bucket_index], self._scales[bucket_index] = payload, scales
         work = all_gather_into(payload, payload[start - bucket.start : end - bucket.start], self.group, async_op)
         if work is not None:
@@ -203,7 +203,7 @@ class Float8FlatParameters(FlatParameters):
     def _unpack(self, bucket_index: int) -> None:
         bucket, payload = self.layout.buckets[bucket_index], self._payloads.pop(bucket_index)
         scales = self._scales.pop(bucket_index)
-        for piece in self._pieces(bucket, bucket.start, bucket.end):
-            sent = payload[piece.start - bucket.start : piece.end - bucket.start].view(E4M3)
-            numbers = Quantized(sent.unsqueeze(0), scales[piece.scale].view(1, 1), WHOLE)
-            self.data[piece.start : piece.end] = numbers.values()[0]
+        for scaled in self._scaled_ranges(bucket, bucket.start, bucket.end):
+            sent = payload[scaled.start - bucket.start : scaled.end - bucket.start].view(E4M3)
+            numbers = Quantized(sent.unsqueeze(0), scales[scaled.scale].view(1, 1), WHOLE)
+            self.data[scaled.start : scaled.end] = numbers.values()[0]

@@ -18,8 +18,8 @@ from torch import nn
 
 from megatron.core.collectives import all_gather_into
 from megatron.core.distributed.flat_parameters import ParamShard
-from megatron.core.distributed.param_and_grad_buffer import GradSegment, ParamAndGradBuffer, ReductionPlan
-from megatron.core.distributed.param_layout import MIN_POOL_SIZE, ParamLayout, parts_of_range
+from megatron.core.distributed.param_and_grad_buffer import BucketShard, ParamAndGradBuffer, ReductionPlan
+from megatron.core.distributed.param_layout import MIN_POOL_SIZE, ParamLayout, ranges_within
 from megatron.core.flight_recorder import PendingWork
 from megatron.core.main_grad import MainGrad, gradient_uses_of
 from megatron.core.process_group import Group
@@ -130,11 +130,11 @@ class ShardedGradBuffer(ParamAndGradBuffer):
             fuses_products=self._fuses_products,
         )
 
-    def _make_segments(self) -> Iterable[GradSegment]:
+    def _make_bucket_shards(self) -> Iterable[BucketShard]:
         position = 0
         for bucket in self.layout.buckets:
             start, end = bucket.shard(self.group.rank, self.group.size)
-            yield GradSegment(start, end, self.grad_data[position : position + end - start])
+            yield BucketShard(start, end, self.grad_data[position : position + end - start])
             position += end - start
 
     def _borrow(self, index: int) -> None:
@@ -145,10 +145,10 @@ class ShardedGradBuffer(ParamAndGradBuffer):
         bucket = self.buckets[index]
         memory = self._memory[index] = self.pool.take()
         position = 0
-        for slot, main_grad in zip(bucket.layout.slots, bucket.main_grads, strict=True):
-            start, end = slot.start - bucket.layout.start, slot.end - bucket.layout.start
+        for each, main_grad in zip(bucket.layout.ranges, bucket.main_grads, strict=True):
+            start, end = each.position - bucket.layout.start, each.end_position - bucket.layout.start
             _clear(memory, position, start)
-            main_grad.tensor = memory[start:end].view(self.parameters[slot.index].shape)
+            main_grad.tensor = memory[start:end].view(self.parameters[each.index].shape)
             position = end
         _clear(memory, position, bucket.layout.num_elements)
 
@@ -179,17 +179,17 @@ class ShardedGradBuffer(ParamAndGradBuffer):
         """Start the next bucket's reduction; after the last one comes the first, of the next micro-batch."""
         index = self._num_started
         self._num_started = (index + 1) % len(self.buckets)
-        bucket, segment = self.buckets[index], self.segments[index]
+        bucket, bucket_shard = self.buckets[index], self.bucket_shards[index]
         for main_grad in bucket.main_grads:
             main_grad.fill_if_empty()
         memory = self._memory[index]
-        own = slice(segment.start - bucket.layout.start, segment.end - bucket.layout.start)
+        own = slice(bucket_shard.start - bucket.layout.start, bucket_shard.end - bucket.layout.start)
         is_first = not self._has_sum[index]
         self._has_sum[index] = True
-        target = segment.gradient if is_first else memory[own]
+        target = bucket_shard.gradient if is_first else memory[own]
         work = self._reduce(bucket, memory[: bucket.layout.num_elements], target)
         self._release(index)
-        self._under_way.append(_Reduction(memory, work, segment.gradient, None if is_first else target))
+        self._under_way.append(_Reduction(memory, work, bucket_shard.gradient, None if is_first else target))
         if not self.plan.overlap:
             self._settle()
 
@@ -230,14 +230,14 @@ class WeightShards:
         self._is_here = [True] * len(layout.buckets)
         position = 0
         for index, bucket in enumerate(layout.buckets):
-            filled = {slot.index for slot in bucket.slots if has_memory(parameters[slot.index])}
+            filled = {each.index for each in bucket.ranges if has_memory(parameters[each.index])}
             # Memory that nothing is written to is freed before it costs a process anything.
             make = torch.zeros if filled else torch.empty
             whole = make(bucket.num_elements, dtype=first.dtype, device=first.device)
-            for slot in bucket.slots:
-                parameter = parameters[slot.index]
-                view = whole[slot.start - bucket.start : slot.end - bucket.start].view(parameter.shape)
-                if slot.index in filled:
+            for each in bucket.ranges:
+                parameter = parameters[each.index]
+                view = whole[each.position - bucket.start : each.end_position - bucket.start].view(parameter.shape)
+                if each.index in filled:
                     view.copy_(parameter.detach())
                 parameter.data = view
             start, end = bucket.shard(group.rank, group.size)
@@ -293,22 +293,22 @@ class ShardedWeightBuffer(ShardedGradBuffer):
         super().__init__(parameters, layout, grad_dtype, group, plan, counts_as_last_microbatch)
         held: dict[int, list[ParamShard]] = {index: [] for index in range(len(parameters))}
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        for part in self.parts:
-            held[index_of[id(part.parameter)]].append(part)
-        for index, parts in held.items():
-            attach_held(parameters[index], [box for part in parts for box in part.described(part.values)])
+        for shard in self.shards:
+            held[index_of[id(shard.parameter)]].append(shard)
+        for index, shards in held.items():
+            attach_held(parameters[index], [box for shard in shards for box in shard.described(shard.values)])
 
     def _keep_weights(self) -> None:
         """Leave the weights to their shards: nothing is gathered after an update."""
         self.flat_parameters = None
 
-    def _parts_of(self, segment: GradSegment) -> Iterable[ParamShard]:
+    def _shards_of(self, bucket_shard: BucketShard) -> Iterable[ParamShard]:
         # The shards of weights lie one after the other, as those of gradients do.
-        begin = segment.gradient.storage_offset() - self.grad_data.storage_offset()
-        values = self.weights.data[begin : begin + segment.end - segment.start]
-        for part in parts_of_range(self.layout.slots, segment.start, segment.end):
-            own = slice(part.position, part.position + part.end - part.start)
-            yield ParamShard(self.parameters[part.index], part.start, part.end, values[own], segment.gradient[own])
+        begin = bucket_shard.gradient.storage_offset() - self.grad_data.storage_offset()
+        values = self.weights.data[begin : begin + bucket_shard.end - bucket_shard.start]
+        for held in ranges_within(self.layout.ranges, bucket_shard.start, bucket_shard.end):
+            own = slice(held.position, held.end_position)
+            yield ParamShard(self.parameters[held.index], held.start, held.end, values[own], bucket_shard.gradient[own])
 
 
 class _Unit:

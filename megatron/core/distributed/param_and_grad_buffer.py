@@ -16,7 +16,7 @@ from megatron.core.distributed.flat_parameters import (
     ParamShard,
     is_sent_in_float8,
 )
-from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, parts_of_range
+from megatron.core.distributed.param_layout import BucketLayout, ParamLayout, ranges_within
 from megatron.core.flight_recorder import PendingWork
 from megatron.core.main_grad import MainGrad, attach_main_grad, gradient_uses_of
 from megatron.core.ops import adds_wide_products
@@ -54,7 +54,7 @@ class ReductionPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class GradSegment:
+class BucketShard:
     """Hold the range ``[start, end)`` of the buffer's layout whose reduced gradients are this rank's to use.
 
     Shapes: ``gradient: [end - start]``.
@@ -96,9 +96,9 @@ class ParamAndGradBuffer:
     """Own the main gradients of parameters that share a parameter and a gradient dtype.
 
     Buckets are reduced strictly in buffer order, so that every data-parallel rank issues the same collectives in the
-    same order even where a parameter stays unused on some of them. ``segments`` and ``parts`` say where this rank finds
-    its reduced gradients: the whole buffer or, where the plan shards, one shard of every bucket. ``parts_of_segments``
-    has the parts segment by segment.
+    same order even where a parameter stays unused on some of them. ``bucket_shards`` and ``shards`` say where this rank
+    finds its reduced gradients: the whole buffer or, where the plan shards, one shard of every bucket.
+    ``shards_by_bucket`` has the parameters' shards for each of ``bucket_shards``.
 
     Shapes: ``grad_data: [layout.num_elements]``; padding between parameters is zero and stays so.
     """
@@ -123,14 +123,14 @@ class ParamAndGradBuffer:
         self._fuses_products = plan.fuse_accumulation and adds_wide_products(first.dtype, grad_dtype, first.device)
         self.grad_data = torch.zeros(self._grad_length(), dtype=grad_dtype, device=first.device)
         self.buckets = tuple(self._make_bucket(index, bucket) for index, bucket in enumerate(layout.buckets))
-        self.segments = tuple(self._make_segments())
-        self.parts_of_segments = tuple(tuple(self._parts_of(segment)) for segment in self.segments)
-        self.parts = tuple(part for parts in self.parts_of_segments for part in parts)
+        self.bucket_shards = tuple(self._make_bucket_shards())
+        self.shards_by_bucket = tuple(tuple(self._shards_of(bucket_shard)) for bucket_shard in self.bucket_shards)
+        self.shards = tuple(shard for shards in self.shards_by_bucket for shard in shards)
         self._num_started = 0
 
     def parameters_of(self, bucket: GradBucket) -> tuple[torch.nn.Parameter, ...]:
         """Return the bucket's parameters, in the order of its main gradients."""
-        return tuple(self.parameters[slot.index] for slot in bucket.layout.slots)
+        return tuple(self.parameters[each.index] for each in bucket.layout.ranges)
 
     def reset(self) -> None:
         """Forget the accumulated gradients; memory is not touched, the next contributions overwrite it."""
@@ -158,14 +158,14 @@ class ParamAndGradBuffer:
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply every reduced gradient by a factor."""
-        for segment in self.segments:
-            segment.gradient.mul_(factor)
+        for bucket_shard in self.bucket_shards:
+            bucket_shard.gradient.mul_(factor)
 
     def _sum_copies(self) -> None:
         """Sum the gradients of this rank's shards over the ranks that hold copies of these."""
         if self.plan.copies is not None:
-            for segment in self.segments:
-                all_reduce(segment.gradient, self.plan.copies)
+            for bucket_shard in self.bucket_shards:
+                all_reduce(bucket_shard.gradient, self.plan.copies)
 
     def _keep_weights(self) -> None:
         """Let the weights lie where they are gathered after an update, where the plan shards."""
@@ -177,9 +177,9 @@ class ParamAndGradBuffer:
 
     def _make_bucket(self, bucket_index: int, layout: BucketLayout) -> GradBucket:
         main_grads = []
-        for slot in layout.slots:
-            parameter = self.parameters[slot.index]
-            main_grad = self._make_main_grad(bucket_index, slot.index, slot.start, slot.end)
+        for each in layout.ranges:
+            parameter = self.parameters[each.index]
+            main_grad = self._make_main_grad(bucket_index, each.index, each.position, each.end_position)
             attach_main_grad(parameter, main_grad)
             main_grads.append(main_grad)
         return GradBucket(layout, tuple(main_grads))
@@ -193,23 +193,23 @@ class ParamAndGradBuffer:
             fuses_products=self._fuses_products,
         )
 
-    def _make_segments(self) -> Iterable[GradSegment]:
+    def _make_bucket_shards(self) -> Iterable[BucketShard]:
         if not self.plan.shard:
-            yield GradSegment(0, self.layout.num_elements, self.grad_data)
+            yield BucketShard(0, self.layout.num_elements, self.grad_data)
             return
         for bucket in self.layout.buckets:
             start, end = bucket.shard(self.group.rank, self.group.size)
-            yield GradSegment(start, end, self.grad_data[start:end])
+            yield BucketShard(start, end, self.grad_data[start:end])
 
-    def _parts_of(self, segment: GradSegment) -> Iterable[ParamShard]:
-        for part in parts_of_range(self.layout.slots, segment.start, segment.end):
-            parameter = self.parameters[part.index]
+    def _shards_of(self, bucket_shard: BucketShard) -> Iterable[ParamShard]:
+        for held in ranges_within(self.layout.ranges, bucket_shard.start, bucket_shard.end):
+            parameter = self.parameters[held.index]
             yield ParamShard(
                 parameter,
-                part.start,
-                part.end,
-                parameter.detach().view(-1)[part.start : part.end],
-                segment.gradient[part.position : part.position + part.end - part.start],
+                held.start,
+                held.end,
+                parameter.detach().view(-1)[held.start : held.end],
+                bucket_shard.gradient[held.position : held.end_position],
             )
 
     def _gradient_completed(self, bucket_index: int, parameter_index: int) -> None:

@@ -18,12 +18,25 @@ MIN_POOL_SIZE = 2
 
 
 @dataclass(frozen=True)
-class ParamSlot:
-    """Hold the range ``[start, end)`` of the flat buffer that belongs to parameter ``index`` of the caller's list."""
+class ParamRange:
+    """The elements ``[start, end)`` of parameter ``index``, flattened, and where they are in a flat buffer.
+
+    ``index`` counts the caller's list of parameters. ``position`` counts elements from the beginning of the buffer, or
+    of the range of the buffer that `ranges_within` was asked for.
+    """
 
     index: int
     start: int
     end: int
+    position: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.end - self.start
+
+    @property
+    def end_position(self) -> int:
+        return self.position + self.num_elements
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,7 @@ class BucketLayout:
 
     start: int
     end: int
-    slots: tuple[ParamSlot, ...]
+    ranges: tuple[ParamRange, ...]
 
     @property
     def num_elements(self) -> int:
@@ -47,19 +60,6 @@ class BucketLayout:
 
 
 @dataclass(frozen=True)
-class ParamRange:
-    """Hold the elements ``[start, end)`` of parameter ``index``, flattened, that lie in a range of the flat buffer.
-
-    ``position`` is where they begin, counted from the beginning of the range.
-    """
-
-    index: int
-    start: int
-    end: int
-    position: int
-
-
-@dataclass(frozen=True)
 class ParamLayout:
     """Hold the buckets of a flat buffer in the order in which their gradients become ready."""
 
@@ -71,8 +71,8 @@ class ParamLayout:
         return self.buckets[-1].end if self.buckets else 0
 
     @property
-    def slots(self) -> tuple[ParamSlot, ...]:
-        return tuple(slot for bucket in self.buckets for slot in bucket.slots)
+    def ranges(self) -> tuple[ParamRange, ...]:
+        return tuple(each for bucket in self.buckets for each in bucket.ranges)
 
 
 def plan_layout(
@@ -92,27 +92,27 @@ def plan_layout(
     label for each parameter.
     """
     buckets: list[BucketLayout] = []
-    slots: list[ParamSlot] = []
+    ranges: list[ParamRange] = []
     bucket_start = position = 0
 
     def close_bucket() -> None:
         nonlocal bucket_start, position
         length = round_up(position - bucket_start, param_alignment * num_shards)
-        buckets.append(BucketLayout(bucket_start, bucket_start + length, tuple(slots)))
+        buckets.append(BucketLayout(bucket_start, bucket_start + length, tuple(ranges)))
         bucket_start = position = bucket_start + length
-        slots.clear()
+        ranges.clear()
 
     for index in reversed(range(len(sizes))):
-        begins_unit = bool(units) and bool(slots) and units[index] != units[slots[-1].index]
-        if slots and (index in alone or begins_unit):
+        begins_unit = bool(units) and bool(ranges) and units[index] != units[ranges[-1].index]
+        if ranges and (index in alone or begins_unit):
             close_bucket()
         start = round_up(position, param_alignment)
         position = start + sizes[index]
-        slots.append(ParamSlot(index, start, position))
+        ranges.append(ParamRange(index, 0, sizes[index], start))
         is_full = bucket_size is not None and position - bucket_start >= bucket_size
         if is_full or index in alone:
             close_bucket()
-    if slots:
+    if ranges:
         close_bucket()
     return ParamLayout(tuple(buckets))
 
@@ -142,14 +142,18 @@ def plan_buckets(
     return plan_layout(sizes, bucket_size, num_shards=num_shards, alone=alone, units=units if by_unit else ())
 
 
-def parts_of_range(slots: Sequence[ParamSlot], start: int, end: int) -> list[ParamRange]:
-    """Return what the range ``[start, end)`` of the flat buffer holds of each parameter, in buffer order."""
-    parts = []
-    for slot in slots:
-        low, high = max(start, slot.start), min(end, slot.end)
+def ranges_within(ranges: Sequence[ParamRange], start: int, end: int) -> list[ParamRange]:
+    """Return what the range ``[start, end)`` of the flat buffer holds of each parameter, in buffer order.
+
+    The positions of ``ranges`` count from the beginning of the buffer, those of the result from ``start``.
+    """
+    held = []
+    for each in ranges:
+        low, high = max(start, each.position), min(end, each.end_position)
         if low < high:
-            parts.append(ParamRange(slot.index, low - slot.start, high - slot.start, low - start))
-    return parts
+            first = each.start - each.position
+            held.append(ParamRange(each.index, first + low, first + high, low - start))
+    return held
 
 
 def default_bucket_size(data_parallel_size: int) -> int:

@@ -120,10 +120,10 @@ def _describe(spec: ParamSpec, values: torch.Tensor, bad: torch.Tensor) -> BadWe
 
 def _global_place(spec: ParamSpec, local: tuple[int, ...]) -> tuple[int, ...]:
     """Return where an element of the local tensor lies in the global one; its own place where it is padding."""
-    for piece in spec.pieces:
-        box = piece.local_box
+    for shard in spec.shards:
+        box = shard.local_box
         if all(start <= at < start + length for at, start, length in zip(local, box.offset, box.shape)):
-            return tuple(at - start + base for at, start, base in zip(local, box.offset, piece.global_box.offset))
+            return tuple(at - start + base for at, start, base in zip(local, box.offset, shard.global_box.offset))
     return local
 
 

@@ -15,14 +15,14 @@ from megatron.core.collectives import all_gather_objects, all_reduce
 from megatron.core.distributed import (
     PARAM_ALIGNMENT,
     BadWeightsError,
+    BucketShard,
     DistributedDataParallel,
-    GradSegment,
     ParamAndGradBuffer,
     ParamShard,
     describe_bad_weights,
     find_bad_weights,
     gather_bad_weights,
-    parts_of_range,
+    ranges_within,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelState
@@ -110,35 +110,37 @@ class GradNorm:
     ) -> None:
         self._counting = DedupMask(model_chunks, state)
         self._kind_of, self._kinds = kind_of, kinds
-        self._parts = [part for chunk in model_chunks for part in chunk.parts]
-        self._segments = [
-            (segment.gradient, self._weights_of(segment, buffer), self._weights_of_kinds(segment, buffer))
+        self._shards = [shard for chunk in model_chunks for shard in chunk.shards]
+        self._bucket_shards = [
+            (
+                bucket_shard.gradient,
+                self._weights_of(bucket_shard, buffer),
+                self._weights_of_kinds(bucket_shard, buffer),
+            )
             for chunk in model_chunks
             for buffer in chunk.grad_buffers
-            for segment in buffer.segments
+            for bucket_shard in buffer.bucket_shards
         ]
 
-    def _weights_of(self, segment: GradSegment, buffer: ParamAndGradBuffer) -> torch.Tensor | None:
+    def _weights_of(self, bucket_shard: BucketShard, buffer: ParamAndGradBuffer) -> torch.Tensor | None:
         """Return one weight a block, or None where every block counts."""
-        weights = torch.ones((segment.end - segment.start) // PARAM_ALIGNMENT, dtype=torch.float64)
-        for part in parts_of_range(buffer.layout.slots, segment.start, segment.end):
-            if not self._counting.counts(spec_of(buffer.parameters[part.index])):
-                end = part.position + part.end - part.start
-                weights[part.position // PARAM_ALIGNMENT : -(-end // PARAM_ALIGNMENT)] = 0.0
-        return None if bool(weights.all()) else weights.to(segment.gradient.device)
+        weights = torch.ones((bucket_shard.end - bucket_shard.start) // PARAM_ALIGNMENT, dtype=torch.float64)
+        for held in ranges_within(buffer.layout.ranges, bucket_shard.start, bucket_shard.end):
+            if not self._counting.counts(spec_of(buffer.parameters[held.index])):
+                weights[held.position // PARAM_ALIGNMENT : -(-held.end_position // PARAM_ALIGNMENT)] = 0.0
+        return None if bool(weights.all()) else weights.to(bucket_shard.gradient.device)
 
-    def _weights_of_kinds(self, segment: GradSegment, buffer: ParamAndGradBuffer) -> list[torch.Tensor]:
+    def _weights_of_kinds(self, bucket_shard: BucketShard, buffer: ParamAndGradBuffer) -> list[torch.Tensor]:
         """Return one weight a block for each kind of parameters."""
-        count = (segment.end - segment.start) // PARAM_ALIGNMENT
+        count = (bucket_shard.end - bucket_shard.start) // PARAM_ALIGNMENT
         weights = {kind: torch.zeros(count, dtype=torch.float64) for kind in self._kinds}
         if self._kind_of is not None:
-            for part in parts_of_range(buffer.layout.slots, segment.start, segment.end):
-                spec = spec_of(buffer.parameters[part.index])
+            for held in ranges_within(buffer.layout.ranges, bucket_shard.start, bucket_shard.end):
+                spec = spec_of(buffer.parameters[held.index])
                 if self._counting.counts(spec):
-                    end = part.position + part.end - part.start
-                    blocks = slice(part.position // PARAM_ALIGNMENT, -(-end // PARAM_ALIGNMENT))
+                    blocks = slice(held.position // PARAM_ALIGNMENT, -(-held.end_position // PARAM_ALIGNMENT))
                     weights[self._kind_of(spec)][blocks] = 1.0
-        return [of_kind.to(segment.gradient.device) for of_kind in weights.values()]
+        return [of_kind.to(bucket_shard.gradient.device) for of_kind in weights.values()]
 
     def measure(self, count_zeros: bool = False, timers: Timers | None = None) -> torch.Tensor:
         """Return what `measure_kinds` does of all kinds together."""
@@ -156,30 +158,30 @@ class GradNorm:
 
         Shapes: ``-> [1 or 2], [kinds]`` float64.
         """
-        device = self._segments[0][0].device
+        device = self._bucket_shards[0][0].device
         num_totals = 2 if count_zeros else 1
         totals = torch.zeros(num_totals + len(self._kinds), dtype=torch.float64, device=device)
         square_sum = totals[0]
-        for gradient, weights, of_kinds in self._segments:
+        for gradient, weights, of_kinds in self._bucket_shards:
             norms = _block_norms(gradient)
             square_sum.add_(torch.dot(norms, norms if weights is None else norms * weights))
             for index, of_kind in enumerate(of_kinds, num_totals):
                 totals[index].add_(torch.dot(norms, norms * of_kind))
         if count_zeros:
             with (timers or Timers())("optimizer-count-zeros", log_level=1):
-                for part in self._parts:
-                    if self._counting.counts(part.spec):
-                        totals[1].add_(_num_zeros(part))
+                for shard in self._shards:
+                    if self._counting.counts(shard.spec):
+                        totals[1].add_(_num_zeros(shard))
         all_reduce(totals, self._counting.group)
         return totals[:num_totals], totals[num_totals:]
 
 
-def _num_zeros(part: ParamShard) -> torch.Tensor | int:
-    """Return the number of zeros in the gradient of a part, padding left out."""
+def _num_zeros(shard: ParamShard) -> torch.Tensor | int:
+    """Return the number of zeros in the gradient of a shard, without padding."""
     zeros = [
-        (view[piece.local_box.slices] == 0).sum()
-        for spec, view in part.described(part.gradient)
-        for piece in spec.pieces
+        (view[shard.local_box.slices] == 0).sum()
+        for spec, view in shard.described(shard.gradient)
+        for shard in spec.shards
     ]
     return torch.stack(zeros).sum() if zeros else 0
 
@@ -271,9 +273,9 @@ def describe_bad_gradients(model_chunks: Sequence[DistributedDataParallel], worl
     Finite gradients whose squares overflow are called too large, with the largest values.
     """
     bad = [name for chunk in model_chunks for name in chunk.names_of_bad_local_gradients()]
-    parts = [part for chunk in model_chunks for part in chunk.parts if part.gradient.numel()]
-    largest = [(part.spec.name, float(part.gradient.abs().max()) / loss_scale) for part in parts]
-    is_finite = all(bool(torch.isfinite(part.gradient).all()) for part in parts)
+    shards = [shard for chunk in model_chunks for shard in chunk.shards if shard.gradient.numel()]
+    largest = [(shard.spec.name, float(shard.gradient.abs().max()) / loss_scale) for shard in shards]
+    is_finite = all(bool(torch.isfinite(shard.gradient).all()) for shard in shards)
     reports = all_gather_objects((bad, is_finite, sorted(largest, key=lambda each: -each[1])[:_NUM_NAMED]), world)
     if all(finite for _, finite, _ in reports):
         values: dict[str, float] = {}

@@ -12,14 +12,14 @@ import torch
 from megatron.core.distributed import PARAM_ALIGNMENT, ParamShard, round_up
 from megatron.core.host_memory import Copied, HostCopies
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, split_part
+from megatron.core.optimizer.update_bucket import ShardGroup, UpdateBucket, split_shard
 
 _NUM_SLOTS = 2
 _ALIGNMENT = 128
 
 
 class _Slots:
-    """Lend host memory to buckets in turn: to each a view for each of its parts, of the dtype of what is copied.
+    """Lend host memory to buckets in turn: to each a view for each of its shards, of the dtype of what is copied.
 
     ``reach`` waits until what a bucket's slot was last used for is done.
     """
@@ -33,9 +33,9 @@ class _Slots:
         is_pinned: bool,
     ) -> None:
         self._copies = copies
-        plans = [_plan([copied(part.part) for part in bucket.parts]) for bucket in buckets]
+        plans = [_plan([copied(optimized.shard) for optimized in bucket.shards]) for bucket in buckets]
         size = max(end for _, end in plans)
-        like = copied(buckets[0].parts[0].part)
+        like = copied(buckets[0].shards[0].shard)
         # Made like a tensor of the device, so that a dry run makes memory without values.
         self.memory = [
             torch.empty_like(like[:0], dtype=torch.uint8, device="cpu").new_empty(size, pin_memory=is_pinned)
@@ -45,7 +45,7 @@ class _Slots:
         self._last: list[Copied | None] = [None] * count
 
     def views(self, number: int) -> list[torch.Tensor]:
-        """Return the memory of each part of a bucket."""
+        """Return the memory of each shard of a bucket."""
         memory = self.memory[number % len(self.memory)]
         return [memory[start:end].view(dtype) for start, end, dtype in self._plans[number]]
 
@@ -82,10 +82,10 @@ class HostOffload:
         self.copies = copies
         self._overlaps = config.overlap_cpu_optimizer_d2h_h2d
         count = _NUM_SLOTS if self._overlaps else 1
-        on_cuda = buckets[0].parts[0].part.values.is_cuda
+        on_cuda = buckets[0].shards[0].shard.values.is_cuda
         pins_gradients, pins_values = on_cuda and config.pin_cpu_grads, on_cuda and config.pin_cpu_params
-        self._gradients = _Slots(copies, self.buckets, lambda part: part.gradient, count, pins_gradients)
-        self._values = _Slots(copies, self.buckets, lambda part: part.values, count, pins_values)
+        self._gradients = _Slots(copies, self.buckets, lambda shard: shard.gradient, count, pins_gradients)
+        self._values = _Slots(copies, self.buckets, lambda shard: shard.values, count, pins_values)
         self._count = count
 
     @property
@@ -124,40 +124,40 @@ class HostOffload:
             self.copies.wait(last)
 
     def _fetch(self, number: int) -> None:
-        parts, views = self.buckets[number].parts, self._gradients.views(number)
-        fetched = [self.copies.to_host(part.part.gradient, view) for part, view in zip(parts, views)]
+        shards, views = self.buckets[number].shards, self._gradients.views(number)
+        fetched = [self.copies.to_host(optimized.shard.gradient, view) for optimized, view in zip(shards, views)]
         self._gradients.use(number, fetched[-1])
 
     def _send(self, number: int) -> Copied:
         bucket, views = self.buckets[number], self._values.views(number)
         self._values.reach(number)
         torch._foreach_copy_(views, bucket.main_params)
-        sent = [self.copies.to_device(view, part.part.values) for part, view in zip(bucket.parts, views)]
+        sent = [self.copies.to_device(view, optimized.shard.values) for optimized, view in zip(bucket.shards, views)]
         self._values.use(number, sent[-1])
         return sent[-1]
 
 
-def split_groups(groups: Iterable[PartGroup], fraction: float) -> tuple[list[PartGroup], list[PartGroup]]:
-    """Return the parts of the host, in their order the first ``fraction`` of all elements, and those of the device.
+def split_groups(groups: Iterable[ShardGroup], fraction: float) -> tuple[list[ShardGroup], list[ShardGroup]]:
+    """Return the shards of the host, in their order the first ``fraction`` of all elements, and those of the device.
 
-    The part at the boundary is cut at a multiple of the parameters' alignment.
+    The shard at the boundary is split at a multiple of the parameters' alignment.
     """
-    groups = [(parts, multiplier) for parts, multiplier in groups if parts]
-    total = sum(part.end - part.start for parts, _ in groups for part in parts)
+    groups = [(shards, multiplier) for shards, multiplier in groups if shards]
+    total = sum(shard.end - shard.start for shards, _ in groups for shard in shards)
     left = round_up(round(fraction * total), PARAM_ALIGNMENT)
-    on_host: list[PartGroup] = []
-    on_device: list[PartGroup] = []
-    for parts, multiplier in groups:
-        host_parts: list[ParamShard] = []
-        device_parts: list[ParamShard] = []
-        for part in parts:
-            length = part.end - part.start
+    on_host: list[ShardGroup] = []
+    on_device: list[ShardGroup] = []
+    for shards, multiplier in groups:
+        host_shards: list[ParamShard] = []
+        device_shards: list[ParamShard] = []
+        for shard in shards:
+            length = shard.end - shard.start
             if 0 < left < length:
-                first, part = split_part(part, left)
-                host_parts.append(first)
+                first, shard = split_shard(shard, left)
+                host_shards.append(first)
                 left = 0
-            (host_parts if left > 0 else device_parts).append(part)
+            (host_shards if left > 0 else device_shards).append(shard)
             left -= min(left, length)
-        on_host += [(host_parts, multiplier)] if host_parts else []
-        on_device += [(device_parts, multiplier)] if device_parts else []
+        on_host += [(host_shards, multiplier)] if host_shards else []
+        on_device += [(device_shards, multiplier)] if device_shards else []
     return on_host, on_device

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.host_memory import HostCopies
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket
+from megatron.core.optimizer.update_bucket import ShardGroup, UpdateBucket
 from megatron.core.parallel_state import ParallelState
 
 
@@ -39,13 +39,13 @@ class DistributedOptimizer(MegatronOptimizer):
     ) -> None:
         super().__init__(config, model_chunks, state, fused_adam, host_copies)
         buckets_of: dict[int, list[UpdateBucket]] = {}
-        for bucket in filter(lambda bucket: bucket.parts, self._on_device):
-            buckets_of.setdefault(id(bucket.parts[0].part.parameter), []).append(bucket)
+        for bucket in filter(lambda bucket: bucket.shards, self._on_device):
+            buckets_of.setdefault(id(bucket.shards[0].shard.parameter), []).append(bucket)
         # The gathers in the order that all ranks share, each with what this rank updates before it.
         self._gathers = [
-            ([bucket for part in parts for bucket in buckets_of.pop(id(part.parameter), ())], gather)
+            ([bucket for shard in shards for bucket in buckets_of.pop(id(shard.parameter), ())], gather)
             for chunk in self._gathering_chunks()
-            for parts, gather in chunk.parts_and_gathers()
+            for shards, gather in chunk.shards_and_gathers()
         ]
         overlaps = any(chunk.config.overlap_param_gather for chunk in self._chunks)
         self._gathers_in_forward = overlaps and not self._gathers
@@ -89,15 +89,17 @@ class DistributedOptimizer(MegatronOptimizer):
                 bucket.step_if(is_finite, grad_multipliers[bucket.rate.kind], self._timers)
             gather()
 
-    def _device_pieces(self, groups: list[PartGroup]) -> Iterator[list[PartGroup]]:
+    def _device_buckets(self, groups: list[ShardGroup]) -> Iterator[list[ShardGroup]]:
         if not self._gathering_chunks():
-            yield from super()._device_pieces(groups)
+            yield from super()._device_buckets(groups)
             return
         for chunk in self._gathering_chunks():
-            for gathered, _ in chunk.parts_and_gathers():
-                mine = {id(part.parameter) for part in gathered}
-                pieces = [([part for part in parts if id(part.parameter) in mine], factor) for parts, factor in groups]
-                yield from super()._device_pieces([(parts, factor) for parts, factor in pieces if parts])
+            for gathered, _ in chunk.shards_and_gathers():
+                mine = {id(shard.parameter) for shard in gathered}
+                own = [
+                    ([shard for shard in shards if id(shard.parameter) in mine], factor) for shards, factor in groups
+                ]
+                yield from super()._device_buckets([(shards, factor) for shards, factor in own if shards])
 
     def _gathering_chunks(self) -> list[DistributedDataParallel]:
         return [chunk for chunk in self._chunks if chunk.gathers_while_updating]

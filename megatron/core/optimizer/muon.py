@@ -91,13 +91,13 @@ def is_orthogonalized(spec: ParamSpec) -> bool:
 
 
 class Muon:
-    """Update parts of matrices from their gradients, as `InnerOptimizer` does parts of any parameter.
+    """Update shards of matrices from their gradients, as `InnerOptimizer` does shards of any parameter.
 
-    The momentum lies where the parameter's part does; whole matrices exist on their owners only, those of one batch at
+    The momentum is sharded as the parameter is; whole matrices exist on their owners only, those of one batch at
     a time (see `MuonShardExchange`). Decay is decoupled: a weight loses learning rate × decay of itself.
     ``multipliers`` are those of the weight decay, one for each parameter.
 
-    Every rank of the exchange's groups must call ``step_if``, also one without parts.
+    Every rank of the exchange's groups must call ``step_if``, also one without shards.
     """
 
     decides_on_device = True

@@ -18,7 +18,7 @@ from megatron.core.collectives import all_gather_objects, all_to_all_rows
 from megatron.core.distributed import ParamShard
 from megatron.core.precision import arithmetic_dtype
 from megatron.core.process_group import Group
-from megatron.core.sharding import Box, ParamSpec, Piece, spec_of
+from megatron.core.sharding import Box, ParamSpec, Shard, spec_of
 
 Item = TypeVar("Item")
 Compute = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
@@ -74,28 +74,28 @@ class LocalMatrix:
 
 
 @dataclass(frozen=True)
-class MatrixPiece:
-    """A piece of a matrix in a local matrix of some model-parallel rank; of equal copies one ``is_sender``."""
+class MatrixShard:
+    """A shard of a matrix in a local matrix of some model-parallel rank; of equal copies one ``is_sender``."""
 
     matrix: int
-    piece: Piece
+    shard: Shard
     is_sender: bool
 
     @property
     def num_elements(self) -> int:
-        return self.piece.global_box.num_elements
+        return self.shard.global_box.num_elements
 
 
 @dataclass(frozen=True)
 class _Layout:
     """Who holds and who owns what, equal for all batches of an exchange.
 
-    ``pieces`` are those of each model-parallel rank by the matrix's name. ``empty`` has no elements, and the dtype and
+    ``shards`` are those of each model-parallel rank by the matrix's name. ``empty`` has no elements, and the dtype and
     the device of everything that is sent.
     """
 
     matrices: Sequence[LocalMatrix]
-    pieces: Sequence[Mapping[str, Sequence[MatrixPiece]]]
+    shards: Sequence[Mapping[str, Sequence[MatrixShard]]]
     owners: Mapping[str, RankCoordinates]
     model: Group
     dp: Group
@@ -110,9 +110,9 @@ class MuonShardExchange:
     """Choose the owner of each matrix, and divide the matrices into ``batches`` that are exchanged together.
 
     ``parameters`` are this rank's local tensors, the same ones in the same order on all ranks of ``dp``; several may be
-    pieces of one matrix, and experts have one matrix each. Ranks of ``model`` have pieces of the same matrices, or
+    shards of one matrix, and experts have one matrix each. Ranks of ``model`` have shards of the same matrices, or
     other experts' matrices. ``shards`` are this rank's elements of the parameters: all of each, or with ``is_sharded``
-    shards, which on the ranks of ``dp`` together are the whole. Owners are chosen among the ranks that have a piece,
+    shards, which on the ranks of ``dp`` together are the whole. Owners are chosen among the ranks that have a shard,
     so that the work, about rows · columns · the smaller of them, is balanced over these ranks.
 
     Batches bound the memory of whole matrices. In each an owner has ``batch_bytes`` of matrices at most, or one matrix
@@ -137,16 +137,16 @@ class MuonShardExchange:
         own_ranges = [matrix_range for _, matrix_range in held]
         # Ranks that are not sharded hold the same ranges: one list stands for all of them.
         ranges = all_gather_objects(own_ranges, dp) if is_sharded else [own_ranges]
-        pieces = all_gather_objects(_pieces_by_name(matrices), model)
+        shards = all_gather_objects(_shards_by_name(matrices), model)
         shapes, num_held = _gather_sizes(matrices, ranges if is_sharded else [], model)
-        owners = _choose_owners(shapes, _largest_first(shapes, num_held), pieces, dp.size)
+        owners = _choose_owners(shapes, _largest_first(shapes, num_held), shards, dp.size)
         self.batches: tuple[ExchangeBatch, ...] = ()
         if not matrices:
             return
         # Not of the values that are exchanged: a rank that has none receives those of others.
         first = matrices[0].parameter
         empty = torch.empty(0, dtype=arithmetic_dtype(first.dtype), device=first.device)
-        layout = _Layout(matrices, pieces, owners, model, dp, is_sharded, empty)
+        layout = _Layout(matrices, shards, owners, model, dp, is_sharded, empty)
         most_elements = batch_bytes // empty.itemsize // (1 if is_sharded else dp.size)
         batch_by_name = _choose_batches(shapes, owners, num_held, most_elements)
         num_batches = max(batch_by_name.values()) + 1
@@ -169,7 +169,7 @@ class ExchangeBatch:
     """Exchange the shards of some matrices: to the owners, and back when these have computed.
 
     Two exchanges lead to a whole matrix. The first, over data-parallel ranks, makes local matrices of shards, all of
-    one matrix on the data-parallel rank of its owner. The second, over model-parallel ranks, sends their pieces to the
+    one matrix on the data-parallel rank of its owner. The second, over model-parallel ranks, sends their shards to the
     owner. The same two lead back.
 
     ``indices`` are the numbers of the batch's local matrices. ``shard_ranges`` are the batch's elements of this rank's
@@ -206,17 +206,17 @@ class ExchangeBatch:
     def compute(self, values: list[torch.Tensor], function: Compute) -> list[torch.Tensor]:
         """Return the elements of the shard ranges after the function was applied to the whole matrices.
 
-        Collective over both groups. Elements outside every piece come back as zero. ``values`` is emptied, so that its
+        Collective over both groups. Elements outside every shard come back as zero. ``values`` is emptied, so that its
         memory is free while matrices are whole.
 
         Shapes: ``values``: one ``[end - start]`` for each shard range, in their dtype of arithmetic.
         """
         local = self._gather_shards(values)
         values.clear()
-        matrices = self._gather_pieces(local)
+        matrices = self._assemble(local)
         for name in matrices:
             matrices[name] = function(matrices[name], self._specs[name].fused_rows).contiguous()
-        self._return_pieces(matrices, local)
+        self._scatter(matrices, local)
         del matrices
         return self._return_shards(local)
 
@@ -240,39 +240,39 @@ class ExchangeBatch:
             flat[each.matrix][each.start : each.end] = value
         return {index: elements.view(layout.matrices[index].shape) for index, elements in flat.items()}
 
-    def _gather_pieces(self, local: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Exchange pieces of local matrices over model-parallel ranks, and return the matrices that this rank owns."""
+    def _assemble(self, local: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Exchange shards of local matrices over model-parallel ranks, and return the matrices that this rank owns."""
         layout = self._layout
         rank, empty = layout.model.rank, layout.empty
         sent = [
-            [local[each.matrix][each.piece.local_box.slices].reshape(-1) for _, each in self._senders(rank, names)]
+            [local[each.matrix][each.shard.local_box.slices].reshape(-1) for _, each in self._senders(rank, names)]
             for names in self._owned_names
         ]
         owned = self._owned_names[rank]
         received = [self._senders(sender, owned) for sender in range(layout.model.size)]
-        values = _exchange(sent, _piece_lengths(received), layout.model, empty)
+        values = _exchange(sent, _shard_lengths(received), layout.model, empty)
         matrices = {name: empty.new_zeros(self._specs[name].global_shape) for name in owned}
         for (name, each), value in zip(chain.from_iterable(received), values, strict=True):
-            matrices[name][each.piece.global_box.slices] = value.view(each.piece.global_box.shape)
+            matrices[name][each.shard.global_box.slices] = value.view(each.shard.global_box.shape)
         return matrices
 
-    def _return_pieces(self, matrices: Mapping[str, torch.Tensor], local: Mapping[int, torch.Tensor]) -> None:
-        """Exchange pieces of whole matrices over model-parallel ranks, and write this rank's into local matrices."""
+    def _scatter(self, matrices: Mapping[str, torch.Tensor], local: Mapping[int, torch.Tensor]) -> None:
+        """Exchange shards of whole matrices over model-parallel ranks, and write this rank's into local matrices."""
         layout = self._layout
         rank = layout.model.rank
         sent = [
             [
-                matrices[name][each.piece.global_box.slices].reshape(-1)
-                for name, each in self._pieces(receiver, self._owned_names[rank])
+                matrices[name][each.shard.global_box.slices].reshape(-1)
+                for name, each in self._shards_of(receiver, self._owned_names[rank])
             ]
             for receiver in range(layout.model.size)
         ]
-        received = [self._pieces(rank, names) for names in self._owned_names]
-        values = _exchange(sent, _piece_lengths(received), layout.model, layout.empty)
+        received = [self._shards_of(rank, names) for names in self._owned_names]
+        values = _exchange(sent, _shard_lengths(received), layout.model, layout.empty)
         for matrix in local.values():
             matrix.zero_()
         for (_, each), value in zip(chain.from_iterable(received), values, strict=True):
-            local[each.matrix][each.piece.local_box.slices] = value.view(each.piece.global_box.shape)
+            local[each.matrix][each.shard.local_box.slices] = value.view(each.shard.global_box.shape)
 
     def _return_shards(self, local: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """Exchange shards of local matrices over data-parallel ranks, and return this rank's."""
@@ -294,13 +294,13 @@ class ExchangeBatch:
         """Return the ranges of a data-parallel rank whose matrix is owned on this one."""
         return [each for each in self._ranges[dp_rank] if each.matrix in self._owned_indices]
 
-    def _pieces(self, model_rank: int, names: Iterable[str]) -> list[tuple[str, MatrixPiece]]:
-        """Return the pieces that a model-parallel rank has of some matrices, each with its matrix's name."""
-        pieces = self._layout.pieces[model_rank]
-        return [(name, each) for name in names for each in pieces.get(name, ())]
+    def _shards_of(self, model_rank: int, names: Iterable[str]) -> list[tuple[str, MatrixShard]]:
+        """Return the shards that a model-parallel rank has of some matrices, each with its matrix's name."""
+        shards = self._layout.shards[model_rank]
+        return [(name, each) for name in names for each in shards.get(name, ())]
 
-    def _senders(self, model_rank: int, names: Iterable[str]) -> list[tuple[str, MatrixPiece]]:
-        return [(name, each) for name, each in self._pieces(model_rank, names) if each.is_sender]
+    def _senders(self, model_rank: int, names: Iterable[str]) -> list[tuple[str, MatrixShard]]:
+        return [(name, each) for name, each in self._shards_of(model_rank, names) if each.is_sender]
 
 
 def _local_matrices(parameter: torch.nn.Parameter) -> Iterator[LocalMatrix]:
@@ -311,13 +311,13 @@ def _local_matrices(parameter: torch.nn.Parameter) -> Iterator[LocalMatrix]:
         return
     shape = tuple(parameter.shape[1:])
     for position in range(parameter.shape[0]):
-        held = spec.within(Box((position, 0, 0), (1, *shape))).pieces
-        pieces = tuple(
-            Piece(Box(piece.global_box.offset[1:], piece.global_box.shape[1:]), piece.local_offset[1:])
-            for piece in held
+        held = spec.within(Box((position, 0, 0), (1, *shape))).shards
+        shards = tuple(
+            Shard(Box(shard.global_box.offset[1:], shard.global_box.shape[1:]), shard.local_offset[1:])
+            for shard in held
         )
         name = f"{spec.name}.{held[0].global_box.offset[0]}"
-        of_expert = replace(spec, name=name, global_shape=spec.global_shape[1:], pieces=pieces)
+        of_expert = replace(spec, name=name, global_shape=spec.global_shape[1:], shards=shards)
         yield LocalMatrix(parameter, position * shape[0] * shape[1], shape, of_expert)
 
 
@@ -339,12 +339,12 @@ def _matrix_ranges(
                 )
 
 
-def _pieces_by_name(matrices: Sequence[LocalMatrix]) -> dict[str, list[MatrixPiece]]:
-    """Return the pieces of this rank's local matrices by the matrix's name; a matrix of padding has none."""
-    by_name: dict[str, list[MatrixPiece]] = {}
+def _shards_by_name(matrices: Sequence[LocalMatrix]) -> dict[str, list[MatrixShard]]:
+    """Return the shards of this rank's local matrices by the matrix's name; a matrix of padding has none."""
+    by_name: dict[str, list[MatrixShard]] = {}
     for index, matrix in enumerate(matrices):
-        pieces = [MatrixPiece(index, piece, matrix.spec.is_owner) for piece in matrix.spec.pieces]
-        by_name.setdefault(matrix.spec.name, []).extend(pieces)
+        shards = [MatrixShard(index, shard, matrix.spec.is_owner) for shard in matrix.spec.shards]
+        by_name.setdefault(matrix.spec.name, []).extend(shards)
     return by_name
 
 
@@ -395,9 +395,9 @@ def _largest_first(
 def _choose_owners(
     shapes: Mapping[str, tuple[int, ...]], order: Sequence[str], held: Sequence[Mapping[str, object]], dp_size: int
 ) -> dict[str, RankCoordinates]:
-    """Return each matrix's owner, chosen in this order: the rank with least work of those that have a piece of it.
+    """Return each matrix's owner, chosen in this order: the rank with least work of those that have a shard of it.
 
-    ``held`` has the names of the matrices of which each model-parallel rank has a piece.
+    ``held`` has the names of the matrices of which each model-parallel rank has a shard.
     """
     # Of equal ones the first in this order: neighbors in the model go to different data-parallel ranks.
     loads = [[(0, d) for d in range(dp_size)] for _ in held]
@@ -447,8 +447,8 @@ def _lengths(ranges: Sequence[Sequence[MatrixRange]]) -> list[list[int]]:
     return [[each.num_elements for each in of_rank] for of_rank in ranges]
 
 
-def _piece_lengths(pieces: Sequence[Sequence[tuple[str, MatrixPiece]]]) -> list[list[int]]:
-    return [[each.num_elements for _, each in of_rank] for of_rank in pieces]
+def _shard_lengths(shards: Sequence[Sequence[tuple[str, MatrixShard]]]) -> list[list[int]]:
+    return [[each.num_elements for _, each in of_rank] for of_rank in shards]
 
 
 def _exchange(

@@ -34,7 +34,7 @@ from megatron.core.optimizer.muon_shard_exchange import MuonShardExchange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_rates import ParamRates, Rate
 from megatron.core.optimizer.quantized_state import QuantizedState
-from megatron.core.optimizer.update_bucket import PartGroup, UpdateBucket, cut_into_buckets, described_state
+from megatron.core.optimizer.update_bucket import ShardGroup, UpdateBucket, cut_into_buckets, described_state
 from megatron.core.optimizer.weight_average import AVERAGE, WeightAverage
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import ParamSpec, spec_of
@@ -89,15 +89,15 @@ class MegatronOptimizer:
         is_elementwise = rule.is_elementwise
         on_host: list[UpdateBucket] = []
         self._on_device: list[UpdateBucket] = []
-        for rate, groups in self._part_groups():
+        for rate, groups in self._shard_groups():
             away, here = split_groups(groups, config.offload_fraction)
             on_host += [
-                UpdateBucket(config, piece, on_host=True, rate=rate, is_elementwise=is_elementwise)
-                for piece in cut_into_buckets(away)
+                UpdateBucket(config, bucket, on_host=True, rate=rate, is_elementwise=is_elementwise)
+                for bucket in cut_into_buckets(away)
             ]
             self._on_device += [
-                UpdateBucket(config, piece, fused_adam, rate=rate, is_elementwise=is_elementwise)
-                for piece in self._device_pieces(here)
+                UpdateBucket(config, bucket, fused_adam, rate=rate, is_elementwise=is_elementwise)
+                for bucket in self._device_buckets(here)
             ]
         if not is_elementwise:
             self._check_whole(rule, (*on_host, *self._on_device))
@@ -197,7 +197,7 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def params_norm(self) -> float:
-        """Return the norm of the whole model's main parameters; every rank that holds a part of it must call."""
+        """Return the norm of the whole model's main parameters; every rank that holds a part of the model must call."""
         for chunk in self._chunks:
             # Main parameters in the model's own precision lie in the buffers that are gathered.
             chunk.finish_param_gather()
@@ -205,9 +205,9 @@ class MegatronOptimizer:
         counting = DedupMask(self._chunks, self._state)
         for bucket in self._buckets:
             with bucket.main_params_open():
-                for part in bucket.parts:
-                    if counting.counts(part.part.spec):
-                        total += sum_of_squares(part.main_param).to(total.device)
+                for optimized in bucket.shards:
+                    if counting.counts(optimized.shard.spec):
+                        total += sum_of_squares(optimized.main_param).to(total.device)
         all_reduce(total, counting.group)
         return math.sqrt(total.item())
 
@@ -245,13 +245,13 @@ class MegatronOptimizer:
         for bucket in self._buckets:
             yield from bucket.held()
         if self._average is not None:
-            yield from (self._average.of(part) for bucket in self._buckets for part in bucket.parts)
+            yield from (self._average.of(optimized) for bucket in self._buckets for optimized in bucket.shards)
 
     def sharded_state(self) -> dict[str, tuple[ParamSpec, torch.Tensor]]:
         """Return the tensors that a checkpoint holds, each with its description, under names that are unique here.
 
-        The description carries the global name, ``optimizer.<state>.<parameter>``; several local tensors can be parts
-        of one global tensor, and then the later names end in the offset of their part. Tensors are the live ones:
+        The description carries the global name, ``optimizer.<state>.<parameter>``; several local tensors can be shards
+        of one global tensor, and then the later names end in the offset of their shard. Tensors are the live ones:
         filling them in place loads them. Main parameters are present where they are not the model's own. State that is
         stored in few bytes is lent as float32 on the host, and `load_scalar_state` stores it.
         """
@@ -259,17 +259,17 @@ class MegatronOptimizer:
         for inner in self._inner:
             inner.make_state()
         for bucket in self._buckets:
-            for part in bucket.parts:
-                average = () if self._average is None else ((AVERAGE, self._average.of(part)),)
-                for kind, tensor in (*bucket.state_of(part), *average):
-                    for part_spec, view in described_state(part, self._readable(bucket, tensor)):
-                        spec = part_spec.with_prefix(f"optimizer.{kind}.")
+            for optimized in bucket.shards:
+                average = () if self._average is None else ((AVERAGE, self._average.of(optimized)),)
+                for kind, tensor in (*bucket.state_of(optimized), *average):
+                    for shard_spec, view in described_state(optimized, self._readable(bucket, tensor)):
+                        spec = shard_spec.with_prefix(f"optimizer.{kind}.")
                         name = spec.name
                         if name in result:
-                            name += "@" + ",".join(str(offset) for offset in spec.pieces[0].global_box.offset)
+                            name += "@" + ",".join(str(offset) for offset in spec.shards[0].global_box.offset)
                         if name in result:
-                            # A scalar of several parts of one parameter.
-                            name += f"+{part.part.start}"
+                            # A scalar of several shards of one parameter.
+                            name += f"+{optimized.shard.start}"
                         assert name not in result
                         result[name] = (spec, view)
         return result
@@ -301,7 +301,9 @@ class MegatronOptimizer:
 
     def _check_whole(self, rule: UpdateRule, buckets: Sequence[UpdateBucket]) -> None:
         """Reject shards for an update rule that is not elementwise; collective."""
-        shards = sorted(part.part.spec.name for bucket in buckets for part in bucket.parts if not part.is_whole)
+        shards = sorted(
+            optimized.shard.spec.name for bucket in buckets for optimized in bucket.shards if not optimized.is_whole
+        )
         if any_rank(bool(shards), self._state.world):
             of_ranks = all_gather_objects(shards[0] if shards else None, self._state.world)
             name = next(name for name in of_ranks if name is not None)
@@ -336,7 +338,7 @@ class MegatronOptimizer:
             with self._timers("optimizer-inner-step", log_level=1):
                 self.offload.finish(is_finite, grad_multipliers[ALL_KINDS])
 
-    def _device_pieces(self, groups: list[PartGroup]) -> Iterator[list[PartGroup]]:
+    def _device_buckets(self, groups: list[ShardGroup]) -> Iterator[list[ShardGroup]]:
         """Yield what is updated together on the device, all of ``groups`` where nothing speaks against it."""
         if self.config.use_precision_aware_optimizer:
             # State that is stored in few bytes is opened a bucket at a time.
@@ -344,8 +346,8 @@ class MegatronOptimizer:
         elif groups:
             yield groups
 
-    def _part_groups(self) -> Iterator[tuple[Rate, list[PartGroup]]]:
-        """Yield this rank's parts that share a learning rate, by weight decay."""
+    def _shard_groups(self) -> Iterator[tuple[Rate, list[ShardGroup]]]:
+        """Yield this rank's shards that share a learning rate, by weight decay."""
         for rate, parameters in self._rates.by_rate([p for p in self._trained() if not self._is_orthogonalized(p)]):
             yield rate, self._groups_of(parameters)
 
@@ -362,8 +364,8 @@ class MegatronOptimizer:
             several = self._rates.by_rate([p for p in matrices if spec_of(p).is_expert == is_expert])
             for rate, chosen in several:
                 groups = self._groups_of(chosen)
-                parts = [part for parts, _ in groups for part in parts]
-                exchange = MuonShardExchange(chosen, parts, model, replicas, is_sharded=is_sharded)
+                shards = [shard for shards, _ in groups for shard in shards]
+                exchange = MuonShardExchange(chosen, shards, model, replicas, is_sharded=is_sharded)
                 yield UpdateBucket(self.config, groups, exchange=exchange, rate=rate)
 
     def _trained(self) -> list[torch.nn.Parameter]:
@@ -372,14 +374,14 @@ class MegatronOptimizer:
     def _is_orthogonalized(self, parameter: torch.nn.Parameter) -> bool:
         return self.config.optimizer == "muon" and is_orthogonalized(spec_of(parameter))
 
-    def _groups_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[PartGroup]:
-        """Return this rank's parts of some parameters by weight decay."""
-        parts_of: dict[int, list[ParamShard]] = {}
+    def _groups_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[ShardGroup]:
+        """Return this rank's shards of some parameters by weight decay."""
+        shards_of: dict[int, list[ParamShard]] = {}
         for chunk in self._chunks:
-            for part in chunk.parts:
-                parts_of.setdefault(id(part.parameter), []).append(part)
+            for shard in chunk.shards:
+                shards_of.setdefault(id(shard.parameter), []).append(shard)
         return [
-            ([part for p in chosen for part in parts_of.get(id(p), [])], multiplier)
+            ([shard for p in chosen for shard in shards_of.get(id(p), [])], multiplier)
             for multiplier, chosen in self._rates.by_decay(parameters)
         ]
 

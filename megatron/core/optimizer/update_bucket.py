@@ -17,52 +17,52 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_rates import COMMON_RATE, Rate
 from megatron.core.optimizer.quantized_state import QuantizedState, RemainderTensor, make_moment
 from megatron.core.precision import arithmetic_dtype
-from megatron.core.sharding import ParamSpec, full_pieces
+from megatron.core.sharding import ParamSpec, full_shards
 from megatron.core.timers import Timers
 
-PartGroup = tuple[Sequence[ParamShard], float]
-"""Parts of parameters, and the multiplier of their weight decay."""
+ShardGroup = tuple[Sequence[ParamShard], float]
+"""Shards of parameters, and the multiplier of their weight decay."""
 _MAX_ELEMENTS = 2**25
 """Length of a bucket where buckets follow one another: 128 MiB of float32."""
 
 
 @dataclass(frozen=True, eq=False)
-class OptimizedPart:
-    """Pair the part of a parameter that this rank updates with its main parameter: itself, or a copy to update."""
+class OptimizedShard:
+    """Pair the shard of a parameter that this rank updates with its main parameter: itself, or a copy to update."""
 
-    part: ParamShard
+    shard: ParamShard
     main_param: torch.Tensor
 
     @property
     def has_main_copy(self) -> bool:
         """Return whether the main parameter is not the model's own memory."""
-        return self.main_param is not self.part.values
+        return self.main_param is not self.shard.values
 
     @property
     def is_whole(self) -> bool:
         """Return whether this is a whole parameter of the model, and no shard of one."""
-        held = sum(piece.global_box.num_elements for piece in self.part.spec.pieces)
-        is_local = self.part.end - self.part.start == self.part.parameter.numel()
-        return is_local and held == math.prod(self.part.spec.global_shape)
+        held = sum(each.global_box.num_elements for each in self.shard.spec.shards)
+        is_local = self.shard.end - self.shard.start == self.shard.parameter.numel()
+        return is_local and held == math.prod(self.shard.spec.global_shape)
 
     @property
     def is_rounded(self) -> bool:
-        return self.main_param.dtype is not self.part.values.dtype
+        return self.main_param.dtype is not self.shard.values.dtype
 
 
 class UpdateBucket:
-    """Update parts of parameters from their gradients.
+    """Update shards of parameters from their gradients.
 
     On the device the main parameters are the model's own or float32 copies; ``on_host`` makes all of them copies in the
-    machine's memory. All parts have the learning rate that ``rate`` says. With the configuration's narrow types, state
-    is stored in these between two steps. With ``exchange`` Muon updates the parts, which are matrices. A rule that is
+    machine's memory. All shards have the learning rate that ``rate`` says. With the configuration's narrow types, state
+    is stored in these between two steps. With ``exchange`` Muon updates the shards, which are matrices. A rule that is
     not elementwise is given whole parameters in their shape (see `UpdateRule`).
     """
 
     def __init__(
         self,
         config: OptimizerConfig,
-        groups: Sequence[PartGroup],
+        groups: Sequence[ShardGroup],
         fused_adam: type[torch.optim.Optimizer] | None = None,
         *,
         on_host: bool = False,
@@ -71,29 +71,29 @@ class UpdateBucket:
         is_elementwise: bool = True,
     ) -> None:
         self.rate = rate
-        pairs = [([_optimized(part, on_host) for part in parts], multiplier) for parts, multiplier in groups]
-        self.parts = [part for parts, _ in pairs for part in parts]
-        self.main_params = [part.main_param for part in self.parts]
+        pairs = [([_optimized(each, on_host) for each in shards], multiplier) for shards, multiplier in groups]
+        self.shards = [optimized for shards, _ in pairs for optimized in shards]
+        self.main_params = [optimized.main_param for optimized in self.shards]
         self.inner: InnerOptimizer | Muon
         if exchange is None:
-            shapes = {id(p.main_param): p.part.parameter.shape for p in self.parts if p.is_whole}
+            shapes = {id(p.main_param): p.shard.parameter.shape for p in self.shards if p.is_whole}
             self.inner = InnerOptimizer(
                 config,
-                [([part.main_param for part in parts], multiplier) for parts, multiplier in pairs],
+                [([optimized.main_param for optimized in shards], multiplier) for shards, multiplier in pairs],
                 fused_adam,
                 None if is_elementwise else shapes,
             )
         else:
-            multipliers = [multiplier for parts, multiplier in pairs for _ in parts]
+            multipliers = [multiplier for shards, multiplier in pairs for _ in shards]
             self.inner = Muon(config, self.main_params, multipliers, exchange)
-        self._with_copy = [part for part in self.parts if part.has_main_copy]
+        self._with_copy = [optimized for optimized in self.shards if optimized.has_main_copy]
         self._compact: dict[int, QuantizedState] = {}
         if config.use_precision_aware_optimizer:
             self._narrow(config)
 
     @property
     def num_elements(self) -> int:
-        return sum(part.part.values.numel() for part in self.parts)
+        return sum(optimized.shard.values.numel() for optimized in self.shards)
 
     def step_if(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor, timers: Timers) -> None:
         """Update the model from the gradients times a factor, if they are finite.
@@ -103,41 +103,41 @@ class UpdateBucket:
         with self._opened():
             if isinstance(self.inner, Muon):
                 with timers("optimizer-inner-step", log_level=1):
-                    gradients = [part.part.gradient for part in self.parts]
+                    gradients = [optimized.shard.gradient for optimized in self.shards]
                     self.inner.step_if(is_finite, self.main_params, gradients, grad_multiplier)
             else:
                 with timers("optimizer-copy-to-main-grad", log_level=1):
-                    for part in self.parts:
+                    for optimized in self.shards:
                         # A view of where the gradient was reduced, except where gradients are kept in bf16.
-                        part.main_param.grad = part.part.gradient.to(part.main_param.dtype)
+                        optimized.main_param.grad = optimized.shard.gradient.to(optimized.main_param.dtype)
                 with timers("optimizer-inner-step", log_level=1):
                     self.inner.step_if(is_finite, self.main_params, grad_multiplier)
                 self._drop_gradients()
             if not self._with_copy:
                 return
             with timers("optimizer-copy-main-to-model-params", log_level=1):
-                torch._foreach_copy_([p.part.values for p in self._with_copy], [p.main_param for p in self._with_copy])
+                torch._foreach_copy_([p.shard.values for p in self._with_copy], [p.main_param for p in self._with_copy])
 
     def step(self, gradients: Sequence[torch.Tensor], grad_multiplier: float) -> None:
         """Update the main parameters from gradients beside them times a factor; leave the model as it is.
 
         Not of matrices, which Muon updates on the device.
 
-        Shapes: ``gradients``: one of each part's, in any floating-point dtype.
+        Shapes: ``gradients``: one for each shard, in any floating-point dtype.
         """
         assert isinstance(self.inner, InnerOptimizer)
         with self._opened():
-            for part, gradient in zip(self.parts, gradients, strict=True):
-                part.main_param.grad = gradient.to(part.main_param.dtype)
+            for optimized, gradient in zip(self.shards, gradients, strict=True):
+                optimized.main_param.grad = gradient.to(optimized.main_param.dtype)
             self.inner.step(self.main_params, grad_multiplier)
             self._drop_gradients()
 
-    def state_of(self, part: OptimizedPart) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the tensor of each state that a checkpoint holds of a part; closed ones are empty."""
-        for name in self.inner.names_of_state(part.main_param):
-            yield name, self.inner.state_of(part.main_param, name)
-        if part.is_rounded:
-            yield "main_param", part.main_param
+    def state_of(self, optimized: OptimizedShard) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the tensor of each state that a checkpoint holds of a shard; closed ones are empty."""
+        for name in self.inner.names_of_state(optimized.main_param):
+            yield name, self.inner.state_of(optimized.main_param, name)
+        if optimized.is_rounded:
+            yield "main_param", optimized.main_param
 
     def compact(self, tensor: torch.Tensor) -> QuantizedState | None:
         """Return where a tensor of the state is stored, or None where it is itself."""
@@ -156,35 +156,35 @@ class UpdateBucket:
     def reload_main_params(self) -> None:
         """Take the main parameters from the model's."""
         with self.main_params_open():
-            for part in self._with_copy:
-                part.main_param.copy_(part.part.values)
+            for optimized in self._with_copy:
+                optimized.main_param.copy_(optimized.shard.values)
 
     def reload_unrounded(self) -> None:
         """Take those main parameters from the model's which no checkpoint holds, since the model's are as exact."""
-        for part in self._with_copy:
-            if not part.is_rounded:
-                part.main_param.copy_(part.part.values)
+        for optimized in self._with_copy:
+            if not optimized.is_rounded:
+                optimized.main_param.copy_(optimized.shard.values)
 
     def held(self) -> Iterator[torch.Tensor]:
         """Yield every tensor that stays between two steps, beside the model's own."""
-        for part in self.parts:
-            for _, tensor in self.state_of(part):
+        for optimized in self.shards:
+            for _, tensor in self.state_of(optimized):
                 stored = self.compact(tensor)
                 yield from (tensor,) if stored is None else stored.held()
-            if part.has_main_copy and not part.is_rounded:
-                yield part.main_param
+            if optimized.has_main_copy and not optimized.is_rounded:
+                yield optimized.main_param
 
     def _narrow(self, config: OptimizerConfig) -> None:
         narrow: list[QuantizedState | None] = []
-        for part in self.parts:
-            if part.is_rounded and config.main_params_dtype != "fp32":
-                narrow.append(RemainderTensor(part.main_param, part.part.values))
+        for optimized in self.shards:
+            if optimized.is_rounded and config.main_params_dtype != "fp32":
+                narrow.append(RemainderTensor(optimized.main_param, optimized.shard.values))
             for name, dtype, decay in (
                 ("exp_avg", config.exp_avg_dtype, config.adam_beta1),
                 ("exp_avg_sq", config.exp_avg_sq_dtype, config.adam_beta2),
             ):
                 if name in self.inner.state_names:
-                    tensor = self.inner.state_of(part.main_param, name)
+                    tensor = self.inner.state_of(optimized.main_param, name)
                     narrow.append(make_moment(tensor, dtype, decay, is_second=name == "exp_avg_sq"))
         self._compact = {id(stored.tensor): stored for stored in narrow if stored is not None}
 
@@ -201,62 +201,62 @@ class UpdateBucket:
             main_param.grad = None
 
 
-def described_state(part: OptimizedPart, tensor: torch.Tensor) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-    """Cut a tensor of a part's state into views, each with the description of its place in a global tensor.
+def described_state(optimized: OptimizedShard, tensor: torch.Tensor) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+    """Split a tensor of a shard's state into views, each with the description of its place in a global tensor.
 
-    A tensor of another shape than the part's, such as a scalar, is a global tensor by itself, equal on all ranks that
+    A tensor of another shape than the shard's, such as a scalar, is a global tensor by itself, equal on all ranks that
     hold shards of the parameter. The rank that holds the parameter's first element saves it.
     """
-    if tensor.shape in (part.part.values.shape, part.part.parameter.shape):
-        yield from part.part.described(tensor.view(-1))
+    if tensor.shape in (optimized.shard.values.shape, optimized.shard.parameter.shape):
+        yield from optimized.shard.described(tensor.view(-1))
         return
     tensor = tensor.view(tensor.shape or (1,))
-    spec, shape = part.part.spec, tuple(tensor.shape)
-    boxes = (piece.global_box for own, _ in part.part.described(part.part.values) for piece in own.pieces)
+    spec, shape = optimized.shard.spec, tuple(tensor.shape)
+    boxes = (each.global_box for own, _ in optimized.shard.described(optimized.shard.values) for each in own.shards)
     is_first = any(not any(box.offset) for box in boxes)
     index = spec.replica_index if is_first else max(1, spec.replica_index)
-    yield replace(spec, global_shape=shape, pieces=full_pieces(shape), replica_index=index), tensor
+    yield replace(spec, global_shape=shape, shards=full_shards(shape), replica_index=index), tensor
 
 
-def _optimized(part: ParamShard, on_host: bool) -> OptimizedPart:
-    main_dtype = arithmetic_dtype(part.values.dtype)
+def _optimized(shard: ParamShard, on_host: bool) -> OptimizedShard:
+    main_dtype = arithmetic_dtype(shard.values.dtype)
     if on_host:
         # Of a tensor of the device, so that a dry run makes one without memory.
-        return OptimizedPart(part, torch.empty_like(part.values, dtype=main_dtype, device="cpu").copy_(part.values))
-    return OptimizedPart(part, part.values if main_dtype is part.values.dtype else part.values.to(main_dtype))
+        return OptimizedShard(shard, torch.empty_like(shard.values, dtype=main_dtype, device="cpu").copy_(shard.values))
+    return OptimizedShard(shard, shard.values if main_dtype is shard.values.dtype else shard.values.to(main_dtype))
 
 
-def split_part(part: ParamShard, at: int) -> tuple[ParamShard, ParamShard]:
-    """Return the first ``at`` elements of a part, and the rest."""
-    middle = part.start + at
-    first = replace(part, end=middle, values=part.values[:at], gradient=part.gradient[:at])
-    return first, replace(part, start=middle, values=part.values[at:], gradient=part.gradient[at:])
+def split_shard(shard: ParamShard, at: int) -> tuple[ParamShard, ParamShard]:
+    """Return the first ``at`` elements of a shard, and the rest."""
+    middle = shard.start + at
+    first = replace(shard, end=middle, values=shard.values[:at], gradient=shard.gradient[:at])
+    return first, replace(shard, start=middle, values=shard.values[at:], gradient=shard.gradient[at:])
 
 
-def cut_into_buckets(groups: Iterable[PartGroup], max_elements: int = _MAX_ELEMENTS) -> Iterator[list[PartGroup]]:
-    """Yield the parts in their order, as groups of at most so many elements together; longer parts are cut."""
-    bucket: list[PartGroup] = []
-    part_list: list[ParamShard] = []
+def cut_into_buckets(groups: Iterable[ShardGroup], max_elements: int = _MAX_ELEMENTS) -> Iterator[list[ShardGroup]]:
+    """Yield the shards in their order, as groups of at most so many elements together; longer shards are split."""
+    bucket: list[ShardGroup] = []
+    shard_list: list[ParamShard] = []
     room = max_elements
-    for parts, multiplier in groups:
-        for part in _pieces(parts, max_elements):
-            num_elements = part.end - part.start
+    for shards, multiplier in groups:
+        for shard in _split(shards, max_elements):
+            num_elements = shard.end - shard.start
             if num_elements > room and bucket:
                 yield bucket
                 bucket, room = [], max_elements
             if bucket and bucket[-1][1] == multiplier:
-                part_list.append(part)
+                shard_list.append(shard)
             else:
-                part_list = [part]
-                bucket.append((part_list, multiplier))
+                shard_list = [shard]
+                bucket.append((shard_list, multiplier))
             room -= num_elements
     if bucket:
         yield bucket
 
 
-def _pieces(parts: Sequence[ParamShard], max_elements: int) -> Iterator[ParamShard]:
-    for part in parts:
-        while part.end - part.start > max_elements:
-            first, part = split_part(part, max_elements)
+def _split(shards: Sequence[ParamShard], max_elements: int) -> Iterator[ParamShard]:
+    for shard in shards:
+        while shard.end - shard.start > max_elements:
+            first, shard = split_shard(shard, max_elements)
             yield first
-        yield part
+        yield shard

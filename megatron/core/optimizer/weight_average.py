@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.core.optimizer.update_bucket import OptimizedPart, UpdateBucket
+from megatron.core.optimizer.update_bucket import OptimizedShard, UpdateBucket
 
 AVERAGE = "ema"
 """The kind of state as a checkpoint names it."""
@@ -24,9 +24,9 @@ class WeightAverage:
         self._decay = decay
         self._averages = {
             # A main parameter of few bytes has no elements between two steps.
-            id(part): part.main_param.new_empty(part.part.values.shape)
+            id(optimized): optimized.main_param.new_empty(optimized.shard.values.shape)
             for bucket in buckets
-            for part in bucket.parts
+            for optimized in bucket.shards
         }
         self.restart()
 
@@ -35,8 +35,8 @@ class WeightAverage:
         """Begin anew with the weights as they are."""
         for bucket in self._buckets:
             with bucket.main_params_open():
-                for part in bucket.parts:
-                    self._averages[id(part)].copy_(part.main_param)
+                for optimized in bucket.shards:
+                    self._averages[id(optimized)].copy_(optimized.main_param)
 
     def follow(self, is_updated: torch.Tensor) -> None:
         """Move towards the main parameters where ``is_updated`` is true, and change nothing where it is not.
@@ -45,22 +45,22 @@ class WeightAverage:
         """
         for bucket in self._buckets:
             with bucket.main_params_open():
-                for part in bucket.parts:
-                    average = self._averages[id(part)]
+                for optimized in bucket.shards:
+                    average = self._averages[id(optimized)]
                     share = (is_updated.double() * (1.0 - self._decay)).to(average.device, average.dtype)
-                    average.lerp_(part.main_param, share)
+                    average.lerp_(optimized.main_param, share)
 
-    def of(self, part: OptimizedPart) -> torch.Tensor:
-        """Return the average of a part. Shapes: ``-> [n]``."""
-        return self._averages[id(part)]
+    def of(self, optimized: OptimizedShard) -> torch.Tensor:
+        """Return the average of a shard. Shapes: ``-> [n]``."""
+        return self._averages[id(optimized)]
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Let this rank's parts of the model be the averages inside."""
-        parts = [part for bucket in self._buckets for part in bucket.parts]
-        kept = [part.part.values.clone() for part in parts]
-        for part in parts:
-            part.part.values.copy_(self.of(part))
+        """Let this rank's shards of the model be the averages inside."""
+        updated = [optimized for bucket in self._buckets for optimized in bucket.shards]
+        kept = [optimized.shard.values.clone() for optimized in updated]
+        for optimized in updated:
+            optimized.shard.values.copy_(self.of(optimized))
         yield
-        for part, values in zip(parts, kept, strict=True):
-            part.part.values.copy_(values)
+        for optimized, values in zip(updated, kept, strict=True):
+            optimized.shard.values.copy_(values)

@@ -118,18 +118,18 @@ def initialize_parameter(parameter: torch.nn.Parameter, seed: int) -> None:
         with torch.no_grad():
             fill_constant(held, spec)
             if not is_constant(spec):
-                for piece in spec.pieces:
-                    held[piece.local_box.slices] = draw_box(spec, piece.global_box, seed)
+                for shard in spec.shards:
+                    held[shard.local_box.slices] = draw_box(spec, shard.global_box, seed)
 
 
 def fill_constant(held: torch.Tensor, spec: ParamSpec) -> None:
     """Write what is not drawn: the mean of a constant parameter, and zero into the padding."""
-    num_elements = sum(piece.global_box.num_elements for piece in spec.pieces)
+    num_elements = sum(shard.global_box.num_elements for shard in spec.shards)
     if is_constant(spec) or num_elements < held.numel():
         held.zero_()
     if is_constant(spec) and spec.init_mean:
-        for piece in spec.pieces:
-            held[piece.local_box.slices] = spec.init_mean
+        for shard in spec.shards:
+            held[shard.local_box.slices] = spec.init_mean
 
 
 def initialize_module(module: torch.nn.Module, seed: int) -> None:
@@ -296,10 +296,10 @@ def _rounds(blocks: Sequence[_Block], sizes: Sequence[int], limit: int) -> list[
 def _own_blocks(spec: ParamSpec, held: torch.Tensor) -> list[_Block]:
     """Cut what this rank holds of a parameter along the tiles of its random values."""
     blocks = []
-    for piece in spec.pieces:
-        for box in _cut_at_tiles(piece.global_box, spec.global_shape):
+    for shard in spec.shards:
+        for box in _cut_at_tiles(shard.global_box, spec.global_shape):
             inside = box.relative_to(box.offset)
-            blocks.append(_Block(spec, held, box, ((piece.localized(box), inside),), _cost(spec, box)))
+            blocks.append(_Block(spec, held, box, ((shard.localized(box), inside),), _cost(spec, box)))
     return blocks
 
 
@@ -307,8 +307,8 @@ def _shared_blocks(spec: ParamSpec, held: torch.Tensor) -> list[_Block]:
     """Cut the whole parameter along the tiles of its random values, and say what this rank holds of each block."""
     blocks = []
     for box in _cut_at_tiles(Box((0,) * len(spec.global_shape), spec.global_shape), spec.global_shape):
-        common = [(piece, piece.global_box.intersect(box)) for piece in spec.pieces]
-        kept = [(piece.localized(part), part.relative_to(box.offset)) for piece, part in common if part is not None]
+        common = [(shard, shard.global_box.intersect(box)) for shard in spec.shards]
+        kept = [(shard.localized(part), part.relative_to(box.offset)) for shard, part in common if part is not None]
         blocks.append(_Block(spec, held, box, tuple(kept), _cost(spec, box)))
     return blocks
 

@@ -27,7 +27,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops import Fp8Quantizers, add_rows, linear, product
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.sharding import ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
+from megatron.core.sharding import ParamSpec, Shard, attach_spec, even_shards, full_shards, stacked_shards
 from megatron.core.tensor_parallel.comm_overlap_config import WHOLE, LinearName, LinearOverlap, linear_overlap
 from megatron.core.tensor_parallel.float8_linear import float8_linear
 from megatron.core.tensor_parallel.mappings import (
@@ -223,24 +223,24 @@ class ColumnParallelLinear(nn.Module):
         self.output_size = output_size
         self.gather_output = gather_output
         self.skip_bias_add = skip_bias_add
-        self.product_library = config.cpu_matmul
+        self.product_library = config.cpu_gemm_backend
         self.overlap = linear_overlap(config, tp_comm_buffer_name)
         self.quantizers: Fp8Quantizers | None = None
         self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
         dtype, own_size = dtype_from_name(config.params_dtype), padded_size // tp_group.size
 
-        def pieces(shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        def shards(shape: tuple[int, ...]) -> tuple[Shard, ...]:
             if stride > 1:
-                return stacked_pieces(shape, 0, tp_group.rank, tp_group.size, stride)
-            return even_pieces(shape, 0, tp_group.rank, tp_group.size, padded_output_size)
+                return stacked_shards(shape, 0, tp_group.rank, tp_group.size, stride)
+            return even_shards(shape, 0, tp_group.rank, tp_group.size, padded_output_size)
 
         shape = (output_size, input_size)
         fused_rows = (output_size // stride,) * stride if stride > 1 else ()
-        spec = ParamSpec("weight", shape, pieces(shape), init_std=init_std, fused_rows=fused_rows)
+        spec = ParamSpec("weight", shape, shards(shape), init_std=init_std, fused_rows=fused_rows)
         self.weight = make_parameter((own_size, input_size), spec, dtype, device)
         self.bias: nn.Parameter | None = None
         if bias:
-            bias_spec = ParamSpec("bias", (output_size,), pieces((output_size,)))
+            bias_spec = ParamSpec("bias", (output_size,), shards((output_size,)))
             self.bias = make_parameter((own_size,), bias_spec, dtype, device)
 
     def forward(
@@ -311,14 +311,14 @@ class RowParallelLinear(nn.Module):
         self.tp = tp_group
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
-        self.product_library = config.cpu_matmul
+        self.product_library = config.cpu_gemm_backend
         self.overlap = linear_overlap(config, tp_comm_buffer_name)
         self.quantizers: Fp8Quantizers | None = None
         self.sequence_parallel = config.sequence_parallel
         # On a CPU the bias is added to a scattered sum: runs there keep their last bits.
         self.brings_bias_into_sum = torch.device(device).type == "cuda"
         dtype, shape = dtype_from_name(config.params_dtype), (output_size, input_size)
-        spec = ParamSpec("weight", shape, even_pieces(shape, 1, tp_group.rank, tp_group.size), init_std=init_std)
+        spec = ParamSpec("weight", shape, even_shards(shape, 1, tp_group.rank, tp_group.size), init_std=init_std)
         self.weight = make_parameter((output_size, input_size // tp_group.size), spec, dtype, device)
         self.bias: nn.Parameter | None = None
         if bias:
@@ -442,8 +442,8 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.rows_per_rank = padded_vocab_size // tp.size
         shape = (vocab_size, hidden_size)
-        pieces = even_pieces(shape, 0, tp.rank, tp.size, padded_vocab_size)
-        spec = ParamSpec("weight", shape, pieces, init_std=init_std)
+        shards = even_shards(shape, 0, tp.rank, tp.size, padded_vocab_size)
+        spec = ParamSpec("weight", shape, shards, init_std=init_std)
         self.weight = make_parameter((self.rows_per_rank, hidden_size), spec, dtype, device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -478,7 +478,7 @@ def replicated_spec(
     return ParamSpec(
         name,
         shape,
-        full_pieces(shape),
+        full_shards(shape),
         replicated_axes=("tp",) if tp.size > 1 else (),
         gradient_sum_axes=("tp",) if partial_gradient and tp.size > 1 else (),
         replica_index=tp.rank,

@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.core.ops import DropoutKeys, keyed_dropout
 from megatron.core.process_group import Group
-from megatron.core.sharding import ParamSpec, even_pieces
+from megatron.core.sharding import ParamSpec, even_shards
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     InputRegion,
@@ -116,9 +116,9 @@ class RowAdapter(LowRankAdapter):
         super().__init__(options, layer_number, site)
         tp = options.tp
         shape, own_width = (options.rank, in_features), in_features // tp.size
-        pieces = even_pieces(shape, 1, tp.rank, tp.size)
+        shards = even_shards(shape, 1, tp.rank, tp.size)
         self.lora_A = self._make(
-            (options.rank, own_width), ParamSpec("lora_A", shape, pieces, init_bound=in_features**-0.5)
+            (options.rank, own_width), ParamSpec("lora_A", shape, shards, init_bound=in_features**-0.5)
         )
         self.scatters = options.sequence_parallel and tp.size > 1
         out_shape = (out_features, options.rank)

@@ -28,7 +28,7 @@ from megatron.core.ops import (
 )
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group, single_rank_group
-from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, even_pieces, spec_of
+from megatron.core.sharding import Box, ParamSpec, Shard, attach_spec, even_shards, spec_of
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     InputRegion,
@@ -64,7 +64,7 @@ class AttentionSinks(nn.Module):
         heads, dtype = config.num_attention_heads, dtype_from_name(config.params_dtype)
         if config.softmax_type == "learnable":
             spec = ParamSpec(
-                "softmax_offset", (heads,), even_pieces((heads,), 0, tp.rank, tp.size), init_std=config.init_method_std
+                "softmax_offset", (heads,), even_shards((heads,), 0, tp.rank, tp.size), init_std=config.init_method_std
             )
             self.softmax_offset = make_parameter((heads // tp.size,), spec, dtype, device)
         self.is_off_by_one = config.softmax_type == "off-by-one"
@@ -116,7 +116,7 @@ class SharedGroupQueryKeyValue(nn.Module):
     def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         self.tp = tp
-        self.product_library = config.cpu_matmul
+        self.product_library = config.cpu_gemm_backend
         self.overlap = linear_overlap(config, "qkv")
         self.quantizers: Fp8Quantizers | None = None
         self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
@@ -133,11 +133,11 @@ class SharedGroupQueryKeyValue(nn.Module):
 
         def parameter(name: str, start: int, rows: int, shared: bool) -> nn.Parameter:
             trailing = (width,) if name == "weight" else ()
-            piece = Piece(Box((start, *(0 for _ in trailing)), (rows, *trailing)), (0, *(0 for _ in trailing)))
+            shard = Shard(Box((start, *(0 for _ in trailing)), (rows, *trailing)), (0, *(0 for _ in trailing)))
             spec = ParamSpec(
                 name,
                 (total_rows, *trailing),
-                (piece,),
+                (shard,),
                 gradient_sum_axes=("tp",) if shared else (),
                 replica_index=member if shared else 0,
                 num_replicas=ranks_per_group if shared else 1,

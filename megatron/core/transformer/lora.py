@@ -15,7 +15,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.sharding import Box, ParamSpec, Piece, even_pieces, full_pieces, spec_of
+from megatron.core.sharding import Box, ParamSpec, Shard, even_shards, full_shards, spec_of
 from megatron.core.tensor_parallel import (
     AdapterOptions,
     ColumnAdapter,
@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.attention import SelfAttention, SharedGroupQueryKeyValue
 from megatron.core.transformer.lora_targets import PART_OF, QUERY_KEY_VALUE, WHOLE
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import GroupedLinear, MoELayer, expert_pieces, grouped_linear
+from megatron.core.transformer.moe import GroupedLinear, MoELayer, expert_shards, grouped_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -79,7 +79,7 @@ def _spec(name: str, shape: tuple[int, ...], groups: ExpertGroups, cut_dim: int 
     return ParamSpec(
         name,
         shape,
-        expert_pieces(shape, groups, cut_dim, num_stacked),
+        expert_shards(shape, groups, cut_dim, num_stacked),
         gradient_sum_axes=("tp",) if is_copied else (),
         replica_index=groups.tensor_rank if is_copied else 0,
         num_replicas=groups.tensor_size if is_copied else 1,
@@ -108,7 +108,7 @@ def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device:
         sequence_parallel=config.sequence_parallel,
         dtype=dtype_from_name(config.params_dtype),
         device=device,
-        product_library=config.cpu_matmul,
+        product_library=config.cpu_gemm_backend,
     )
     for layer in [module for module in model.modules() if isinstance(module, TransformerLayer)]:
         _adapt_layer(layer, config, options)
@@ -166,7 +166,7 @@ def _adapt_experts(
 ) -> None:
     module = getattr(layer.experts, linear)
     whole_rows, is_whole = spec_of(module.weight).global_shape[1], WHOLE in parts
-    num_stacked = len(spec_of(module.weight).pieces)
+    num_stacked = len(spec_of(module.weight).shards)
     num_rows = whole_rows if is_whole else whole_rows // num_stacked
     adapters = {
         part: ExpertAdapter(
@@ -209,17 +209,17 @@ def _row_blocks(module: nn.Module, part: str, config: TransformerConfig, options
     )
     shape = (width, options.rank)
     if not is_shared:
-        yield RowBlock(width // tp.size, ParamSpec("lora_B", shape, even_pieces(shape, 0, tp.rank, tp.size)))
+        yield RowBlock(width // tp.size, ParamSpec("lora_B", shape, even_shards(shape, 0, tp.rank, tp.size)))
         return
     # As in the layer itself: ranks that share a group hold equal rows, of whose gradient each has a part.
     ranks_per_group = tp.size // config.num_query_groups
     group, member = divmod(tp.rank, ranks_per_group)
     own = (config.kv_channels, options.rank)
-    piece = Piece(Box((group * config.kv_channels, 0), own), (0, 0))
+    shard = Shard(Box((group * config.kv_channels, 0), own), (0, 0))
     yield RowBlock(
         config.kv_channels,
         ParamSpec(
-            *("lora_B", shape, (piece,)),
+            *("lora_B", shape, (shard,)),
             gradient_sum_axes=("tp",),
             replica_index=member,
             num_replicas=ranks_per_group,
@@ -238,12 +238,12 @@ def _like(spec: ParamSpec, rank: int) -> ParamSpec:
     """Return a weight's description with ``rank`` columns: the same rows on the same ranks, zero at first."""
 
     def narrowed(box: Box) -> Box:
-        return full_pieces((box.shape[0], rank))[0].global_box.rebased((0, 0), (box.offset[0], 0))
+        return full_shards((box.shape[0], rank))[0].global_box.rebased((0, 0), (box.offset[0], 0))
 
     return ParamSpec(
         "lora_B",
         (spec.global_shape[0], rank),
-        tuple(Piece(narrowed(piece.global_box), (piece.local_offset[0], 0)) for piece in spec.pieces),
+        tuple(Shard(narrowed(shard.global_box), (shard.local_offset[0], 0)) for shard in spec.shards),
         gradient_sum_axes=spec.gradient_sum_axes,
         replica_index=spec.replica_index,
         num_replicas=spec.num_replicas,

@@ -15,7 +15,7 @@ from torch import nn
 from megatron.core.ops import EngineNorm, RowKeys, drop_hidden, runs_on_triton, transformer_engine_for
 from megatron.core.precision import arithmetic_dtype, dtype_from_name
 from megatron.core.process_group import Group
-from megatron.core.sharding import ParamSpec, even_pieces
+from megatron.core.sharding import ParamSpec, even_shards
 from megatron.core.tensor_parallel import make_parameter, replicated_spec, sum_over_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -110,7 +110,7 @@ class AcrossHeadsNorm(nn.Module):
         spec = ParamSpec(
             "weight",
             (self.width,),
-            even_pieces((self.width,), 0, shard, num_shards),
+            even_shards((self.width,), 0, shard, num_shards),
             gradient_sum_axes=("tp",) if self.copies > 1 else (),
             replica_index=member,
             num_replicas=self.copies,
@@ -191,10 +191,10 @@ class ResidualNorm(Norm):
         tensors = (x, self.weight) if branch is None else (x, self.weight, branch)
         is_alike = all(tensor.dtype == x.dtype for tensor in tensors) and self.kind in ("LayerNorm", "RMSNorm")
         if is_alike and runs_on_triton(*tensors):
-            from megatron.core.ops.triton import residual as programs
+            from megatron.core.ops.triton import MAX_WIDTH, add_and_normalize
 
-            if self.shape[0] <= programs.MAX_WIDTH:
-                return programs.add_and_normalize(
+            if self.shape[0] <= MAX_WIDTH:
+                return add_and_normalize(
                     x,
                     branch,
                     self.weight,

@@ -311,7 +311,7 @@ def _name_memory(recorder: Recorder, config: RunConfig, parts: ModelAndOptimizer
     num_dummies = config.model.padded_vocab_size - config.model.vocab_size
     recorder.memory.logits_widths = range(width - num_dummies, width + 1)
     recorder.memory.assign(parts.optimizer.held_tensors(), "optimizer")
-    recorder.memory.assign((part.values for chunk in parts.ddp_chunks for part in chunk.parts), "weights")
+    recorder.memory.assign((shard.values for chunk in parts.ddp_chunks for shard in chunk.shards), "weights")
     recorder.memory.assign((parameter for chunk in parts.chunks for parameter in chunk.parameters()), "weights")
 
 

@@ -91,7 +91,7 @@ class ReplicaChecks(Callback):
         iteration = run.train_state.iteration + 1
         if not is_due(run.config.faults.check_gradient_hash_across_dp_replicas_interval, iteration):
             return
-        parts = [(part.spec, part.gradient) for chunk in run.parts.ddp_chunks for part in chunk.parts]
+        parts = [(shard.spec, shard.gradient) for chunk in run.parts.ddp_chunks for shard in chunk.shards]
         difference = compare_over_replicas(parts, run.runtime.state, "gradients")
         error = TrainingError(f"at iteration {iteration}: {difference}") if difference else None
         raise_on_all_ranks(error, run.runtime.state.world)
@@ -147,7 +147,7 @@ def configured_callbacks(
         progress,
         *evaluations,
         continuation,
-        ExitWarning(checkpoint.exit_warning_seconds, checkpoint.async_save),
+        ExitWarning(checkpoint.preemption_grace_seconds, checkpoint.async_save),
         GarbageCollection() if training.manual_gc else None,
         UnusedMemory() if training.empty_unused_memory_level >= 1 else None,
         *own,

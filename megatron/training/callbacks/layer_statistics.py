@@ -41,14 +41,14 @@ def measure_layer_norms(
     Gradients are those that are reduced and not yet clipped, without the ``loss_scale``. Collective; waits for the
     device.
     """
-    parts = [part for chunk in model_chunks for part in chunk.parts]
-    totals = torch.zeros(num_layers + 2, 2, dtype=torch.float64, device=parts[0].gradient.device)
+    shards = [shard for chunk in model_chunks for shard in chunk.shards]
+    totals = torch.zeros(num_layers + 2, 2, dtype=torch.float64, device=shards[0].gradient.device)
     counting = DedupMask(model_chunks, state)
-    for part in parts:
-        if counting.counts(part.spec):
-            row = totals[_row_of(part, num_layers)]
-            row[0].add_(sum_of_squares(part.values))
-            row[1].add_(sum_of_squares(part.gradient))
+    for shard in shards:
+        if counting.counts(shard.spec):
+            row = totals[_row_of(shard, num_layers)]
+            row[0].add_(sum_of_squares(shard.values))
+            row[1].add_(sum_of_squares(shard.gradient))
     all_reduce(totals, counting.group)
     names = ["embedding", *(f"layer {number}" for number in range(num_layers)), "output"]
     return [
@@ -57,12 +57,12 @@ def measure_layer_norms(
     ]
 
 
-def _row_of(part: ParamShard, num_layers: int) -> int:
+def _row_of(shard: ParamShard, num_layers: int) -> int:
     """Return 0 for the embedding, the number of a layer plus 1, or the last row for what follows."""
-    found = _LAYER.search(part.spec.name)
+    found = _LAYER.search(shard.spec.name)
     if found is not None:
         return int(found[1]) + 1
-    return 0 if "embedding" in part.spec.name else num_layers + 1
+    return 0 if "embedding" in shard.spec.name else num_layers + 1
 
 
 def format_layer_norms(iteration: int, norms: Sequence[NormsOfLayer]) -> str:

@@ -74,7 +74,7 @@ def reset_peak() -> int:
 
 def kept_bytes(parts: ModelAndOptimizer) -> int:
     """Return the bytes of the shards of weights, gradients and the optimizer's state."""
-    tensors = [each for chunk in parts.ddp_chunks for part in chunk.parts for each in (part.values, part.gradient)]
+    tensors = [each for chunk in parts.ddp_chunks for part in chunk.shards for each in (part.values, part.gradient)]
     tensors += [tensor.data for tensor in optimizer_tensors(parts.optimizer)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

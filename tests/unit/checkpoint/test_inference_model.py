@@ -70,10 +70,10 @@ def test_every_rank_gets_its_boxes_and_reads_no_more(tp: int, pp: int, untied: b
         held = 0
         for parameter in model.parameters():
             spec = spec_of(parameter)
-            for piece in spec.pieces:
-                expected = source.values[f"model.{spec.name}"][piece.global_box.slices]
-                assert torch.equal(parameter[piece.local_box.slices], expected), spec.name
-                held += piece.global_box.num_elements
+            for shard in spec.shards:
+                expected = source.values[f"model.{spec.name}"][shard.global_box.slices]
+                assert torch.equal(parameter[shard.local_box.slices], expected), spec.name
+                held += shard.global_box.num_elements
             seen.add(f"model.{spec.name}")
         assert source.elements_read == held
         assert not model.training

@@ -17,7 +17,7 @@ from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing.planner import CheckpointState
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import ParallelState
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 from tests.harness.saved_checkpoint import save_checkpoint
 from tests.unit.checkpoint.toy_checkpoint import CONFIG, SCHEDULER, STATE, TRACKER, common, flip_byte, load, save
 from tests.unit.core.dist_checkpointing.toy import ToyModel, ToyOptimizer, assert_equal_runs, empty_run, filled_run
@@ -335,7 +335,7 @@ class LargerToyModel(ToyModel):
 
     def __init__(self, state: ParallelState) -> None:
         super().__init__(state)
-        spec = ParamSpec("new.weight", (3,), full_pieces((3,)))
+        spec = ParamSpec("new.weight", (3,), full_shards((3,)))
         parameter = torch.nn.Parameter(torch.full((3,), 5.0))
         attach_spec(parameter, spec)
         self.register_parameter("new", parameter)
@@ -399,7 +399,7 @@ def test_another_shape_is_refused_however_lenient_the_load(tmp_path: Path, lines
     save(tmp_path, 10, lines)
     longer = ToyModel(STATE)
     longer.p1 = torch.nn.Parameter(torch.zeros(9))
-    attach_spec(longer.p1, ParamSpec("norm.weight", (9,), full_pieces((9,))))
+    attach_spec(longer.p1, ParamSpec("norm.weight", (9,), full_shards((9,))))
     options = CheckpointConfig(dist_ckpt_strictness="ignore_all", no_load_optim=True)
     with pytest.raises(CheckpointError, match=r"shape \[.*\] in the checkpoint, \[9\] in this run"):
         load_checkpoint(tmp_path, CheckpointState(models=[longer]), STATE, options, CONFIG, lines.append)
@@ -413,6 +413,18 @@ def test_weights_of_another_precision_are_converted_and_that_is_said(tmp_path: P
         assert torch.equal(ours, theirs.float())
     (line,) = [line for line in lines if line.startswith("precision: ")]
     assert "weights are bfloat16, this run's float32: converted from its weights" in line
+
+
+def test_deprecated_names_in_a_checkpoint_are_no_change(tmp_path: Path, lines: list[str]) -> None:
+    old = CONFIG | {"model": CONFIG["model"] | {"norm_placement": "after", "cpu_matmul": "mkl"}}
+    new = CONFIG | {"model": CONFIG["model"] | {"norm_placement": "post", "cpu_gemm_backend": "mkl"}}
+    save_checkpoint(tmp_path, filled_run(STATE), common(10, config=old), STATE, CheckpointConfig(), lines.append)
+    _, loaded = load(tmp_path, lines, config=new)
+    assert loaded is not None
+    assert loaded.config == new
+    assert not any(line.startswith("configuration changed") for line in lines)
+    with pytest.raises(CheckpointError, match=r"model\.norm_placement: post -> pre$"):
+        load(tmp_path, lines, config=CONFIG | {"model": new["model"] | {"norm_placement": "pre"}})
 
 
 def test_more_layers_are_refused_unless_that_is_asked_for(tmp_path: Path, lines: list[str]) -> None:
@@ -431,7 +443,7 @@ def test_a_main_parameter_is_not_left_behind_its_weight(tmp_path: Path, lines: l
     save(tmp_path, 10, lines)
     run = empty_run(STATE)
     assert isinstance(run.optimizer, ToyOptimizer)
-    spec = ParamSpec("optimizer.main_param.norm.weight", (5,), full_pieces((5,)))
+    spec = ParamSpec("optimizer.main_param.norm.weight", (5,), full_shards((5,)))
     run.optimizer.sharded_state()["main"] = (spec, torch.zeros(5))
     options = CheckpointConfig(dist_ckpt_strictness="log_all")
     with pytest.raises(CheckpointError, match=r"without their main parameters \(optimizer\.main_param\.norm\.weight\)"):

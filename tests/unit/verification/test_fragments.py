@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.sharding import Box, ParamSpec, even_pieces, stacked_pieces
+from megatron.core.sharding import Box, ParamSpec, even_shards, stacked_shards
 from megatron.verification.run_cell import Fragment, assemble, compare, fragments_of, gradient_floor
 
 WHOLE = np.arange(1.0, 36.0).reshape(5, 7)
@@ -21,7 +21,7 @@ def test_fragments_leave_padding_out_and_assemble_to_the_whole() -> None:
     # Five rows padded to six over three ranks: the last holds one real row and one of padding.
     fragments = []
     for rank in range(3):
-        spec = ParamSpec("w", (5, 7), even_pieces((5, 7), 0, rank, 3, padded_length=6))
+        spec = ParamSpec("w", (5, 7), even_shards((5, 7), 0, rank, 3, padded_length=6))
         local = torch.full((2, 7), -99.0)
         real = torch.from_numpy(WHOLE[2 * rank : 2 * rank + 2]).float()
         local[: len(real)] = real
@@ -34,7 +34,7 @@ def test_stacked_pieces_go_to_their_own_places() -> None:
     whole = torch.arange(12.0)
     fragments = []
     for rank in range(2):
-        spec = ParamSpec("gate_up", (12,), stacked_pieces((12,), 0, rank, 2, 2))
+        spec = ParamSpec("gate_up", (12,), stacked_shards((12,), 0, rank, 2, 2))
         local = torch.cat((whole[3 * rank : 3 * rank + 3], whole[6 + 3 * rank : 9 + 3 * rank]))
         fragments += fragments_of(spec, local, rank, "renamed")
     assert np.array_equal(assemble(fragments)["renamed"], whole.numpy())

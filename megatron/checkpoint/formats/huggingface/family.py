@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron.checkpoint.formats.huggingface.settings import Settings
 from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.sharding import Box, full_pieces
+from megatron.core.sharding import Box, full_shards
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +73,8 @@ def _exchanged(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 def whole(native: str, foreign: str, shape: Sequence[int], *, is_transposed: bool = False) -> TensorLink:
     """Link two whole tensors; ``shape`` is ours."""
-    box = full_pieces(shape)[0].global_box
-    foreign_box = full_pieces(tuple(reversed(box.shape)))[0].global_box if is_transposed else box
+    box = full_shards(shape)[0].global_box
+    foreign_box = full_shards(tuple(reversed(box.shape)))[0].global_box if is_transposed else box
     return TensorLink(native, box, foreign, foreign_box, is_transposed)
 
 

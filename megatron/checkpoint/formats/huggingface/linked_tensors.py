@@ -13,7 +13,7 @@ from megatron.checkpoint import TensorInfo
 from megatron.checkpoint.formats.huggingface.family import Family, TensorLink, shapes_of
 from megatron.checkpoint.formats.huggingface.settings import CONFIG_FILE
 from megatron.checkpoint.formats.huggingface.weight_files import OUTPUT_LAYER, WeightEntry
-from megatron.core.dist_checkpointing import MAX_PIECE_BYTES
+from megatron.core.dist_checkpointing import MAX_SHARD_BYTES
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box, split_box
@@ -127,7 +127,7 @@ class LinkedTensors:
 
     def _fill(self, link: TensorLink, part: Box, target: torch.Tensor) -> None:
         """Copy a part of a link's box by pieces, which bound the memory of a transposition."""
-        for piece in split_box(part, target.element_size(), MAX_PIECE_BYTES):
+        for piece in split_box(part, target.element_size(), MAX_SHARD_BYTES):
             values = self.weights.read(link.foreign, link.foreign_part(piece))
             target[piece.relative_to(part.offset).slices].copy_(link.to_native(values))
 
@@ -154,7 +154,7 @@ class LinkedTensors:
     def _are_equal(self, link: TensorLink, other: str) -> bool:
         """Tell whether another stored tensor has the bits of a link's whole one."""
         size = self.weights.entries[link.foreign].dtype.itemsize
-        for box in split_box(link.foreign_box, size, MAX_PIECE_BYTES):
+        for box in split_box(link.foreign_box, size, MAX_SHARD_BYTES):
             ours, theirs = (self.weights.read(name, box).view(torch.uint8) for name in (link.foreign, other))
             if not torch.equal(ours, theirs):
                 return False

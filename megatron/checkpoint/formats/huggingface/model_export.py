@@ -35,7 +35,7 @@ from megatron.checkpoint.formats.huggingface.weight_files import (
     write_weights,
 )
 from megatron.core.config_base import config_from_dict
-from megatron.core.dist_checkpointing import MAX_PIECE_BYTES, dtype_name, sync_folder, write_text
+from megatron.core.dist_checkpointing import MAX_SHARD_BYTES, dtype_name, sync_folder, write_text
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import local_copy
@@ -97,7 +97,7 @@ class ModelExport:
         weight = self._weights[stored]
         result = torch.empty(weight.shape, dtype=weight.dtype)
         for link in self._links[self._origins[stored]]:
-            for part in split_box(link.native_box, weight.dtype.itemsize, MAX_PIECE_BYTES):
+            for part in split_box(link.native_box, weight.dtype.itemsize, MAX_SHARD_BYTES):
                 values = self._source.read(link.native, part)
                 result[link.foreign_slices(part)].copy_(link.to_foreign(values))
         return result

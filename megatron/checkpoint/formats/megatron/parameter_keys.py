@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.checkpoint.formats.megatron.torch_file_reader import LazyTensor
 from megatron.core.errors import CheckpointError
-from megatron.core.sharding import Box, ParamSpec, Piece
+from megatron.core.sharding import Box, ParamSpec, Shard
 
 _SEQUENTIAL = re.compile(r"(.+\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
 _GROUPED = re.compile(r"(.+\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
@@ -83,19 +83,19 @@ def stacked(tensor: LazyTensor) -> LazyTensor:
     return replace(tensor, shape=(1, *tensor.shape), strides=(tensor.num_elements, *tensor.strides))
 
 
-def expert_pieces(spec: ParamSpec) -> Iterator[tuple[int, tuple[Piece, ...]]]:
-    """Yield each expert of a rank, counted from its first, with the pieces of the tensor of that expert alone."""
-    first = spec.pieces[0].global_box
+def expert_shards(spec: ParamSpec) -> Iterator[tuple[int, tuple[Shard, ...]]]:
+    """Yield each expert of a rank, counted from its first, with the shards of the tensor of that expert alone."""
+    first = spec.shards[0].global_box
     for number in range(first.shape[0]):
         yield (
             number,
             tuple(
-                Piece(
+                Shard(
                     Box((box.offset[0] + number, *box.offset[1:]), (1, *box.shape[1:])),
-                    (0, *piece.local_offset[1:]),
+                    (0, *shard.local_offset[1:]),
                 )
-                for piece in spec.pieces
-                for box in (piece.global_box,)
+                for shard in spec.shards
+                for box in (shard.global_box,)
             ),
         )
 

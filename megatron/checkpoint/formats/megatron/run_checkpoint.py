@@ -50,9 +50,9 @@ from megatron.core.dist_checkpointing import (
     Strictness,
     dtype_name,
     find_misfits,
+    ignore_progress,
     rng_name,
     sync_folder,
-    untold,
     write_error,
 )
 from megatron.core.errors import CheckpointError
@@ -115,7 +115,7 @@ class SourceCheckpoint:
         namespaces: Sequence[str],
         strictness: Strictness = STRICT,
         allow_cast: bool = False,
-        progress: Progress = untold,
+        progress: Progress = ignore_progress,
     ) -> LoadedTensors:
         """Fill every rank's tensors in place.
 
@@ -146,9 +146,9 @@ class SourceCheckpoint:
             return tensor.data.copy_(self.streams[tensor.name]).nbytes
         num_bytes = 0
         with torch.no_grad():
-            for piece in tensor.pieces:
-                values = self.source.read(tensor.name, piece.global_box)
-                tensor.data[piece.local_box.slices].copy_(values)
+            for shard in tensor.shards:
+                values = self.source.read(tensor.name, shard.global_box)
+                tensor.data[shard.local_box.slices].copy_(values)
                 num_bytes += values.nbytes
         return num_bytes
 
@@ -363,12 +363,12 @@ def plan_torch_share(
 def _held_boxes(slot: Slot, held: Sequence[ShardedTensor]) -> Iterator[BoxWrite]:
     """Yield what this rank holds of a slot's parameter."""
     for tensor in held:
-        for own in tensor.pieces:
-            for piece in slot.parameter.pieces:
-                common = own.global_box.intersect(piece.global_box)
+        for own in tensor.shards:
+            for shard in slot.parameter.shards:
+                common = own.global_box.intersect(shard.global_box)
                 if common is not None:
                     values = tensor.data[own.localized(common).slices]
-                    yield BoxWrite(slot, piece.localized(common), values)
+                    yield BoxWrite(slot, shard.localized(common), values)
 
 
 def _find_gap(share: TorchShare, state: ParallelState) -> CheckpointError | None:
@@ -380,7 +380,7 @@ def _find_gap(share: TorchShare, state: ParallelState) -> CheckpointError | None
             written[path] = written.get(path, 0) + count
     for file in share.files:
         slots = file.planned.slots
-        needed = sum(piece.global_box.num_elements for slot in slots for piece in slot.parameter.pieces)
+        needed = sum(shard.global_box.num_elements for slot in slots for shard in slot.parameter.shards)
         if written[file.path] != needed:
             return CheckpointError(
                 f"the ranks hold {written[file.path]} of the {needed} values of {file.path}; nothing was saved"
@@ -534,10 +534,10 @@ def plan_torch_dist_share(
 
 def _writes(plan: TorchDistPlan, tensors: Sequence[ShardedTensor]) -> Iterator[ChunkWrite]:
     for tensor in tensors:
-        for piece in tensor.pieces:
-            box = piece.global_box
+        for shard in tensor.shards:
+            box = shard.global_box
             places = plan.places(tensor.name, tensor.global_shape, box)
-            yield ChunkWrite(tuple(places), tensor.data[piece.local_box.slices])
+            yield ChunkWrite(tuple(places), tensor.data[shard.local_box.slices])
             for place in plan.padding(tensor.name, tensor.global_shape, box):
                 yield ChunkWrite((place,), torch.zeros(place.box.shape, dtype=tensor.data.dtype))
 

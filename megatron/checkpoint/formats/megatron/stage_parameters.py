@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron.checkpoint.formats.megatron.parameter_keys import (
     CHOOSING_BIAS,
     expert_number,
-    expert_pieces,
+    expert_shards,
     is_expert_key,
 )
 from megatron.core.device import Device
@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import is_decayed
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.process_group import Group
-from megatron.core.sharding import ParamSpec, Piece, even_pieces, spec_of
+from megatron.core.sharding import ParamSpec, Shard, even_shards, spec_of
 from megatron.core.tensor_parallel import RngStreams
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
@@ -31,8 +31,8 @@ OUTPUT_LAYER = "output_layer.weight"
 class LocalParameter:
     """Describe one parameter of a rank's model chunk.
 
-    ``key`` is its name in the chunk (layers numbered from 0 within it), ``name`` the one in the whole model. ``pieces``
-    say which boxes of the global tensor lie where in the local one; what no piece holds is padding. ``is_replica``
+    ``key`` is its name in the chunk (layers numbered from 0 within it), ``name`` the one in the whole model. ``shards``
+    say which boxes of the global tensor lie where in the local one; what no shard holds is padding. ``is_replica``
     marks every copy but the first, ``is_tied`` a word embedding that the first and the last stage hold: the last one's
     copy has the key of an output layer.
     """
@@ -41,7 +41,7 @@ class LocalParameter:
     name: str
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
     is_replica: bool
     is_tied: bool
 
@@ -114,7 +114,7 @@ class StageDescriber:
         for parameter_name, parameter in model.named_parameters():
             spec = spec_of(parameter)
             is_copy = spec.is_tied_over_pipeline and parameter_name == OUTPUT_LAYER
-            local_shape, pieces, is_replica = tuple(parameter.shape), spec.pieces, not spec.is_owner
+            local_shape, shards, is_replica = tuple(parameter.shape), spec.shards, not spec.is_owner
             if spec.is_expert:
                 for local in _of_single_experts(spec, local_shape, local_numbers):
                     found[local.key] = local
@@ -124,11 +124,11 @@ class StageDescriber:
                 # Ranks that share a key-value group keep it apart here; Megatron cuts the rows of the whole evenly.
                 rows = spec.global_shape[0] // tp
                 local_shape, is_replica = (rows, *spec.global_shape[1:]), False
-                pieces = even_pieces(spec.global_shape, 0, tp_rank, tp)
+                shards = even_shards(spec.global_shape, 0, tp_rank, tp)
             key = OUTPUT_LAYER if is_copy else _with_layer(spec.name, local_numbers)
             is_tied = spec.is_tied_over_pipeline
             found.setdefault(
-                key, LocalParameter(key, spec.name, spec.global_shape, local_shape, pieces, is_replica, is_tied)
+                key, LocalParameter(key, spec.name, spec.global_shape, local_shape, shards, is_replica, is_tied)
             )
             assert found[key].is_decayed == is_decayed(spec.name, parameter), key
         return tuple(_one_expert_after_the_other(found.values()))
@@ -143,10 +143,10 @@ def _of_single_experts(
 ) -> Iterator[LocalParameter]:
     """Yield the parameters of each of a rank's experts, which Megatron's files have by themselves."""
     key = _with_layer(spec.name, local_numbers)
-    for number, pieces in expert_pieces(spec):
+    for number, shards in expert_shards(spec):
         own_key = key.replace(".mlp.experts.", f".mlp.experts.local_experts.{number}.")
         shape = (1, *local_shape[1:])
-        yield LocalParameter(own_key, spec.name, spec.global_shape, shape, pieces, not spec.is_owner, is_tied=False)
+        yield LocalParameter(own_key, spec.name, spec.global_shape, shape, shards, not spec.is_owner, is_tied=False)
 
 
 def _one_expert_after_the_other(parameters: Iterable[LocalParameter]) -> Iterator[LocalParameter]:

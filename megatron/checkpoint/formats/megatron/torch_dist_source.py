@@ -54,7 +54,7 @@ from megatron.core.errors import CheckpointError, ConfigurationError, DamagedChe
 from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.models.gpt import GPTConfig, padded_vocab_size
 from megatron.core.pipeline_parallel import plan_stage_layout
-from megatron.core.sharding import Box, Piece, flat_range_boxes
+from megatron.core.sharding import Box, Shard, flat_range_boxes
 
 GROUP_PREFIX = "optimizer.distributed.dp_group_idx_"
 _PART = r"(?:chained_(\d+)\.)?"
@@ -282,17 +282,17 @@ def _parameter_boxes(parameter: LocalParameter, start: int, runs: Sequence[_Run]
         low, high = max(start, run.start), min(end, run.end)
         first = low - run.start
         for local in flat_range_boxes(parameter.local_shape, low - start, high - start):
-            for piece in parameter.pieces:
-                common = piece.local_box.intersect(local)
+            for shard in parameter.shards:
+                common = shard.local_box.intersect(local)
                 if common is not None:
-                    box, frame = _moved(common, piece), _moved(local, piece)
+                    box, frame = _moved(common, shard), _moved(local, shard)
                     yield StoredBox(box, frame, run.segment, first, run.fields)
             first += local.num_elements
 
 
-def _moved(box: Box, piece: Piece) -> Box:
+def _moved(box: Box, shard: Shard) -> Box:
     """Return a box of the local tensor as one of the global tensor."""
-    offset = zip(box.offset, piece.local_offset, piece.global_box.offset, strict=True)
+    offset = zip(box.offset, shard.local_offset, shard.global_box.offset, strict=True)
     return replace(box, offset=tuple(o - local + own for o, local, own in offset))
 
 
@@ -320,7 +320,7 @@ def read_common(folder: Path) -> dict[str, Any]:
     return values
 
 
-def recorded_config(folder: Path) -> dict[str, dict[str, Any]]:
+def recorded_torch_dist_config(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the sections of the configuration that ``args`` of a folder tell.
 
     Raises:

@@ -37,14 +37,14 @@ from megatron.core.dist_checkpointing import sync_folder
 from megatron.core.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megatron.core.models.gpt import GPTConfig, padded_vocab_size
 from megatron.core.object_store import local_copy
-from megatron.core.sharding import Box, Piece, split_box
+from megatron.core.sharding import Box, Shard, split_box
 from megatron.core.tokenizers import TOKENIZER_FOLDER
 
 _MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
-class StoredBox:
+class RankFileBox:
     """Locate the values of one box of a global tensor."""
 
     box: Box
@@ -93,7 +93,7 @@ class MegatronTorchSource:
             self._check_vocabulary(vocab_size)
         self.model = _build_model_config(self.config["model"], first)
         self.common: Mapping[str, Any] = common_state(self.ranks, self.config, self.model, self.has_optimizer)
-        self._boxes: dict[str, list[StoredBox]] = {}
+        self._boxes: dict[str, list[RankFileBox]] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self._describer = StageDescriber(self.model, self.padded_vocab_size, cuts_narrow=self._cuts_narrow())
         for rank in (*self.ranks.values(), *self._expert_ranks):
@@ -244,15 +244,15 @@ class MegatronTorchSource:
 
 def _stored_boxes(
     parameter: LocalParameter, blocks: Sequence[tuple[int, LazyTensor]], file: TorchFile
-) -> Iterator[StoredBox]:
+) -> Iterator[RankFileBox]:
     """Yield what each block of rows (its first row, its values) holds of the global tensor; padding is left out."""
     for first_row, tensor in blocks:
         local = Box((first_row, *(0 for _ in tensor.shape[1:])), tensor.shape)
-        for piece in parameter.pieces:
-            common = piece.local_box.intersect(local)
+        for shard in parameter.shards:
+            common = shard.local_box.intersect(local)
             if common is not None:
                 values = tensor.box(common.relative_to(local.offset).offset, common.shape)
-                yield StoredBox(common.rebased(piece.local_offset, piece.global_box.offset), file, values)
+                yield RankFileBox(common.rebased(shard.local_offset, shard.global_box.offset), file, values)
 
 
 def _build_model_config(values: Mapping[str, Any], rank: RankFile) -> GPTConfig:
@@ -312,16 +312,16 @@ def make_planner(source: CheckpointSource, carried: CarriedValues) -> RankPlanne
     )
 
 
-def slot_pieces(slot: Slot, max_bytes: int = _MAX_READ_BYTES) -> Iterator[Piece]:
+def slot_shards(slot: Slot, max_bytes: int = _MAX_READ_BYTES) -> Iterator[Shard]:
     """Yield the boxes that go into a slot, none of more bytes than ``max_bytes`` unless one row has more."""
-    for piece in slot.parameter.pieces:
-        for box in split_box(piece.global_box, slot.tensor.dtype.itemsize, max_bytes):
-            yield Piece(box, piece.localized(box).offset)
+    for shard in slot.parameter.shards:
+        for box in split_box(shard.global_box, slot.tensor.dtype.itemsize, max_bytes):
+            yield Shard(box, shard.localized(box).offset)
 
 
-def write_piece(writer: TorchFileWriter, slot: Slot, piece: Piece, values: torch.Tensor) -> None:
-    """Write the values of a piece of a slot's parameter where they belong in the file."""
-    writer.write_box(slot.tensor, slot.parameter.local_shape, slot.start, piece.local_box, values)
+def write_shard(writer: TorchFileWriter, slot: Slot, shard: Shard, values: torch.Tensor) -> None:
+    """Write the values of a shard of a slot's parameter where they belong in the file."""
+    writer.write_box(slot.tensor, slot.parameter.local_shape, slot.start, shard.local_box, values)
 
 
 def _write_ranks(
@@ -351,8 +351,8 @@ def _write_file(source: CheckpointSource, planned: PlannedFile) -> None:
     writer = TorchFileWriter(planned.file, create=True)
     try:
         for slot in planned.slots:
-            for piece in slot_pieces(slot):
-                write_piece(writer, slot, piece, source.read(slot.name, piece.global_box))
+            for shard in slot_shards(slot):
+                write_shard(writer, slot, shard, source.read(slot.name, shard.global_box))
         writer.finish()
     finally:
         writer.close()

@@ -1,7 +1,7 @@
 """The parameters of a model chunk at any layout, read from the model that the code builds on torch's meta device.
 
-Pieces of a chunk are built once per structure and put together: the ends of the model, and one layer of each kind. A
-parameter that a layer gains is therefore counted wherever parameters are.
+The parameters are built once per structure: those of the model's ends, and of one layer of each kind. A parameter that
+a layer gains is therefore counted wherever parameters are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import StageContents
 if TYPE_CHECKING:
     from megatron.core.sharding import ParamSpec
 
-# Torch is imported by the function that builds a piece: a wrong command line is rejected before.
+# Torch is imported by the function that builds layers: a wrong command line is rejected before.
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ChunkParameter:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _LayerParameters:
     """Hold the parameters of the model's ends or of one layer: those in front of a chunk's layers, and the others.
 
     ``labels`` are those of `unit_labels`.
@@ -70,12 +70,12 @@ _OTHER_FIELDS = (
 )
 """Fields that a search varies and that parameters do not depend on, or on the kind of a layer alone."""
 _FIELDS = tuple(spec.name for spec in field_specs(GPTConfig) if spec.name not in _OTHER_FIELDS)
-_pieces: dict[Hashable, dict[Hashable, _Piece]] = {}
+_built: dict[Hashable, dict[Hashable, _LayerParameters]] = {}
 
 
 def chunk_parameters(model: GPTConfig, chunk: StageContents) -> list[ChunkParameter]:
     """Return a chunk's parameters in the order of the model."""
-    known = _known_pieces(model)
+    known = _known_parameters(model)
     ends = _ends(known, model, chunk)
     layers = (_layer(known, model, number) for number in chunk.layer_numbers)
     return [*ends.front, *(parameter for layer in layers for parameter in layer.back), *ends.back]
@@ -87,22 +87,22 @@ def gathered_units(model: GPTConfig, chunk: StageContents) -> list[int]:
 
     A layer's label is its number. Outside the layers labels are those of `unit_labels`.
     """
-    known = _known_pieces(model)
+    known = _known_parameters(model)
     ends = _ends(known, model, chunk)
     layers = [number for number in chunk.layer_numbers for _ in _layer(known, model, number).back]
     return [*ends.front_labels, *layers, *ends.back_labels]
 
 
-def _ends(known: dict[Hashable, _Piece], model: GPTConfig, chunk: StageContents) -> _Piece:
+def _ends(known: dict[Hashable, _LayerParameters], model: GPTConfig, chunk: StageContents) -> _LayerParameters:
     contents = StageContents((), has_embedding=chunk.has_embedding, has_loss=chunk.has_loss)
     # The kind of the MTP modules' layers is that of the last one.
     kind = (chunk.has_embedding, chunk.has_loss, _kind(model, model.num_layers - 1), _kind(model, model.num_layers))
-    return _piece(known, model, contents, kind)
+    return _layer_parameters(known, model, contents, kind)
 
 
-def _layer(known: dict[Hashable, _Piece], model: GPTConfig, number: int) -> _Piece:
+def _layer(known: dict[Hashable, _LayerParameters], model: GPTConfig, number: int) -> _LayerParameters:
     contents = StageContents((number,), has_embedding=False, has_loss=False)
-    return _piece(known, model, contents, _kind(model, number))
+    return _layer_parameters(known, model, contents, _kind(model, number))
 
 
 def _kind(model: GPTConfig, number: int) -> tuple[bool, bool]:
@@ -110,22 +110,24 @@ def _kind(model: GPTConfig, number: int) -> tuple[bool, bool]:
     return model.moe_layers[model.kind_of(number)], model.fp8.is_in_float8(number, model.num_layers)
 
 
-def _piece(known: dict[Hashable, _Piece], model: GPTConfig, contents: StageContents, kind: Hashable) -> _Piece:
+def _layer_parameters(
+    known: dict[Hashable, _LayerParameters], model: GPTConfig, contents: StageContents, kind: Hashable
+) -> _LayerParameters:
     if kind not in known:
         known[kind] = _build(model, contents)
     return known[kind]
 
 
-def _known_pieces(model: GPTConfig) -> dict[Hashable, _Piece]:
-    """Return the pieces of all configurations that have the same fields of those that parameters depend on."""
+def _known_parameters(model: GPTConfig) -> dict[Hashable, _LayerParameters]:
+    """Return the layers built for all configurations that have the same fields of those that parameters depend on."""
     # A search asks for the same configurations thousands of times.
-    known = _pieces.get(model)
+    known = _built.get(model)
     if known is None:
-        known = _pieces[model] = _pieces.setdefault(tuple(field_value(model, name) for name in _FIELDS), {})
+        known = _built[model] = _built.setdefault(tuple(field_value(model, name) for name in _FIELDS), {})
     return known
 
 
-def _build(model: GPTConfig, contents: StageContents) -> _Piece:
+def _build(model: GPTConfig, contents: StageContents) -> _LayerParameters:
     """Build a chunk without values and describe its parameters."""
     from megatron.core.device import Device
     from megatron.core.distributed import is_sent_in_float8, num_float8_scales, unit_labels
@@ -177,7 +179,7 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
                 writes=writes,
             )
         (front if name.startswith("embedding.") else back).append((described, labels[id(parameter)]))
-    return _Piece(
+    return _LayerParameters(
         tuple(parameter for parameter, _ in front),
         tuple(parameter for parameter, _ in back),
         tuple(label for _, label in front),
@@ -186,7 +188,7 @@ def _build(model: GPTConfig, contents: StageContents) -> _Piece:
 
 
 def _name_in_layer(name: str, contents: StageContents) -> str:
-    """Return a parameter's name without the name of the layer that a piece consists of."""
+    """Return a parameter's name without the name of its layer."""
     for number in contents.layer_numbers:
         name = name.removeprefix(f"decoder.layers.{number}.")
     return name

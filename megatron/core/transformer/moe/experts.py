@@ -30,7 +30,7 @@ from megatron.core.ops import (
 )
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
-from megatron.core.sharding import Box, ParamSpec, Piece
+from megatron.core.sharding import Box, ParamSpec, Shard
 from megatron.core.tensor_parallel import make_parameter, saved_as_inputs
 from megatron.core.transformer import TransformerConfig, activation_of
 
@@ -268,7 +268,7 @@ class GroupedLinear(nn.Module):
         spec = ParamSpec(
             "weight",
             whole,
-            expert_pieces(whole, groups, cut_dim, num_stacked),
+            expert_shards(whole, groups, cut_dim, num_stacked),
             init_std=init_std,
             fused_rows=(shape[0] // num_stacked,) * num_stacked if num_stacked > 1 else (),
             is_expert=True,
@@ -280,7 +280,7 @@ class GroupedLinear(nn.Module):
             bias_spec = ParamSpec(
                 "bias",
                 whole[:2],
-                expert_pieces(whole[:2], groups, 1 if is_cut else None, num_stacked),
+                expert_shards(whole[:2], groups, 1 if is_cut else None, num_stacked),
                 replica_index=0 if is_cut else groups.tensor_rank,
                 num_replicas=1 if is_cut else groups.tensor_size,
                 is_expert=True,
@@ -325,7 +325,7 @@ class GroupedExperts(nn.Module):
             init_std=config.init_method_std,
             dtype=dtype,
             device=device,
-            library=config.cpu_matmul,
+            library=config.cpu_gemm_backend,
         )
         self.linear_fc2 = GroupedLinear(
             config.moe.num_experts,
@@ -336,7 +336,7 @@ class GroupedExperts(nn.Module):
             init_std=config.output_init_method_std,
             dtype=dtype,
             device=device,
-            library=config.cpu_matmul,
+            library=config.cpu_gemm_backend,
         )
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -349,23 +349,23 @@ class GroupedExperts(nn.Module):
         return output
 
 
-def expert_pieces(
+def expert_shards(
     shape: tuple[int, ...], groups: ExpertGroups, cut_dim: int | None, num_stacked: int
-) -> tuple[Piece, ...]:
-    """Return the pieces of a tensor ``[experts, ...]`` that a rank of expert parallelism holds.
+) -> tuple[Shard, ...]:
+    """Return the shards of a tensor ``[experts, ...]`` that a rank of expert parallelism holds.
 
     A dim that is cut stacks ``num_stacked`` equal tensors, each cut evenly among those that cut the same experts.
     """
     num_local = shape[0] // groups.size
-    offset, local_offset, piece = [0] * len(shape), [0] * len(shape), [num_local, *shape[1:]]
+    offset, local_offset, shard = [0] * len(shape), [0] * len(shape), [num_local, *shape[1:]]
     offset[0] = groups.rank * num_local
     if cut_dim is None:
-        return (Piece(Box(tuple(offset), tuple(piece)), tuple(local_offset)),)
+        return (Shard(Box(tuple(offset), tuple(shard)), tuple(local_offset)),)
     part = shape[cut_dim] // num_stacked
-    length = piece[cut_dim] = part // groups.tensor_size
-    pieces = []
+    length = shard[cut_dim] = part // groups.tensor_size
+    shards = []
     for number in range(num_stacked):
         offset[cut_dim] = number * part + groups.tensor_rank * length
         local_offset[cut_dim] = number * length
-        pieces.append(Piece(Box(tuple(offset), tuple(piece)), tuple(local_offset)))
-    return tuple(pieces)
+        shards.append(Shard(Box(tuple(offset), tuple(shard)), tuple(local_offset)))
+    return tuple(shards)

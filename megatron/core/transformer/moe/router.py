@@ -13,7 +13,7 @@ from megatron.core.layer_output import AuxiliaryLoss
 from megatron.core.ops import DropoutKeys
 from megatron.core.parallel_state import ExpertGroups
 from megatron.core.precision import dtype_from_name
-from megatron.core.sharding import ParamSpec, full_pieces
+from megatron.core.sharding import ParamSpec, full_shards
 from megatron.core.tensor_parallel import make_parameter, replicated_spec
 from megatron.core.transformer import TransformerConfig, require_keys
 from megatron.core.transformer.moe.load_balancing import BiasedRouter, ExpertTokenCounts, router_losses
@@ -69,7 +69,7 @@ class TopKRouter(BiasedRouter):
             copies = ParamSpec(
                 "expert_bias",
                 shape[:1],
-                full_pieces(shape[:1]),
+                full_shards(shape[:1]),
                 replicated_axes=("tp",) if groups.tp.size > 1 else (),
                 replica_index=groups.tp.rank,
                 num_replicas=groups.tp.size,

@@ -17,7 +17,7 @@ from megatron.core.main_grad import main_grad_of
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import CollectiveCall
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces, held_of
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards, held_of
 from tests.harness.distributed import RankFailure, run_distributed
 from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch
 
@@ -220,7 +220,7 @@ def test_a_second_last_micro_batch_is_refused_while_overlapping() -> None:
 
 def linear(name: str, width: int) -> nn.Linear:
     layer = nn.Linear(width, width, bias=False, dtype=torch.float64)
-    attach_spec(layer.weight, ParamSpec(f"{name}.weight", (width, width), full_pieces((width, width))))
+    attach_spec(layer.weight, ParamSpec(f"{name}.weight", (width, width), full_shards((width, width))))
     return layer
 
 
@@ -236,7 +236,7 @@ def gathered(overlap: bool) -> tuple[list[list[bool]], list[list[bool]], list[fl
     flat = buffer.flat_parameters
     assert flat is not None
     with torch.no_grad():
-        for part in ddp.parts:
+        for part in ddp.shards:
             part.values.fill_(state.rank + 1.0)
     ddp.start_param_gather()
     seen: list[list[bool]] = []

@@ -14,7 +14,7 @@ from megatron.core.main_grad import main_grad_of
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import Group
-from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, even_pieces, full_pieces, tie_over_pipeline
+from megatron.core.sharding import Box, ParamSpec, Shard, attach_spec, even_shards, full_shards, tie_over_pipeline
 from tests.harness.distributed import run_distributed
 
 
@@ -33,16 +33,16 @@ class Copies(nn.Module):
         copy = {"replicated_axes": ("tp",), "replica_index": tp.rank, "num_replicas": tp.size}
         summed = {"gradient_sum_axes": ("tp",)}
         rows = 2 * tp.size // sharers
-        head = (Piece(Box((2 * group, 0), (2, 7)), (0, 0)),)
-        attach_spec(self.partial_norm, ParamSpec("partial", (3,), full_pieces((3,)), **copy, **summed))
-        attach_spec(self.whole_norm, ParamSpec("whole", (5,), full_pieces((5,)), **copy))
+        head = (Shard(Box((2 * group, 0), (2, 7)), (0, 0)),)
+        attach_spec(self.partial_norm, ParamSpec("partial", (3,), full_shards((3,)), **copy, **summed))
+        attach_spec(self.whole_norm, ParamSpec("whole", (5,), full_shards((5,)), **copy))
         attach_spec(
             self.key_value,
             ParamSpec("kv", (rows, 7), head, **summed, replica_index=member, num_replicas=sharers),
         )
-        attach_spec(self.half_norm, ParamSpec("half", (4,), full_pieces((4,)), **copy, **summed))
+        attach_spec(self.half_norm, ParamSpec("half", (4,), full_shards((4,)), **copy, **summed))
         shape = (3 * tp.size, 2)
-        attach_spec(self.shard, ParamSpec("shard", shape, even_pieces(shape, 0, tp.rank, tp.size)))
+        attach_spec(self.shard, ParamSpec("shard", shape, even_shards(shape, 0, tp.rank, tp.size)))
 
 
 def finalized(tp_size: int) -> tuple[dict[str, torch.Tensor], int]:
@@ -96,14 +96,14 @@ class End(nn.Module):
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__()
         self.before = nn.Parameter(torch.zeros(3 + 50 * stage, 7, dtype=torch.float64))
-        attach_spec(self.before, ParamSpec(f"before{stage}", (3 + 50 * stage, 7), full_pieces((3 + 50 * stage, 7))))
+        attach_spec(self.before, ParamSpec(f"before{stage}", (3 + 50 * stage, 7), full_shards((3 + 50 * stage, 7))))
         self.table: nn.Parameter | None = None
         if stage in (0, num_stages - 1):
             self.table = nn.Parameter(torch.zeros(29, 11, dtype=torch.float64))
-            spec = ParamSpec("weight", (29, 11), full_pieces((29, 11)))
+            spec = ParamSpec("weight", (29, 11), full_shards((29, 11)))
             attach_spec(self.table, tie_over_pipeline(spec, name="word.weight", is_first_stage=stage == 0))
         self.after = nn.Parameter(torch.zeros(13, 9 + stage, dtype=torch.float64))
-        attach_spec(self.after, ParamSpec(f"after{stage}", (13, 9 + stage), full_pieces((13, 9 + stage))))
+        attach_spec(self.after, ParamSpec(f"after{stage}", (13, 9 + stage), full_shards((13, 9 + stage))))
 
 
 def tied_sums(pp: int, strategy: str, per_token: bool) -> dict[str, list[torch.Tensor]]:
@@ -117,7 +117,7 @@ def tied_sums(pp: int, strategy: str, per_token: bool) -> dict[str, list[torch.T
         main_grad_of(parameter).add(places + 1000 * (state.rank + 1))
     finalize_model_grads([ddp], state, torch.tensor(5.0) if per_token else None)
     parts: dict[str, list[torch.Tensor]] = {}
-    for part in ddp.parts:
+    for part in ddp.shards:
         places = torch.arange(part.start, part.end, dtype=torch.float64)
         parts.setdefault(part.spec.name, []).append(torch.stack((places, part.gradient)))
     return parts

@@ -66,7 +66,7 @@ def whole_over_time() -> tuple[list[int], list[int], dict[str, int], int]:
     rest, *layers, first = (bucket.layout.num_elements * 4 for bucket in buffer.buckets)
     assert len(layers) == LAYERS
     (layer,) = set(layers)
-    held = sum(part.values.nbytes for part in chunk.parts)
+    held = sum(part.values.nbytes for part in chunk.shards)
     return training, seen, {"rest": rest, "layer": layer, "first": first}, held
 
 
@@ -100,10 +100,10 @@ def first_values(settings: dict[str, object], strategy: str) -> tuple[int, int, 
         made,
         whole_bytes(chunk),
         all(
-            torch.equal(values[piece.local_box.slices], whole[spec.name][piece.global_box.slices])
+            torch.equal(values[shard.local_box.slices], whole[spec.name][shard.global_box.slices])
             for parameter in chunk.parameters()
             for spec, values in held_of(parameter)
-            for piece in spec.pieces
+            for shard in spec.shards
         ),
     )
 

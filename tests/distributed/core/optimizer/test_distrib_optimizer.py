@@ -30,7 +30,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import CollectiveCall, Group
-from megatron.core.sharding import ParamSpec, attach_spec, even_pieces, full_pieces, held_of, tie_over_pipeline
+from megatron.core.sharding import ParamSpec, attach_spec, even_shards, full_shards, held_of, tie_over_pipeline
 from megatron.core.tensor_parallel.layers import replicated_spec
 from tests.distributed.core.optimizer.toy_training import (
     GATHER,
@@ -364,7 +364,7 @@ class Pair(nn.Module):
         shape = (62, 13)
         self.matrix = nn.Parameter(torch.ones(shape[0] // tp.size, shape[1], dtype=torch.float64))
         self.norm = nn.Parameter(torch.ones(301, dtype=torch.float64))
-        attach_spec(self.matrix, ParamSpec("matrix.weight", shape, even_pieces(shape, 0, tp.rank, tp.size)))
+        attach_spec(self.matrix, ParamSpec("matrix.weight", shape, even_shards(shape, 0, tp.rank, tp.size)))
         attach_spec(self.norm, replicated_spec("norm.weight", (301,), tp, partial_gradient=True))
 
 
@@ -408,11 +408,11 @@ class Stage(nn.Module):
         rows = 31
         self.own = nn.Parameter(torch.ones(5 + 7 * state.pp.rank, 40, dtype=torch.float64))
         shape = tuple(self.own.shape)
-        attach_spec(self.own, ParamSpec(f"stage{state.pp.rank}.weight", shape, full_pieces(shape)))
+        attach_spec(self.own, ParamSpec(f"stage{state.pp.rank}.weight", shape, full_shards(shape)))
         self.word: nn.Parameter | None = None
         if state.pp.is_first or state.pp.is_last:
             self.word = nn.Parameter(torch.ones(rows, 11, dtype=torch.float64))
-            spec = ParamSpec("weight", (rows, 11), full_pieces((rows, 11)))
+            spec = ParamSpec("weight", (rows, 11), full_shards((rows, 11)))
             name = "embedding.word_embeddings.weight"
             attach_spec(self.word, tie_over_pipeline(spec, name=name, is_first_stage=state.pp.is_first))
 
@@ -450,7 +450,7 @@ def step_of_stages(folder: str, options: Options, pp: int) -> dict[str, Any]:
     return {
         "norms": (params_norm, outcome.grad_norm),
         "parameters": {p.spec.name: p.detach() for chunk in chunks for p in chunk.parameters()},
-        "bytes": sum(segment.gradient.nbytes for c in chunks for b in c.grad_buffers for segment in b.segments),
+        "bytes": sum(shard.gradient.nbytes for c in chunks for b in c.grad_buffers for shard in b.bucket_shards),
         "whole_bytes": sum(8 * b.layout.num_elements for c in chunks for b in c.grad_buffers),
         "pools": [b.pool.num_allocated for c in chunks for b in c.grad_buffers if isinstance(b, ShardedGradBuffer)],
         "stored": sorted(index.tensors),

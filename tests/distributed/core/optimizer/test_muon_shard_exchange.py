@@ -10,7 +10,7 @@ from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.optimizer.muon_shard_exchange import MuonShardExchange
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, full_pieces
+from megatron.core.sharding import Box, ParamSpec, Shard, attach_spec, full_shards
 from tests.harness.distributed import run_distributed
 
 SHAPES = ((4, 6), (5, 3), (2, 7), (3, 2))
@@ -22,7 +22,7 @@ def doubled(dtype: torch.dtype, batch_bytes: int) -> tuple[int, list[torch.Tenso
     dp = create_parallel_state().dp
     parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     for number, parameter in enumerate(parameters):
-        attach_spec(parameter, ParamSpec(f"{number}.weight", SHAPES[number], full_pieces(SHAPES[number])))
+        attach_spec(parameter, ParamSpec(f"{number}.weight", SHAPES[number], full_shards(SHAPES[number])))
     parts, values = [], []
     for number, start, end in RANGES[dp.rank]:
         flat = parameters[number].data.view(-1)[start:end]
@@ -72,9 +72,9 @@ def cubed_in_batches(batch_bytes: int) -> tuple[list[int], torch.Tensor, torch.T
     expected = [*(cubed(each)[rows] for each in whole), torch.stack([cubed(each) for each in experts[mine]])]
     parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in values]
     for number, parameter in enumerate(parameters[:-1]):
-        piece = Piece(Box((rows.start, 0), (3, 5)), (0, 0))
-        attach_spec(parameter, ParamSpec(f"layers.{number}.weight", LAYER, (piece,)))
-    of_experts = Piece(Box((mine.start, 0, 0), tuple(parameters[-1].shape)), (0, 0, 0))
+        shard = Shard(Box((rows.start, 0), (3, 5)), (0, 0))
+        attach_spec(parameter, ParamSpec(f"layers.{number}.weight", LAYER, (shard,)))
+    of_experts = Shard(Box((mine.start, 0, 0), tuple(parameters[-1].shape)), (0, 0, 0))
     attach_spec(parameters[-1], ParamSpec("experts.weight", EXPERTS, (of_experts,), is_expert=True))
     half = sum(each.numel() for each in values) // 2
     begin, parts, values_of, expected_of, position = half * state.dp.rank, [], [], [], 0
@@ -117,7 +117,7 @@ def cubed_of_replicas() -> list[tuple[torch.Tensor, torch.Tensor]]:
     parameters, parts = [], []
     for number, value in enumerate(values):
         parameter, shape = torch.nn.Parameter(value.clone()), tuple(value.shape)
-        spec = ParamSpec(f"{number}.weight", shape, full_pieces(shape), ("tp",), (), state.tp.rank, 2)
+        spec = ParamSpec(f"{number}.weight", shape, full_shards(shape), ("tp",), (), state.tp.rank, 2)
         attach_spec(parameter, spec)
         flat = parameter.data.view(-1)
         parameters.append(parameter)

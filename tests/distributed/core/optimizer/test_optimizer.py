@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.core.process_group import Group
-from megatron.core.sharding import ParamSpec, attach_spec, even_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, even_shards
 from megatron.core.tensor_parallel.layers import replicated_spec
 from tests.distributed.core.optimizer.test_distrib_optimizer import load_and_train, train_and_save
 from tests.distributed.core.optimizer.toy_training import (
@@ -88,7 +88,7 @@ class Pair(nn.Module):
         shape = (8, 3)
         self.matrix = nn.Parameter(torch.ones(shape[0] // tp.size, shape[1], dtype=dtype))
         self.norm = nn.Parameter(torch.ones(5, dtype=dtype))
-        attach_spec(self.matrix, ParamSpec("matrix", shape, even_pieces(shape, 0, tp.rank, tp.size)))
+        attach_spec(self.matrix, ParamSpec("matrix", shape, even_shards(shape, 0, tp.rank, tp.size)))
         attach_spec(self.norm, replicated_spec("norm", (5,), tp, partial_gradient=False))
 
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 from tests.unit.core.distributed.toy_model import ToyModel, batch
 
 NUM_STEPS = 3
@@ -107,5 +107,5 @@ class Wide(nn.Module):
         super().__init__()
         for name, shape in (("table", (67, 33)), ("matrix", (160, 48)), ("bias", (160,)), ("norm", (48,))):
             parameter = nn.Parameter(torch.full(shape, 0.5, dtype=dtype))
-            attach_spec(parameter, ParamSpec(f"{name}.weight", shape, full_pieces(shape)))
+            attach_spec(parameter, ParamSpec(f"{name}.weight", shape, full_shards(shape)))
             self.register_parameter(name, parameter)

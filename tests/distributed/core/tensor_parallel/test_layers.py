@@ -96,9 +96,9 @@ def fill(layer: nn.Module) -> None:
         for parameter in layer.parameters():
             spec = spec_of(parameter)
             parameter.zero_()
-            for piece in spec.pieces:
+            for shard in spec.shards:
                 whole = torch.from_numpy(named_values(spec))
-                parameter[piece.local_box.slices] = whole[piece.global_box.slices]
+                parameter[shard.local_box.slices] = whole[shard.global_box.slices]
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
@@ -267,7 +267,7 @@ def test_embedding_rows_come_from_the_rank_that_holds_them(
         assert torch.equal(torch.cat(outputs), expected)
     else:
         assert all(torch.equal(output, expected) for output in outputs)
-    (gradient,) = reassemble(pieces for _, pieces in results).values()
+    (gradient,) = reassemble(shards for _, shards in results).values()
     (expected_gradient,) = reassemble([whole]).values()
     torch.testing.assert_close(torch.from_numpy(gradient), torch.from_numpy(expected_gradient))
 

@@ -15,7 +15,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.main_grad import main_grad_of
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import create_parallel_state
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 
 LENGTHS = (256, 512, 1024)
 
@@ -29,7 +29,7 @@ def main() -> None:
     model = nn.Module()
     for length in LENGTHS:
         parameter = nn.Parameter(torch.ones(length, device=device.torch_device))
-        attach_spec(parameter, ParamSpec(f"of_{length}", (length,), full_pieces((length,))))
+        attach_spec(parameter, ParamSpec(f"of_{length}", (length,), full_shards((length,))))
         model.register_parameter(f"of_{length}", parameter)
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1)
     ddp = DistributedDataParallel(model, config, state)

@@ -16,7 +16,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.main_grad import main_grad_of
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 
 LENGTHS = (256, 512, 1024)
 USED = (((0, 1, 2), (1, 2)), ((0,), (0, 1, 2)), ((2,), (1,)), ((0,), (1, 2)))
@@ -37,7 +37,7 @@ def built(device: Device, state: ParallelState, config: DistributedDataParallelC
     model = nn.Module()
     for length in LENGTHS:
         parameter = nn.Parameter(torch.ones(length, device=device.torch_device))
-        attach_spec(parameter, ParamSpec(f"of_{length}", (length,), full_pieces((length,))))
+        attach_spec(parameter, ParamSpec(f"of_{length}", (length,), full_shards((length,))))
         model.register_parameter(f"of_{length}", parameter)
     ddp = DistributedDataParallel(model, config, state)
     assert not config.overlap_grad_reduce or len(ddp.grad_buffers[0].buckets) == len(LENGTHS)
@@ -67,7 +67,7 @@ def run_step(ddp: DistributedDataParallel, microbatches: list[int]) -> None:
                 main_grad.add(torch.full_like(parameters[number], (number + 1) * (microbatch + 1) * (rank + 1.0)))
     ddp.finish_grad_sync()
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    for part in ddp.parts:
+    for part in ddp.shards:
         mean = expected(numbers[id(part.parameter)], microbatches)
         assert part.gradient.eq(mean).all(), f"{part.spec.name}: {part.gradient[0].item()} instead of {mean}"
 

@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import make_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ParallelState, create_parallel_state
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 
 SHAPES = {"matrix": (64, 128), "bias": (128,)}
 DECAY = 0.5
@@ -29,7 +29,7 @@ def built(device: Device, state: ParallelState) -> tuple[DistributedDataParallel
     model = nn.Module()
     for name, shape in SHAPES.items():
         parameter = nn.Parameter(torch.ones(shape, device=device.torch_device))
-        attach_spec(parameter, ParamSpec(f"{name}.weight", shape, full_pieces(shape)))
+        attach_spec(parameter, ParamSpec(f"{name}.weight", shape, full_shards(shape)))
         model.register_parameter(name, parameter)
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
     ddp = DistributedDataParallel(model, config, state)

@@ -50,9 +50,9 @@ def test_boxes_of_cut_tensors(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
     values = torch.arange(13 * 7, dtype=torch.int32).view(13, 7)
-    save_tensors(folder, [whole_tensor("model.w", values)], COMMON, ALONE, max_piece_bytes=3 * 7 * 4)
+    save_tensors(folder, [whole_tensor("model.w", values)], COMMON, ALONE, max_shard_bytes=3 * 7 * 4)
     source = NativeSource(folder)
-    assert len(source.stored["model.w"].pieces) == 5
+    assert len(source.stored["model.w"].shards) == 5
     assert torch.equal(source.read("model.w"), values)
     for box in (Box((2, 1), (6, 4)), Box((12, 6), (1, 1)), Box((0, 0), (13, 1)), Box((4, 0), (0, 7))):
         got = source.read("model.w", box)
@@ -86,15 +86,15 @@ def test_the_writer_reads_each_tensor_once_and_says_where_it_lies(tmp_path: Path
     assert index.is_intact
     assert len(index.files) == 6
     for name, tensor in index.tensors.items():
-        assert len({piece.file for piece in tensor.pieces}) == 1, name
-        for piece in tensor.pieces:
-            assert piece.start % sample_tensors()[name].element_size() == 0
+        assert len({shard.file for shard in tensor.shards}) == 1, name
+        for shard in tensor.shards:
+            assert shard.start % sample_tensors()[name].element_size() == 0
 
 
 def test_files_hold_wide_types_first_and_whole_tensors() -> None:
     wide, narrow = TensorInfo((4, 6), torch.float32), TensorInfo((5, 3), torch.bfloat16)
-    files = plan_files([("b", narrow), ("a", wide), ("c", wide)], max_file_bytes=130, max_piece_bytes=48)
-    assert [[(piece.name, piece.box.shape) for piece in file] for file in files] == [
+    files = plan_files([("b", narrow), ("a", wide), ("c", wide)], max_file_bytes=130, max_shard_bytes=48)
+    assert [[(shard.name, shard.box.shape) for shard in file] for file in files] == [
         [("a", (2, 6)), ("a", (2, 6))],
         [("c", (2, 6)), ("c", (2, 6)), ("b", (5, 3))],
     ]
@@ -113,11 +113,11 @@ def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
 
 def test_a_flipped_byte_is_named_only_by_the_tensor_that_has_it(tmp_path: Path) -> None:
     folder = written(tmp_path)
-    piece = read_index(folder).tensors["model.norm.bias"].pieces[0]
-    shard = folder / piece.file
-    data = bytearray(shard.read_bytes())
-    data[piece.start + 3] ^= 1
-    shard.write_bytes(data)
+    shard = read_index(folder).tensors["model.norm.bias"].shards[0]
+    file = folder / shard.file
+    data = bytearray(file.read_bytes())
+    data[shard.start + 3] ^= 1
+    file.write_bytes(data)
     source = NativeSource(folder)
     source.read("model.embedding.weight")
     with pytest.raises(DamagedCheckpointError, match=r"shard_00000.*model\.norm\.bias do not match"):
@@ -149,14 +149,14 @@ def test_a_gap_is_refused_with_its_place(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
     values = torch.arange(12.0).view(6, 2)
-    save_tensors(folder, [whole_tensor("model.w", values)], COMMON, ALONE, max_piece_bytes=2 * 2 * 4)
+    save_tensors(folder, [whole_tensor("model.w", values)], COMMON, ALONE, max_shard_bytes=2 * 2 * 4)
     path = folder / "index.json"
     content = json.loads(path.read_text())
     del content["tensors"]["model.w"]["pieces"][1]
     path.write_text(json.dumps(content))
     source = NativeSource(folder, verify=False)
     assert torch.equal(source.read("model.w", Box((0, 0), (2, 2))), values[:2])
-    with pytest.raises(DamagedCheckpointError, match=r"no piece holds model\.w\[2:4,0:2\]"):
+    with pytest.raises(DamagedCheckpointError, match=r"no shard holds model\.w\[2:4,0:2\]"):
         source.read("model.w")
     source.close()
 

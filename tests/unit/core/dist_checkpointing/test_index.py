@@ -13,7 +13,7 @@ import pytest
 from megatron.core.dist_checkpointing.index import (
     CheckpointIndex,
     StoredFile,
-    StoredPiece,
+    StoredShard,
     StoredTensor,
     check_run_state,
     read_index,
@@ -25,10 +25,10 @@ from megatron.core.sharding import Box
 
 
 def make_index() -> CheckpointIndex:
-    piece = StoredPiece(Box((0, 2), (3, 4)), "shard_00000.safetensors", "a[0:3,2:6]", 96, 48, "0badf00d")
+    shard = StoredShard(Box((0, 2), (3, 4)), "shard_00000.safetensors", "a[0:3,2:6]", 96, 48, "0badf00d")
     return CheckpointIndex(
         tensors={
-            "a": StoredTensor("a", (3, 6), "float32", (piece,)),
+            "a": StoredTensor("a", (3, 6), "float32", (shard,)),
             "none": StoredTensor("none", (0,), "int64", ()),
         },
         files={"shard_00000.safetensors": StoredFile(144, 96, "12345678")},
@@ -154,8 +154,8 @@ def test_formats_up_to_the_newest_are_read(version: int, tmp_path: Path) -> None
 
 def test_pieces_are_found_by_their_file() -> None:
     index = make_index()
-    assert index.pieces_of("shard_00000.safetensors") == list(index.tensors["a"].pieces)
-    assert index.pieces_of("shard_00001.safetensors") == []
+    assert index.shards_of("shard_00000.safetensors") == list(index.tensors["a"].shards)
+    assert index.shards_of("shard_00001.safetensors") == []
 
 
 GEOMETRY = {"offset": (0, 2), "shape": (3, 4), "start": 96, "num_bytes": 48}
@@ -163,16 +163,16 @@ GEOMETRY = {"offset": (0, 2), "shape": (3, 4), "start": 96, "num_bytes": 48}
 
 def with_piece(**changes: Any) -> CheckpointIndex:
     index, values = make_index(), GEOMETRY | changes
-    (piece,) = index.tensors["a"].pieces
-    piece = replace(
-        piece,
+    (shard,) = index.tensors["a"].shards
+    shard = replace(
+        shard,
         box=Box(values["offset"], values["shape"]),
         start=values["start"],
         num_bytes=values["num_bytes"],
-        file=values.get("file", piece.file),
+        file=values.get("file", shard.file),
     )
-    pieces = (piece,) * values.get("copies", 1)
-    tensors = {"a": replace(index.tensors["a"], pieces=pieces, dtype=values.get("dtype", "float32"))}
+    shards = (shard,) * values.get("copies", 1)
+    tensors = {"a": replace(index.tensors["a"], shards=shards, dtype=values.get("dtype", "float32"))}
     return replace(index, tensors=index.tensors | tensors)
 
 
@@ -188,7 +188,7 @@ def with_piece(**changes: Any) -> CheckpointIndex:
         ({"dtype": "float31"}, "has the dtype float31"),
         ({"start": 97}, "at byte 97 of shard_00000.safetensors, beyond its end"),
         ({"file": "shard_00001.safetensors"}, "at byte 96 of shard_00001.safetensors, beyond its end"),
-        ({"copies": 2}, "pieces of a overlap: 24 elements for a shape of"),
+        ({"copies": 2}, "shards of a overlap: 24 elements for a shape of"),
     ],
 )
 def test_pieces_that_fit_no_tensor_or_no_file_are_damage(changes: dict[str, Any], problem: str) -> None:
@@ -202,7 +202,7 @@ def test_tensors_that_share_bytes_are_damage() -> None:
     several = {name: replace(index.tensors["a"], name=name) for name in "abcd"}
     three = {name: several[name] for name in "abc"}
     check_geometry(Path("folder"), replace(index, tensors=three))
-    with pytest.raises(DamagedCheckpointError, match="pieces of 192 bytes in files of 144 bytes"):
+    with pytest.raises(DamagedCheckpointError, match="shards of 192 bytes in files of 144 bytes"):
         check_geometry(Path("folder"), replace(index, tensors=several))
 
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.validation import STRICTNESS, Misfits, Str
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.ranged_file import RangedFile, open_ranged
-from megatron.core.sharding import Box, ParamSpec, Piece
+from megatron.core.sharding import Box, ParamSpec, Shard
 from tests.unit.core.dist_checkpointing.toy import (
     SHAPES,
     all_ranks,
@@ -33,8 +33,8 @@ WORLD = STATE.world
 SHARD = "shard_00000.safetensors"
 
 
-def save(folder: Path, tensors: list[ShardedTensor], max_piece_bytes: int = 2**20) -> None:
-    save_tensors(folder, tensors, {"iteration": 3}, STATE, max_piece_bytes)
+def save(folder: Path, tensors: list[ShardedTensor], max_shard_bytes: int = 2**20) -> None:
+    save_tensors(folder, tensors, {"iteration": 3}, STATE, max_shard_bytes)
 
 
 def load(folder: Path, tensors: list[ShardedTensor], verify: bool = True, allow_cast: bool = False) -> int:
@@ -43,13 +43,13 @@ def load(folder: Path, tensors: list[ShardedTensor], verify: bool = True, allow_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("max_piece_bytes", [2**20, 40], ids=["whole", "cut"])
+@pytest.mark.parametrize("max_shard_bytes", [2**20, 40], ids=["whole", "cut"])
 @pytest.mark.parametrize("source", [1, 2, 4])
 @pytest.mark.parametrize("verify", [True, False])
 def test_any_layout_loads_at_any_other(
-    tmp_path: Path, source: int, max_piece_bytes: int, dtype: torch.dtype, verify: bool
+    tmp_path: Path, source: int, max_shard_bytes: int, dtype: torch.dtype, verify: bool
 ) -> None:
-    save(tmp_path, all_ranks(source, dtype=dtype), max_piece_bytes)
+    save(tmp_path, all_ranks(source, dtype=dtype), max_shard_bytes)
     for target in (1, 2, 4):
         for rank in range(target):
             tensors = toy_tensors(rank, target, dtype=dtype, filled=False)
@@ -61,7 +61,7 @@ def test_the_vocabulary_is_stored_without_padding(tmp_path: Path) -> None:
     save(tmp_path, all_ranks(4))
     stored = read_index(tmp_path).tensors["model.embedding.weight"]
     assert stored.global_shape == SHAPES["embedding.weight"]
-    assert sum(piece.box.num_elements for piece in stored.pieces) == 11 * 5
+    assert sum(shard.box.num_elements for shard in stored.shards) == 11 * 5
 
 
 def test_equal_content_is_equal_bytes(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_equal_content_is_equal_bytes(tmp_path: Path) -> None:
 def test_a_rank_reads_each_piece_once_and_only_what_it_needs(tmp_path: Path) -> None:
     save(tmp_path, all_ranks(4))
     tensors = toy_tensors(1, 4, filled=False)
-    needed = sum(piece.global_box.num_elements * 4 for tensor in tensors for piece in tensor.pieces)
+    needed = sum(shard.global_box.num_elements * 4 for tensor in tensors for shard in tensor.shards)
     assert load(tmp_path, tensors) == needed
 
 
@@ -91,7 +91,7 @@ def test_the_progress_ends_with_all_bytes(tmp_path: Path) -> None:
         STATE,
         progress=lambda *counts: told.append(counts),
     )
-    total = sum(piece.num_bytes for tensor in index.tensors.values() for piece in tensor.pieces)
+    total = sum(shard.num_bytes for tensor in index.tensors.values() for shard in tensor.shards)
     assert told == sorted(told)
     assert told[0] != told[-1] == (total, total)
 
@@ -103,7 +103,7 @@ def test_several_local_tensors_are_parts_of_one(tmp_path: Path) -> None:
     rest = [Box((0, 0), (1, 3)), Box((5, 3), (1, 2)), Box((6, 0), (1, 5))]
 
     def part(box: Box, data: torch.Tensor) -> ShardedTensor:
-        return from_spec(ParamSpec("model.x", (7, 5), (Piece(box, (0, 0)),)), data)
+        return from_spec(ParamSpec("model.x", (7, 5), (Shard(box, (0, 0)),)), data)
 
     save(tmp_path, [part(box, values[box.slices].clone()) for box in [*boxes, *rest]])
     targets = [torch.zeros(box.shape) for box in boxes]
@@ -167,7 +167,7 @@ def test_a_missing_box_is_named(tmp_path: Path) -> None:
     proj = index.tensors["model.proj.weight"]
     write_index(
         tmp_path,
-        replace(index, tensors={**index.tensors, "model.proj.weight": replace(proj, pieces=proj.pieces[:1])}),
+        replace(index, tensors={**index.tensors, "model.proj.weight": replace(proj, shards=proj.shards[:1])}),
     )
     with pytest.raises(CheckpointError, match=r"lacks model\.proj\.weight\[0:5,6:12\]"):
         load(tmp_path, toy_tensors(0, 1, filled=False))

@@ -13,23 +13,23 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.index import StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.index import StoredShard, StoredTensor
 from megatron.core.dist_checkpointing.planner import (
-    PieceRead,
     SavePlanner,
+    ShardRead,
     TensorDescription,
     check_writes,
-    piece_key,
     plan_reads,
     plan_writes,
     refine,
+    shard_key,
     whole_tensor,
 )
 from megatron.core.dist_checkpointing.shard_file import ShardEntry, write_shard
-from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_pieces, contiguous_runs
+from megatron.core.dist_checkpointing.shard_reader import ShardReader, check_shards, contiguous_runs
 from megatron.core.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.core.sharding import Box, Piece, full_pieces, split_box, subtract, uncovered
+from megatron.core.sharding import Box, Shard, full_shards, split_box, subtract, uncovered
 from tests.unit.core.dist_checkpointing.toy import random_box
 
 DTYPES = (("c", "float32"), ("b", "float64"), ("a", "uint8"), ("d", "float32"))
@@ -72,7 +72,7 @@ def test_boxes_are_split_along_the_first_dim(max_bytes: int, rows: list[int]) ->
 
 def test_replicas_share_the_writing_evenly() -> None:
     ranks = [
-        [describe(f"t{i}", (size, 3), *(p.global_box for p in full_pieces((size, 3)))) for i, size in sizes]
+        [describe(f"t{i}", (size, 3), *(p.global_box for p in full_shards((size, 3)))) for i, size in sizes]
         for sizes in [list(enumerate((8, 5, 4, 3, 2, 2)))] * 3
     ]
     writes = plan_writes(ranks, range(3))
@@ -152,11 +152,11 @@ def test_no_piece_has_more_than_64_mib(rows: int, num_boxes: int) -> None:
 
 
 def stored(name: str, shape: tuple[int, ...], *boxes: Box) -> StoredTensor:
-    pieces, start = [], 100
+    shards, start = [], 100
     for number, box in enumerate(boxes):
-        pieces.append(StoredPiece(box, f"file{number % 2}", f"{name}{number}", start, box.num_elements * 4, ""))
+        shards.append(StoredShard(box, f"file{number % 2}", f"{name}{number}", start, box.num_elements * 4, ""))
         start += box.num_elements * 4
-    return StoredTensor(name, shape, "float32", tuple(pieces))
+    return StoredTensor(name, shape, "float32", tuple(shards))
 
 
 def grid(rows: list[int], columns: list[int]) -> list[Box]:
@@ -174,8 +174,8 @@ def count(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
     return counts
 
 
-def global_cells(read: PieceRead) -> list[Box]:
-    origin = [-offset for offset in read.piece.box.offset]
+def global_cells(read: ShardRead) -> list[Box]:
+    origin = [-offset for offset in read.shard.box.offset]
     return [cell.box.relative_to(origin) for cell in read.cells]
 
 
@@ -199,9 +199,9 @@ def test_reads_bring_every_wanted_element_once_and_no_other() -> None:
     for _ in range(30):
         box = random_box(generator, shape)
         local = np.full((9, 9), -1)
-        reads = plan_reads([("a", [Piece(box, (1, 2))])], {"a": tensor}, verify=False)
+        reads = plan_reads([("a", [Shard(box, (1, 2))])], {"a": tensor}, verify=False)
         for read in reads:
-            part = values[read.piece.box.slices]
+            part = values[read.shard.box.slices]
             for cell in read.cells:
                 for copy in cell.copies:
                     assert (local[copy.destination.slices] == -1).all()
@@ -214,9 +214,9 @@ def test_reads_bring_every_wanted_element_once_and_no_other() -> None:
 
 def test_a_stored_piece_that_is_wanted_twice_is_read_once_and_in_file_order() -> None:
     tensor = stored("a", (8,), Box((0,), (4,)), Box((4,), (2,)), Box((6,), (2,)))
-    wanted = [("a", [Piece(Box((2,), (6,)), (0,))]), ("a", [Piece(Box((0,), (5,)), (0,))])]
+    wanted = [("a", [Shard(Box((2,), (6,)), (0,))]), ("a", [Shard(Box((0,), (5,)), (0,))])]
     reads = plan_reads(wanted, {"a": tensor})
-    assert [(read.piece.file, read.piece.start) for read in reads] == [
+    assert [(read.shard.file, read.shard.start) for read in reads] == [
         ("file0", 100),
         ("file0", 124),
         ("file1", 116),
@@ -230,9 +230,9 @@ def test_a_stored_piece_that_is_wanted_twice_is_read_once_and_in_file_order() ->
 def test_a_missing_box_is_named_with_its_tensor() -> None:
     tensor = stored("a", (8, 3), Box((0, 0), (4, 3)), Box((6, 0), (2, 3)))
     with pytest.raises(CheckpointError, match=r"lacks a\[4:6,0:3\]"):
-        plan_reads([("a", full_pieces((8, 3)))], {"a": tensor})
+        plan_reads([("a", full_shards((8, 3)))], {"a": tensor})
     with pytest.raises(CheckpointError, match="no tensor b"):
-        plan_reads([("b", full_pieces((8, 3)))], {"a": tensor})
+        plan_reads([("b", full_shards((8, 3)))], {"a": tensor})
 
 
 def test_what_nobody_wants_of_a_piece_is_read_for_its_checksum_by_one_rank() -> None:
@@ -241,8 +241,8 @@ def test_what_nobody_wants_of_a_piece_is_read_for_its_checksum_by_one_rank() -> 
     ranks = [[TensorDescription("a", (6, 4), "float32", (box,))] for box in wanted]
     counts = np.zeros((6, 4), int)
     for rank, box in enumerate(wanted):
-        reads = plan_reads([("a", [Piece(box, (0, 0))])], {"a": tensor}, ranks, rank)
-        assert [read.piece.key for read in reads] == ["a0"]
+        reads = plan_reads([("a", [Shard(box, (0, 0))])], {"a": tensor}, ranks, rank)
+        assert [read.shard.key for read in reads] == ["a0"]
         own = count((6, 4), [cell for read in reads for cell in global_cells(read)])
         assert own.max() == 1
         if rank > 0:
@@ -265,15 +265,15 @@ def test_runs_are_the_bytes_of_the_box_in_order(shape: tuple[int, ...]) -> None:
 
 def write_pieces(folder: Path, values: torch.Tensor, boxes: list[Box]) -> StoredTensor:
     shape = tuple(values.shape)
-    keys = [piece_key("a", shape, box) for box in boxes]
+    keys = [shard_key("a", shape, box) for box in boxes]
     entries = [ShardEntry(key, values[box.slices]) for key, box in zip(keys, boxes)]
     written = write_shard(folder / "s", entries)
     assert written.file is not None
     sizes = [box.num_elements * 4 for box in boxes]
     starts = itertools.accumulate(sizes, initial=written.file.header_bytes)
     places = zip(boxes, keys, starts, sizes, written.checksums)
-    pieces = tuple(StoredPiece(box, "s", *place) for box, *place in places)
-    return StoredTensor("a", shape, "float32", pieces)
+    shards = tuple(StoredShard(box, "s", *place) for box, *place in places)
+    return StoredTensor("a", shape, "float32", shards)
 
 
 def load_on_all_ranks(folder: Path, tensor: StoredTensor, wanted: list[list[Box]]) -> list[list[torch.Tensor]]:
@@ -282,13 +282,13 @@ def load_on_all_ranks(folder: Path, tensor: StoredTensor, wanted: list[list[Box]
     loaded, checksums = [], []
     for rank, boxes in enumerate(wanted):
         targets = [torch.full(box.shape, -1.0) for box in boxes]
-        pieces = [("a", [Piece(box, (0,) * len(box.shape))]) for box in boxes]
+        shards = [("a", [Shard(box, (0,) * len(box.shape))]) for box in boxes]
         with ShardReader(folder) as reader:
-            for read in plan_reads(pieces, {"a": tensor}, ranks, rank):
+            for read in plan_reads(shards, {"a": tensor}, ranks, rank):
                 reader.read(read, targets)
         loaded.append(targets)
         checksums.append(reader.cell_checksums)
-    check_pieces(folder, {"a": tensor}, checksums)
+    check_shards(folder, {"a": tensor}, checksums)
     return loaded
 
 
@@ -337,9 +337,9 @@ def test_each_rank_reads_its_own_bytes_once_and_all_checksums_are_compared(
     wanted_boxes = [box for rank in LAYOUTS[after] for box in rank]
     expected = count((11, 9), wanted_boxes)
     counted = np.zeros((11, 9), int)
-    for piece in tensor.pieces:
-        start = range(piece.start, piece.start + piece.num_bytes, 4)
-        counted[piece.box.slices] = np.array([bytes_read[byte] for byte in start]).reshape(piece.box.shape)
+    for shard in tensor.shards:
+        start = range(shard.start, shard.start + shard.num_bytes, 4)
+        counted[shard.box.slices] = np.array([bytes_read[byte] for byte in start]).reshape(shard.box.shape)
     np.testing.assert_array_equal(counted, expected)
     assert sum(bytes_read.values()) == expected.sum() * 4
 
@@ -349,13 +349,13 @@ def test_a_flipped_byte_is_named_whoever_reads_it(tmp_path: Path, after: str) ->
     tensor = write_pieces(tmp_path, torch.randn(11, 9), grid([0, 5, 11], [0, 4, 9]))
     path = tmp_path / "s"
     whole = path.read_bytes()
-    for piece in tensor.pieces:
+    for shard in tensor.shards:
         data = bytearray(whole)
-        data[piece.start + piece.num_bytes // 2] ^= 2
+        data[shard.start + shard.num_bytes // 2] ^= 2
         path.write_bytes(data)
         with pytest.raises(DamagedCheckpointError) as caught:
             load_on_all_ranks(tmp_path, tensor, LAYOUTS[after])
-        assert str(caught.value) == f"{path}: the bytes of {piece.key} do not match their checksum"
+        assert str(caught.value) == f"{path}: the bytes of {shard.key} do not match their checksum"
 
 
 def test_copies_that_were_read_differently_are_noticed(tmp_path: Path) -> None:
@@ -367,14 +367,14 @@ def test_copies_that_were_read_differently_are_noticed(tmp_path: Path) -> None:
     for rank, (description,) in enumerate(ranks):
         if rank == 1:
             data = bytearray((tmp_path / "s").read_bytes())
-            data[tensor.pieces[0].start] ^= 1
+            data[tensor.shards[0].start] ^= 1
             (tmp_path / "s").write_bytes(data)
         with ShardReader(tmp_path) as reader:
-            for read in plan_reads([("a", [Piece(description.boxes[0], (0, 0))])], {"a": tensor}, ranks, rank):
+            for read in plan_reads([("a", [Shard(description.boxes[0], (0, 0))])], {"a": tensor}, ranks, rank):
                 reader.read(read, [torch.empty(4, 3)])
         checksums.append(reader.cell_checksums)
     with pytest.raises(DamagedCheckpointError, match="do not match"):
-        check_pieces(tmp_path, {"a": tensor}, checksums)
+        check_shards(tmp_path, {"a": tensor}, checksums)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing.disk import join_checksums, partial_checksum
-from megatron.core.dist_checkpointing.index import StoredFile, StoredPiece, StoredTensor
+from megatron.core.dist_checkpointing.index import StoredFile, StoredShard, StoredTensor
 from megatron.core.dist_checkpointing.planner import dtype_name, plan_reads
 from megatron.core.dist_checkpointing.shard_file import ShardEntry, check_file, shard_bytes, write_shard
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.errors import DamagedCheckpointError
-from megatron.core.sharding import Box, Piece, full_pieces
+from megatron.core.sharding import Box, Shard, full_shards
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -31,9 +31,9 @@ def write(path: Path, **tensors: torch.Tensor) -> tuple[StoredFile, dict[str, St
     for entry, checksum in zip(entries, written.checksums, strict=True):
         shape = tuple(entry.values.shape)
         box = Box((0,) * len(shape), shape)
-        piece = StoredPiece(box, path.name, entry.key, start, entry.values.nbytes, checksum)
+        shard = StoredShard(box, path.name, entry.key, start, entry.values.nbytes, checksum)
         start += entry.values.nbytes
-        stored[entry.key] = StoredTensor(entry.key, shape, dtype_name(entry.values.dtype), (piece,))
+        stored[entry.key] = StoredTensor(entry.key, shape, dtype_name(entry.values.dtype), (shard,))
     assert path.stat().st_size == file.num_bytes == shard_bytes(entries)
     return file, stored
 
@@ -53,7 +53,7 @@ def test_any_dtype_and_any_view_is_read_back_bitwise_and_by_the_library_too(tmp_
         assert by_library[name].dtype == dtype
         assert torch.equal(by_library[name], values)
         target = torch.zeros_like(values)
-        reads = plan_reads([(name, full_pieces(values.shape))], stored)
+        reads = plan_reads([(name, full_shards(values.shape))], stored)
         with ShardReader(tmp_path) as reader:
             for read in reads:
                 reader.read(read, [target])
@@ -65,7 +65,7 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     values = bits.view(torch.float32)
     _, stored = write(tmp_path / "s.safetensors", a=values)
     target = torch.zeros(4)
-    (read,) = plan_reads([("a", full_pieces((4,)))], stored)
+    (read,) = plan_reads([("a", full_shards((4,)))], stored)
     with ShardReader(tmp_path) as reader:
         reader.read(read, [target])
     assert torch.equal(target.view(torch.int32), bits)
@@ -75,7 +75,7 @@ def test_without_verification_only_the_needed_bytes_are_read(tmp_path: Path) -> 
     values = torch.arange(70.0).view(10, 7)
     _, stored = write(tmp_path / "s.safetensors", a=values)
     target = torch.zeros(3, 2)
-    wanted = [("a", [Piece(Box((4, 5), (3, 2)), (0, 0))])]
+    wanted = [("a", [Shard(Box((4, 5), (3, 2)), (0, 0))])]
     for verify, num_bytes in ((False, 3 * 2 * 4), (True, 10 * 7 * 4)):
         target.zero_()
         (read,) = plan_reads(wanted, stored, verify=verify)
@@ -89,11 +89,11 @@ def test_flipped_byte_is_named_with_file_and_tensor(tmp_path: Path) -> None:
     path = tmp_path / "shard_00003.safetensors"
     file, stored = write(path, first=torch.randn(5, 3), second=torch.randn(4))
     data = bytearray(path.read_bytes())
-    data[stored["second"].pieces[0].start + 6] ^= 0x10
+    data[stored["second"].shards[0].start + 6] ^= 0x10
     path.write_bytes(data)
     check_file(path, file, [])
     target = torch.zeros(4)
-    (read,) = plan_reads([("second", full_pieces((4,)))], stored)
+    (read,) = plan_reads([("second", full_shards((4,)))], stored)
     with (
         ShardReader(tmp_path) as reader,
         pytest.raises(DamagedCheckpointError, match=r"shard_00003\.safetensors: the bytes of second do not"),
@@ -116,11 +116,11 @@ def test_truncated_file_names_what_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "s.safetensors"
     file, stored = write(path, first=torch.randn(5, 3), second=torch.randn(4), third=torch.randn(2))
     path.write_bytes(path.read_bytes()[:-10])
-    pieces = [tensor.pieces[0] for tensor in stored.values()]
+    shards = [tensor.shards[0] for tensor in stored.values()]
     with pytest.raises(DamagedCheckpointError, match=r"bytes, \d+ were written; lost: second, third"):
-        check_file(path, file, pieces)
+        check_file(path, file, shards)
     target = torch.zeros(4)
-    (read,) = plan_reads([("second", full_pieces((4,)))], stored, verify=False)
+    (read,) = plan_reads([("second", full_shards((4,)))], stored, verify=False)
     with ShardReader(tmp_path, verify=False) as reader, pytest.raises(DamagedCheckpointError, match="ends within"):
         reader.read(read, [target])
 
@@ -131,24 +131,24 @@ def test_file_rewritten_without_a_tensor_names_it(tmp_path: Path) -> None:
     kept = load_file(path)
     del kept["first"]
     save_file(kept, path)
-    pieces = [tensor.pieces[0] for tensor in stored.values()]
+    shards = [tensor.shards[0] for tensor in stored.values()]
     with pytest.raises(DamagedCheckpointError, match=r"lost: first$"):
-        check_file(path, file, pieces)
+        check_file(path, file, shards)
 
 
 def test_missing_file_is_named_with_its_tensors(tmp_path: Path) -> None:
     path = tmp_path / "gone.safetensors"
     file, stored = write(path, **{f"t{number:02d}": torch.randn(2) for number in range(23)})
     path.unlink()
-    pieces = [tensor.pieces[0] for tensor in stored.values()]
+    shards = [tensor.shards[0] for tensor in stored.values()]
     with pytest.raises(DamagedCheckpointError, match=r"gone\.safetensors: No such file or directory$"):
         check_file(path, file, [])
     with pytest.raises(DamagedCheckpointError, match=r"No such file or directory; lost: t00, t01$"):
-        check_file(path, file, pieces[:2])
+        check_file(path, file, shards[:2])
     with pytest.raises(DamagedCheckpointError, match=r"lost: t00, .*, t19$"):
-        check_file(path, file, pieces[:20])
+        check_file(path, file, shards[:20])
     with pytest.raises(DamagedCheckpointError, match=r"lost: t00, .*, t19 and 3 more$"):
-        check_file(path, file, pieces)
+        check_file(path, file, shards)
 
 
 def test_header_is_aligned(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_header_is_aligned(tmp_path: Path) -> None:
     for name in ("a", "ab", "abcdefgh"):
         file, stored = write(path, **{name: torch.randn(3)})
         assert file.header_bytes % 8 == 0
-        assert stored[name].pieces[0].start == file.header_bytes
+        assert stored[name].shards[0].start == file.header_bytes
         with safe_open(path, framework="pt") as opened:
             assert list(opened.keys()) == [name]
 

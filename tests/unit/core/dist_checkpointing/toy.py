@@ -13,7 +13,7 @@ import torch
 from megatron.core.collectives import barrier
 from megatron.core.dist_checkpointing.index import write_index
 from megatron.core.dist_checkpointing.planner import (
-    MAX_PIECE_BYTES,
+    MAX_SHARD_BYTES,
     CheckpointState,
     SavePlanner,
     ShardedTensor,
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.planner import (
 )
 from megatron.core.dist_checkpointing.shard_file import build_index, take_share
 from megatron.core.parallel_state import ParallelState, gather_from_world
-from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, even_pieces, full_pieces, stacked_pieces
+from megatron.core.sharding import Box, ParamSpec, Shard, attach_spec, even_shards, full_shards, stacked_shards
 
 VOCAB_SIZE = 11
 PADDED_VOCAB_SIZE = 16
@@ -36,25 +36,25 @@ SHAPES = {
 
 def toy_specs(tp_rank: int, tp_size: int) -> list[tuple[ParamSpec, tuple[int, ...]]]:
     """Return (spec, local shape) of every parameter of a tensor-parallel rank."""
-    pieces: dict[str, tuple[tuple[Piece, ...], tuple[int, ...]]] = {
+    shards: dict[str, tuple[tuple[Shard, ...], tuple[int, ...]]] = {
         "embedding.weight": (
-            even_pieces(SHAPES["embedding.weight"], 0, tp_rank, tp_size, PADDED_VOCAB_SIZE),
+            even_shards(SHAPES["embedding.weight"], 0, tp_rank, tp_size, PADDED_VOCAB_SIZE),
             (PADDED_VOCAB_SIZE // tp_size, 5),
         ),
-        "fc1.weight": (stacked_pieces(SHAPES["fc1.weight"], 0, tp_rank, tp_size, 2), (24 // tp_size, 5)),
-        "proj.weight": (even_pieces(SHAPES["proj.weight"], 1, tp_rank, tp_size), (5, 12 // tp_size)),
-        "norm.weight": (full_pieces(SHAPES["norm.weight"]), SHAPES["norm.weight"]),
+        "fc1.weight": (stacked_shards(SHAPES["fc1.weight"], 0, tp_rank, tp_size, 2), (24 // tp_size, 5)),
+        "proj.weight": (even_shards(SHAPES["proj.weight"], 1, tp_rank, tp_size), (5, 12 // tp_size)),
+        "norm.weight": (full_shards(SHAPES["norm.weight"]), SHAPES["norm.weight"]),
     }
     # Two key-value heads of three rows: beyond two ranks, several share one.
     heads = min(tp_size, 2)
     copies = tp_size // heads
-    pieces["kv.weight"] = (even_pieces(SHAPES["kv.weight"], 0, tp_rank // copies, heads), (6 // heads, 5))
+    shards["kv.weight"] = (even_shards(SHAPES["kv.weight"], 0, tp_rank // copies, heads), (6 // heads, 5))
     replicas = {"kv.weight": (tp_rank % copies, copies), "norm.weight": (tp_rank, tp_size)}
     specs = []
     for name, shape in SHAPES.items():
         index, count = replicas.get(name, (0, 1))
-        spec = ParamSpec(name, shape, pieces[name][0], replica_index=index, num_replicas=count)
-        specs.append((spec, pieces[name][1]))
+        spec = ParamSpec(name, shape, shards[name][0], replica_index=index, num_replicas=count)
+        specs.append((spec, shards[name][1]))
     return specs
 
 
@@ -68,8 +68,8 @@ def fill(data: torch.Tensor, spec: ParamSpec, name: str) -> None:
     """Give a local tensor its part of the global values, and its padding a value that nothing may change."""
     whole = global_values(name, spec.global_shape, data.dtype)
     data.fill_(-7)
-    for piece in spec.pieces:
-        data[piece.local_box.slices] = whole[piece.global_box.slices]
+    for shard in spec.shards:
+        data[shard.local_box.slices] = whole[shard.global_box.slices]
 
 
 def toy_tensors(
@@ -103,10 +103,10 @@ def save_tensors(
     tensors: Sequence[ShardedTensor],
     common: Mapping[str, Any],
     state: ParallelState,
-    max_piece_bytes: int = MAX_PIECE_BYTES,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Take the steps of a save that make the files, without a run around them; collective."""
-    plan = SavePlanner(state, max_piece_bytes).plan(tensors)
+    plan = SavePlanner(state, max_shard_bytes).plan(tensors)
     shares = gather_from_world(take_share(plan, tensors, state.rank, state.world_size).write(folder), state)
     if state.world.is_first:
         write_index(folder, build_index(plan, shares, common))

@@ -18,7 +18,7 @@ from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, 
 from megatron.core.distributed.param_layout import plan_layout
 from megatron.core.main_grad import main_grad_of
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces, held_of
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards, held_of
 
 GROUP = single_rank_group(("dp", "cp"))
 NAMES = ("first", "layer0", "layer1", "rest")
@@ -43,7 +43,7 @@ class Chunk(nn.Module):
         super().__init__()
         self.maps = nn.ModuleList(Map(lambda: self.seen.append(self.in_memory())) for _ in NAMES)
         for number, parameter in enumerate(self.parameters()):
-            attach_spec(parameter, ParamSpec(NAMES[number], (3, 3), full_pieces((3, 3))))
+            attach_spec(parameter, ParamSpec(NAMES[number], (3, 3), full_shards((3, 3))))
         self.first, self.layers = self.maps[0], list(self.maps[1:3])
         self.weights: ShardedWeights | None = None
         self.seen: list[list[str]] = []
@@ -157,7 +157,7 @@ def test_one_rank_with_experts_of_several_divides_by_their_number(
     average: bool, num_averaged: int | None, expected: float
 ) -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    attach_spec(parameter, ParamSpec("expert", (3,), full_pieces((3,))))
+    attach_spec(parameter, ParamSpec("expert", (3,), full_shards((3,))))
     plan = ReductionPlan(average=average, num_averaged=num_averaged)
     buffer = ParamAndGradBuffer([parameter], plan_layout([3]), torch.float32, GROUP, plan, lambda: True)
     buffer.reset()

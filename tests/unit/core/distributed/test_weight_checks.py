@@ -18,12 +18,12 @@ from megatron.core.distributed.weight_checks import (
     not_finite,
 )
 from megatron.core.process_group import Group
-from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, full_pieces
+from megatron.core.sharding import Box, ParamSpec, Shard, attach_spec, full_shards
 
 
 def parameter_of(values: list[float]) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
-    attach_spec(parameter, ParamSpec("norm.weight", (len(values),), full_pieces((len(values),))))
+    attach_spec(parameter, ParamSpec("norm.weight", (len(values),), full_shards((len(values),))))
     return parameter
 
 
@@ -83,7 +83,7 @@ def test_a_parameter_whose_mean_is_huge_is_found() -> None:
 def test_an_element_is_named_by_its_place_in_the_whole_parameter() -> None:
     """The local rows 1 and 2 are the rows 4 and 5 of the whole; the others are padding."""
     parameter = torch.nn.Parameter(torch.zeros(4, 3))
-    attach_spec(parameter, ParamSpec("fc.weight", (6, 3), (Piece(Box((4, 0), (2, 3)), (1, 0)),)))
+    attach_spec(parameter, ParamSpec("fc.weight", (6, 3), (Shard(Box((4, 0), (2, 3)), (1, 0)),)))
     for local, place in (((1, 0), (4, 0)), ((2, 2), (5, 2)), ((0, 1), (0, 1)), ((3, 1), (3, 1))):
         with torch.no_grad():
             parameter.zero_()[local] = torch.inf

@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron.core.main_grad import set_gradient_uses
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 from megatron.core.tensor_parallel.layers import embedding_lookup, tensor_parallel_linear
 from megatron.core.tensor_parallel.mappings import InputRegion
 
@@ -18,7 +18,7 @@ def parameter(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) 
     """Return a parameter with a description and values that depend on the seed alone."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     result = nn.Parameter((values * 0.5).to(dtype))
-    attach_spec(result, ParamSpec(name, shape, full_pieces(shape)))
+    attach_spec(result, ParamSpec(name, shape, full_shards(shape)))
     return result
 
 

@@ -104,9 +104,9 @@ def fill(model: GPTModel, weights: Mapping[str, np.ndarray]) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             spec = spec_of(parameter)
-            for piece in spec.pieces:
-                values = torch.from_numpy(weights[spec.name][piece.global_box.slices])
-                parameter[piece.local_box.slices] = values.to(parameter.dtype)
+            for shard in spec.shards:
+                values = torch.from_numpy(weights[spec.name][shard.global_box.slices])
+                parameter[shard.local_box.slices] = values.to(parameter.dtype)
 
 
 def whole_logits(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:

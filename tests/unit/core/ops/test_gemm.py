@@ -30,7 +30,7 @@ from megatron.core.ops.gemm import (
     uses_onednn,
 )
 from megatron.core.parallel_state import describe_parallel_state
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 from megatron.core.transformer.moe.experts import grouped_linear
 from megatron.training.model_setup import describe_rounded_gradients
 from tests.unit.config.command_lines import MINIMAL
@@ -330,7 +330,7 @@ def weight_gradient(fuses: bool) -> list[str]:
     """Return what two contributions to a bf16 weight's float32 gradient run, on meta tensors."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.empty(ROWS, WIDTH, dtype=torch.bfloat16, device="meta"))
-    attach_spec(model.weight, ParamSpec("weight", (ROWS, WIDTH), full_pieces((ROWS, WIDTH))))
+    attach_spec(model.weight, ParamSpec("weight", (ROWS, WIDTH), full_shards((ROWS, WIDTH))))
     config = DistributedDataParallelConfig(gradient_accumulation_fusion=fuses)
     DistributedDataParallel(model, config, describe_parallel_state(0, 1))
     main_grad = main_grad_of(model.weight)

@@ -32,7 +32,7 @@ from megatron.core.optimizer.clip_grads import (
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import ParamSpec, attach_spec, even_pieces, full_pieces, spec_of
+from megatron.core.sharding import ParamSpec, attach_spec, even_shards, full_shards, spec_of
 from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients
 from tests.unit.core.distributed.toy_model import parameter as toy_parameter
 from tests.unit.core.optimizer.test_optimizer import build, train_step
@@ -79,9 +79,9 @@ def test_one_rank_of_the_grid_counts_each_replicated_parameter() -> None:
     shape = (3,)
     for rank in range(8):
         state = describe_parallel_state(rank, 8, ParallelSizes(tp=2, pp=2))
-        over_tp = ParamSpec("a", shape, full_pieces(shape), ("tp",), (), state.tp.rank, 2)
-        over_both = ParamSpec("b", shape, full_pieces(shape), ("tp", "pp"))
-        sharded = ParamSpec("c", (6,), even_pieces((6,), 0, state.tp.rank, 2))
+        over_tp = ParamSpec("a", shape, full_shards(shape), ("tp",), (), state.tp.rank, 2)
+        over_both = ParamSpec("b", shape, full_shards(shape), ("tp", "pp"))
+        sharded = ParamSpec("c", (6,), even_shards((6,), 0, state.tp.rank, 2))
         assert is_counted(over_tp, state) == (state.tp.rank == 0)
         assert is_counted(over_both, state) == (state.tp.rank == 0 and state.pp.rank == 0)
         assert is_counted(sharded, state)
@@ -95,9 +95,9 @@ class Shards(nn.Module):
         self.table = nn.Parameter(torch.zeros(4, 3))
         self.norm = nn.Parameter(torch.zeros(3))
         self.shared = nn.Parameter(torch.zeros(2, 5))
-        attach_spec(self.table, ParamSpec("table", (7, 3), even_pieces((7, 3), 0, 1, 2, padded_length=8)))
-        attach_spec(self.norm, ParamSpec("norm", (3,), full_pieces((3,)), ("tp",), (), 1, 2))
-        attach_spec(self.shared, ParamSpec("shared", (2, 5), full_pieces((2, 5)), replica_index=0, num_replicas=2))
+        attach_spec(self.table, ParamSpec("table", (7, 3), even_shards((7, 3), 0, 1, 2, padded_length=8)))
+        attach_spec(self.norm, ParamSpec("norm", (3,), full_shards((3,)), ("tp",), (), 1, 2))
+        attach_spec(self.shared, ParamSpec("shared", (2, 5), full_shards((2, 5)), replica_index=0, num_replicas=2))
 
 
 def test_copies_and_padding_do_not_count() -> None:
@@ -138,7 +138,7 @@ def test_copies_and_padding_do_not_count() -> None:
     ],
 )
 def test_kinds(name: str, shape: tuple[int, ...], kind: str) -> None:
-    assert kind_of(ParamSpec(name, shape, full_pieces(shape))) == kind
+    assert kind_of(ParamSpec(name, shape, full_shards(shape))) == kind
 
 
 def test_kinds_are_clipped_first_and_then_all_together() -> None:
@@ -178,7 +178,7 @@ def chunk_with(bad: list[str], **gradients: list[float]) -> Any:
         SimpleNamespace(spec=SimpleNamespace(name=name), gradient=torch.tensor(values))
         for name, values in gradients.items()
     ]
-    return SimpleNamespace(names_of_bad_local_gradients=lambda: bad, parts=parts)
+    return SimpleNamespace(names_of_bad_local_gradients=lambda: bad, shards=parts)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ class LoggedCopies(HostCopies):
 
     def _note(self, direction: str, copied: Copied) -> Copied:
         assert self.offload is not None
-        lengths = [len(bucket.parts) for bucket in self.offload.buckets] * NUM_STEPS
+        lengths = [len(bucket.shards) for bucket in self.offload.buckets] * NUM_STEPS
         self.num_copies[direction] += 1
         ends = list(itertools.accumulate(lengths))
         name = f"{direction} {bisect.bisect_left(ends, self.num_copies[direction]) + 1}"

@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import GroupOverride, OptimizerConfig, parse_override
 from megatron.core.optimizer.param_rates import ParamRates, Rate
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 from tests.unit.core.optimizer.test_optimizer import assert_same_parameters, build, oracle, train_step
 
 
@@ -40,7 +40,7 @@ def test_biases_and_one_dimensional_parameters_are_not_decayed(
 
 def parameter(name: str, shape: tuple[int, ...]) -> nn.Parameter:
     result = nn.Parameter(torch.zeros(shape))
-    attach_spec(result, ParamSpec(name, shape, full_pieces(shape)))
+    attach_spec(result, ParamSpec(name, shape, full_shards(shape)))
     return result
 
 
@@ -119,7 +119,7 @@ def test_the_learning_rate_of_a_wider_model(config: dict[str, str], hidden: floa
         ("embedding.word_embeddings.weight", word),
     ):
         given = nn.Parameter(torch.zeros(4, 4))
-        attach_spec(given, ParamSpec(name, (4, 4), full_pieces((4, 4)), width_multiplier=4.0))
+        attach_spec(given, ParamSpec(name, (4, 4), full_shards((4, 4)), width_multiplier=4.0))
         assert rates.learning_rate(given).multiplier == multiplier
         assert rates.learning_rate(parameter(name, (4, 4))).multiplier == 1.0
 

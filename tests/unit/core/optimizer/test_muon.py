@@ -23,7 +23,7 @@ from megatron.core.optimizer.muon_shard_exchange import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import ParamSpec, attach_spec, full_pieces
+from megatron.core.sharding import ParamSpec, attach_spec, full_shards
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_scales() -> None:
 def muon_of(
     weight: torch.nn.Parameter, config: OptimizerConfig, fused_rows: tuple[int, ...] = ()
 ) -> tuple[Muon, torch.Tensor]:
-    spec = ParamSpec("layer.weight", tuple(weight.shape), full_pieces(weight.shape), fused_rows=fused_rows)
+    spec = ParamSpec("layer.weight", tuple(weight.shape), full_shards(weight.shape), fused_rows=fused_rows)
     attach_spec(weight, spec)
     flat = weight.data.view(-1)
     part = ParamShard(weight, 0, weight.numel(), flat, torch.zeros_like(flat))
@@ -126,7 +126,7 @@ def test_each_expert_has_matrices_of_its_own() -> None:
     config = OptimizerConfig(optimizer="muon", muon_momentum=0.0)
     weight = torch.nn.Parameter(torch.zeros(3, 8, 5, dtype=torch.float64))
     shape = tuple(weight.shape)
-    attach_spec(weight, ParamSpec("experts.weight", shape, full_pieces(shape), fused_rows=(4, 4), is_expert=True))
+    attach_spec(weight, ParamSpec("experts.weight", shape, full_shards(shape), fused_rows=(4, 4), is_expert=True))
     flat, ends = weight.data.view(-1), (0, 7, 90, weight.numel())
     parts = [ParamShard(weight, a, b, flat[a:b], torch.zeros(b - a)) for a, b in pairwise(ends)]
     alone = single_rank_group()
@@ -145,7 +145,7 @@ def test_batches_bound_the_memory_of_whole_matrices_and_change_no_bit() -> None:
     shape, weights, num_wholes = (30, 7, 12), [], []
     for batch_bytes in (2**30, 3 * 7 * 12 * 4):
         weight = torch.nn.Parameter(random(*shape).float())
-        attach_spec(weight, ParamSpec("experts.weight", shape, full_pieces(shape), is_expert=True))
+        attach_spec(weight, ParamSpec("experts.weight", shape, full_shards(shape), is_expert=True))
         flat, ends = weight.data.view(-1), (0, 1000, weight.numel())
         parts = [ParamShard(weight, a, b, flat[a:b], torch.zeros(b - a)) for a, b in pairwise(ends)]
         alone, main = single_rank_group(), [part.values for part in parts]
@@ -215,7 +215,7 @@ def test_momentum_and_weights_of_a_batch_are_updated_together(dtype: torch.dtype
     """Twelve experts in two batches; a gradient in bfloat16 becomes float32 in each."""
     shape = (12, 3, 5)
     weight = torch.nn.Parameter(torch.zeros(shape))
-    attach_spec(weight, ParamSpec("experts.weight", shape, full_pieces(shape), is_expert=True))
+    attach_spec(weight, ParamSpec("experts.weight", shape, full_shards(shape), is_expert=True))
     flat, alone = weight.data.view(-1), single_rank_group()
     parts = [ParamShard(weight, 0, weight.numel(), flat, torch.zeros_like(flat))]
     exchange = MuonShardExchange([weight], parts, alone, alone, is_sharded=False, batch_bytes=6 * 3 * 5 * 4)
@@ -255,7 +255,7 @@ def test_nothing_changes_where_a_gradient_is_not_finite() -> None:
     ],
 )
 def test_hidden_matrices_are_chosen(name: str, shape: tuple[int, ...], expected: bool) -> None:
-    spec = ParamSpec(name, shape, full_pieces(shape), is_expert="experts" in name)
+    spec = ParamSpec(name, shape, full_shards(shape), is_expert="experts" in name)
     assert is_orthogonalized(spec) == expected
 
 
@@ -275,7 +275,7 @@ def test_lion_follows_its_formula() -> None:
 
 
 def test_lion_on_a_device_that_decides_makes_the_step_of_the_host_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Pieces of 4 and 2 elements.
+    # Shards of 4 and 2 elements.
     monkeypatch.setattr("megatron.core.optimizer.inner_optimizer._PIECE", 4)
     config = OptimizerConfig(optimizer="lion", lion_beta1=0.9, lion_beta2=0.7)
     weights = [random(6).float() for _ in range(2)]
@@ -300,8 +300,8 @@ def test_lion_on_a_device_asks_for_two_operators_a_parameter(monkeypatch: pytest
     config = OptimizerConfig(optimizer="lion")
     first = [random(5 + number, seed=number).float() for number in range(40)]
     weights, operators = [], []
-    for piece in (1 << 24, 100, 7):
-        monkeypatch.setattr("megatron.core.optimizer.inner_optimizer._PIECE", piece)
+    for shard in (1 << 24, 100, 7):
+        monkeypatch.setattr("megatron.core.optimizer.inner_optimizer._PIECE", shard)
         own = [weight.clone() for weight in first]
         lion = InnerOptimizer(config, [(own, 1.0)])
         lion.decides_on_device = True

@@ -24,7 +24,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, StepOutcome
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import describe_parallel_state
 from megatron.core.process_group import single_rank_group
-from megatron.core.sharding import Box, ParamSpec, Piece, attach_spec, full_pieces, spec_of
+from megatron.core.sharding import Box, ParamSpec, Shard, attach_spec, full_shards, spec_of
 from tests.unit.core.distributed.toy_model import ToyModel, autograd_gradients, batch
 
 STATE = describe_parallel_state(0, 1)
@@ -392,8 +392,8 @@ def test_two_parts_of_one_global_tensor_have_a_name_each() -> None:
     model = nn.Module()
     for name, start, rows in (("query", 0, 4), ("key_value", 6, 2)):
         parameter = nn.Parameter(torch.zeros(rows, 3))
-        piece = Piece(Box((start, 0), (rows, 3)), (0, 0))
-        attach_spec(parameter, ParamSpec("qkv.weight", (8, 3), (piece,)))
+        shard = Shard(Box((start, 0), (rows, 3)), (0, 0))
+        attach_spec(parameter, ParamSpec("qkv.weight", (8, 3), (shard,)))
         model.register_parameter(name, parameter)
     ddp = DistributedDataParallel(model, DistributedDataParallelConfig(), STATE)
     state = MegatronOptimizer(OptimizerConfig(optimizer="sgd"), [ddp], STATE).sharded_state()
@@ -432,7 +432,7 @@ class WithExperts(nn.Module):
         for name, shape in (("dense", (4, 3)), ("expert", (2, 4, 3))):
             parameter = nn.Parameter(torch.randn(shape))
             full_name = f"decoder.layers.0.mlp.{name}.weight"
-            attach_spec(parameter, ParamSpec(full_name, shape, full_pieces(shape), is_expert=name == "expert"))
+            attach_spec(parameter, ParamSpec(full_name, shape, full_shards(shape), is_expert=name == "expert"))
             self.register_parameter(name, parameter)
 
 

@@ -14,7 +14,7 @@ from megatron.core.device import Device
 from megatron.core.model_parallel_config import ONE_RANK
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_group import Group, single_rank_group
-from megatron.core.sharding import Box, ParamSpec, even_pieces, full_pieces, spec_of, stacked_pieces
+from megatron.core.sharding import Box, ParamSpec, even_shards, full_shards, spec_of, stacked_shards
 from megatron.core.tensor_parallel.initialization import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -88,7 +88,7 @@ def test_more_and_fewer_dims_than_two() -> None:
 
 
 def test_padding_is_zero_and_the_rest_has_mean_and_standard_deviation() -> None:
-    spec = ParamSpec("w", (900, 40), even_pieces((900, 40), 0, 1, 2, 1024), init_mean=0.5, init_std=0.02)
+    spec = ParamSpec("w", (900, 40), even_shards((900, 40), 0, 1, 2, 1024), init_mean=0.5, init_std=0.02)
     parameter = make_parameter((512, 40), spec, torch.float32, "cpu")
     initialize_parameter(parameter, 5)
     values = parameter.detach()
@@ -100,7 +100,7 @@ def test_padding_is_zero_and_the_rest_has_mean_and_standard_deviation() -> None:
 
 
 def test_constant_parameters_keep_their_padding_zero() -> None:
-    spec = ParamSpec("b", (5,), even_pieces((5,), 0, 1, 2, 8), init_mean=1.0)
+    spec = ParamSpec("b", (5,), even_shards((5,), 0, 1, 2, 8), init_mean=1.0)
     parameter = make_parameter((4,), spec, torch.float32, "cpu")
     initialize_parameter(parameter, 5)
     assert parameter.tolist() == [1.0, 0.0, 0.0, 0.0]
@@ -108,10 +108,10 @@ def test_constant_parameters_keep_their_padding_zero() -> None:
 
 def test_stacked_shards_are_cuts_of_one_tensor() -> None:
     shape = (12, 10)
-    whole = make_parameter(shape, ParamSpec("w", shape, full_pieces(shape), init_std=1.0), torch.float32, "cpu")
+    whole = make_parameter(shape, ParamSpec("w", shape, full_shards(shape), init_std=1.0), torch.float32, "cpu")
     initialize_parameter(whole, 5)
     for rank in range(3):
-        spec = ParamSpec("w", shape, stacked_pieces(shape, 0, rank, 3, 2), init_std=1.0)
+        spec = ParamSpec("w", shape, stacked_shards(shape, 0, rank, 3, 2), init_std=1.0)
         shard = make_parameter((4, 10), spec, torch.float32, "cpu")
         initialize_parameter(shard, 5)
         gate, up = whole[:6].chunk(3)[rank], whole[6:].chunk(3)[rank]
@@ -120,7 +120,7 @@ def test_stacked_shards_are_cuts_of_one_tensor() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_precisions_hold_the_rounded_float32_values(dtype: torch.dtype) -> None:
-    spec = ParamSpec("w", (30, 20), full_pieces((30, 20)), init_std=0.02)
+    spec = ParamSpec("w", (30, 20), full_shards((30, 20)), init_std=0.02)
     single, other = (make_parameter((30, 20), spec, kind, "cpu") for kind in (torch.float32, dtype))
     initialize_parameter(single, 5)
     initialize_parameter(other, 5)

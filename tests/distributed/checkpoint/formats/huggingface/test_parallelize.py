@@ -133,9 +133,9 @@ def bytes_and_parameters(folder: Path) -> tuple[int, int]:
     source = HuggingFaceSource(folder)
     model = load_model_from(source, state, Device("cpu"))
     held = sum(
-        piece.global_box.num_elements * parameter.element_size()
+        shard.global_box.num_elements * parameter.element_size()
         for parameter in model.parameters()
-        for piece in spec_of(parameter).pieces
+        for shard in spec_of(parameter).shards
     )
     return source.files.bytes_read, held
 

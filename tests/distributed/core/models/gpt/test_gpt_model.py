@@ -137,8 +137,8 @@ def fresh_model(settings: dict[str, Any], tp: Group) -> tuple[float, list[Fragme
     padding_is_zero = True
     for parameter in model.parameters():
         padding = torch.ones_like(parameter, dtype=torch.bool)
-        for piece in spec_of(parameter).pieces:
-            padding[piece.local_box.slices] = False
+        for shard in spec_of(parameter).shards:
+            padding[shard.local_box.slices] = False
         padding_is_zero &= not parameter.detach()[padding].any()
     return loss, parameter_fragments(model), padding_is_zero
 
@@ -159,7 +159,7 @@ def test_initial_weights_are_bitwise_equal_at_any_layout(case: str) -> None:
         for loss, _, padding_is_zero in results:
             assert loss == pytest.approx(expected_loss, rel=1e-12, abs=0.0)
             assert padding_is_zero
-        weights = reassemble(pieces for _, pieces, _ in results[:tp_size])
+        weights = reassemble(shards for _, shards, _ in results[:tp_size])
         assert set(weights) == set(expected)
         for name, weight in weights.items():
             assert np.array_equal(weight, expected[name]), name

@@ -82,10 +82,10 @@ def test_ranks_cover_every_parameter_and_number_its_copies(name: str) -> None:
     for rank in range(4):
         for parameter in model_of(rank, fields, sizes).parameters():
             spec = spec_of(parameter)
-            for piece in spec.pieces:
-                box = zip(piece.local_box.offset, piece.local_box.shape, parameter.shape, strict=True)
+            for shard in spec.shards:
+                box = zip(shard.local_box.offset, shard.local_box.shape, parameter.shape, strict=True)
                 assert all(offset + length <= size for offset, length, size in box)
-            assert sum(piece.global_box.num_elements for piece in spec.pieces) == parameter.numel()
+            assert sum(shard.global_box.num_elements for shard in spec.shards) == parameter.numel()
             held[spec.name].append(spec)
     whole = {spec_of(p).name: tuple(p.shape) for p in model_of(0, fields | SINGLE, ParallelSizes()).parameters()}
     assert held.keys() == whole.keys()
@@ -94,9 +94,9 @@ def test_ranks_cover_every_parameter_and_number_its_copies(name: str) -> None:
         for spec in specs:
             assert spec.global_shape == whole[parameter_name]
             assert (spec.num_replicas > 1) or not (spec.replicated_axes or spec.gradient_sum_axes)
-            for piece in spec.pieces:
-                owners[piece.global_box.slices] += spec.is_owner
-                shares[piece.global_box.slices] += 1 / spec.num_replicas
+            for shard in spec.shards:
+                owners[shard.global_box.slices] += spec.is_owner
+                shares[shard.global_box.slices] += 1 / spec.num_replicas
         # Data-parallel ranks hold the same again.
         assert owners.min() == owners.max() > 0, parameter_name
         assert np.array_equal(owners, shares), parameter_name
@@ -114,7 +114,7 @@ def test_rows_of_a_fused_projection_are_those_of_its_parts(tp: int) -> None:
 def test_a_rank_has_the_query_heads_of_its_group_and_a_copy_of_the_key_and_value(rank: int) -> None:
     """Of eight heads of width 3 in two groups each of four ranks has two; rows are four heads, a key and a value."""
     projection = model_of(rank, {}, ParallelSizes(tp=4)).decoder.layers["0"].self_attention.linear_qkv
-    boxes = {name: spec_of(parameter).pieces[0].global_box for name, parameter in projection.named_parameters()}
+    boxes = {name: spec_of(parameter).shards[0].global_box for name, parameter in projection.named_parameters()}
     group, member = divmod(rank, 2)
     assert (boxes["query_weight"].offset, boxes["query_weight"].shape) == ((18 * group + 6 * member, 0), (6, 24))
     assert (boxes["key_value_weight"].offset, boxes["key_value_weight"].shape) == ((18 * group + 12, 0), (6, 24))

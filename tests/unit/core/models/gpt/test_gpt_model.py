@@ -66,7 +66,7 @@ def test_gpt2_345m_has_the_parameters_that_its_users_logged(tp_size: int, padded
     for model in models:
         assert sum(parameter.numel() for parameter in model.parameters()) == parameters
         specs = [spec_of(parameter) for parameter in model.parameters()]
-        owned += sum(piece.global_box.num_elements for spec in specs if spec.is_owner for piece in spec.pieces)
+        owned += sum(shard.global_box.num_elements for spec in specs if spec.is_owner for shard in spec.shards)
     # One whole model without padding, counted once whatever the layout.
     assert owned == 354_871_296 - (50304 - 50257) * 1024
 
