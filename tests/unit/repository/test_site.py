@@ -14,6 +14,13 @@ from tests.unit.repository.source_tree import REPOSITORY, tracked_files
 from tests.unit.repository.test_documents import BUILT_PAGES
 
 
+class SiteLoader(yaml.SafeLoader):
+    """A loader that reads the tag !ENV of MkDocs as a plain list: environment variables and the default value."""
+
+
+SiteLoader.add_constructor("!ENV", lambda loader, node: loader.construct_sequence(node))
+
+
 def navigated(entry: Any) -> Iterator[str]:
     if isinstance(entry, str):
         yield entry
@@ -23,7 +30,7 @@ def navigated(entry: Any) -> Iterator[str]:
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    settings = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
+    settings = yaml.load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), SiteLoader)
     pages = sorted(navigated(settings["nav"]))
     there = {path.relative_to(REPOSITORY / "docs").as_posix() for path in tracked_files("docs/*.md", "docs/**/*.md")}
     assert pages == sorted({page for page in there if not page.startswith("adr/0")} | BUILT_PAGES)
