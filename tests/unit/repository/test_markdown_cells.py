@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import markdown
 import pytest
 
+from docs.hooks.flag_anchors import with_anchors
 from docs.scripts import list_refusals
 from docs.scripts.markdown_cells import code, prose
 from megatron.config.megatron_flags import NO_EFFECT
@@ -29,10 +30,18 @@ def rows(page: str) -> Iterator[list[str]]:
 
 
 def definitions(page: str) -> list[tuple[str, str, str]]:
-    """Return the anchors, terms and definitions of a page's definition lists as a browser shows them."""
+    """Return the anchor, term and definition of each entry of a page's definition lists as a browser shows them."""
     shown = markdown.markdown(page, extensions=["attr_list", "def_list"])
-    found = re.findall(r'<dt(?: id="([^"]+)")?>(.*?)</dt>\n<dd>(.*?)</dd>', shown, re.DOTALL)
-    return [(anchor, text_of(term), text_of(definition)) for anchor, term, definition in found]
+    found, terms = [], []
+    for anchor, term, definition in re.findall(
+        r'<dt(?: id="([^"]+)")?>(.*?)</dt>|<dd>(.*?)</dd>', shown.replace("\n", " ")
+    ):
+        if term:
+            terms.append((anchor, text_of(term)))
+        else:
+            found += [(anchor, term, text_of(definition)) for anchor, term in terms]
+            terms = []
+    return found
 
 
 def text_of(element: str) -> str:
@@ -64,12 +73,18 @@ def test_a_definition_shows_its_text(text: str) -> None:
 
 
 def test_the_page_of_flags_shows_what_their_fields_say() -> None:
-    shown = {row[0].split(",")[0]: row[-1] for row in rows((DOCS / "arguments.md").read_text(encoding="utf-8")) if row}
+    shown = definitions(with_anchors((DOCS / "arguments.md").read_text(encoding="utf-8")))
     said = {name: note.reason for name, note in NO_EFFECT.items()}
     for kind in config_parts().values():
         docs = field_docs(kind)
-        said |= {spec.flags[0]: spec.help_text(docs[spec.name]) for spec in field_specs(kind) if spec.options.cli}
-    assert shown == said
+        specs = [spec for spec in field_specs(kind) if spec.options.cli]
+        said |= {flag: spec.help_text(docs[spec.name]) for spec in specs for flag in spec.flags}
+    assert sorted(anchor for anchor, _, _ in shown) == sorted(said)
+    for anchor, term, text in shown:
+        assert term.split(" ")[0] == anchor
+        assert text.startswith(said[anchor])
+        # The default follows the text of the field.
+        assert re.fullmatch(r"( Required\.| Default: .+\.)?", text.removeprefix(said[anchor])), text
 
 
 def test_the_page_of_messages_shows_mistakes_and_messages() -> None:
