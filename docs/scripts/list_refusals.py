@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs.scripts.markdown_cells import code, prose  # noqa: E402
+from docs.scripts.markdown_cells import code, flags_as_code, prose  # noqa: E402
 
 MISTAKES = ROOT / "tests" / "unit" / "config" / "frozen_mistakes.json"
 VALUE = "…"
@@ -313,7 +313,7 @@ def mistakes_section(mistakes: dict[str, Any]) -> str:
     command = mistakes["command_line"].replace(" --", " \\\n  --")
     parts = [_MISTAKES_HEAD.format(command=command)]
     for title, examples in mistakes["mistakes"].items():
-        lines = [f"{mistake_title(each)}\n:   {'<br>'.join(map(prose, each['messages']))}\n" for each in examples]
+        lines = [f"{mistake_title(each)}\n:   {shown_messages(each)}\n" for each in examples]
         parts.append(f"### {title}\n\n" + "\n".join(lines))
     return "\n".join(parts)
 
@@ -324,6 +324,11 @@ def mistake_title(mistake: dict[str, Any]) -> str:
     processes = f" on {mistake['processes']} processes" if mistake["processes"] > 1 else ""
     added = code(mistake["added"]) if mistake["added"] else ""
     return (added + prose(removed + processes)).strip()
+
+
+def shown_messages(mistake: dict[str, Any]) -> str:
+    """Return the messages about a mistake in Markdown, one per line."""
+    return "<br>".join(flags_as_code(prose(message)) for message in mistake["messages"])
 
 
 def page() -> str:

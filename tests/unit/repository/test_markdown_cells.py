@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import markdown
 import pytest
 
-from docs.hooks.flag_anchors import with_anchors
+from docs.hooks import flag_page
 from docs.scripts import list_refusals
-from docs.scripts.markdown_cells import code, prose
+from docs.scripts.markdown_cells import code, flags_as_code, prose
 from megatron.config.megatron_flags import NO_EFFECT
 from megatron.config.run_config import config_parts
 from megatron.core.config_base import field_docs, field_specs
@@ -72,8 +72,20 @@ def test_a_definition_shows_its_text(text: str) -> None:
     assert definitions(page) == [("anchor", text, text)]
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("give --num-layers N, or --lr.", "give `--num-layers` N, or `--lr`."),
+        ("--train_iters: (--a-b)", "`--train_iters`: (`--a-b`)"),
+        ("a--b -- c `--d e`", "a--b -- c `--d e`"),
+    ],
+)
+def test_flags_in_prose_are_code(text: str, shown: str) -> None:
+    assert flags_as_code(text) == shown
+
+
 def test_the_page_of_flags_shows_what_their_fields_say() -> None:
-    shown = definitions(with_anchors((DOCS / "arguments.md").read_text(encoding="utf-8")))
+    shown = definitions(flag_page.formatted((DOCS / "arguments.md").read_text(encoding="utf-8")))
     said = {name: note.reason for name, note in NO_EFFECT.items()}
     for kind in config_parts().values():
         docs = field_docs(kind)
