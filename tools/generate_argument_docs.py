@@ -53,6 +53,7 @@ search:
 This page lists all training flags by topic. `python pretrain_gpt.py --help` prints the same texts.
 
 - `N` is an integer and `X` a number. `{a,b}` lists the accepted values. A flag without a value is a switch.
+- A flag without a stated default is off, 0, or depends on other flags.
 - If a flag occurs twice, the last value counts, unless the text says that the flag may be repeated.
 - Write the whole name of a flag: abbreviations and unknown flags are errors.
 - Each flag has an anchor with its name, for example [`--num-layers`](#--num-layers).
@@ -79,14 +80,14 @@ def document() -> str:
 def _entry(spec: FieldSpec, doc: str) -> str:
     value = "" if spec.is_bool else f" {spec.metavar}" + (" ..." if spec.options.nargs == "+" else "")
     names = "\n".join(f"`{name}{value}`" for name in spec.flags)
-    default = "" if spec.is_bool else _default(spec, doc)
+    default = "" if spec.is_bool else _default(spec)
     facts = " Required." if spec.is_required else f" Default: {default}." if default else ""
     return f"{names}\n: {prose(doc)}{facts}\n"
 
 
-def _default(spec: FieldSpec, doc: str) -> str:
-    is_derived = spec.default == 0 and "by default" in doc
-    if spec.default in (None, (), "") or is_derived:
+def _default(spec: FieldSpec) -> str:
+    # As in --help: 0 means that the flag is off, or that its value depends on others.
+    if spec.default in (None, (), "", 0):
         return ""
     if isinstance(spec.default, tuple):
         return " ".join(code(str(value)) for value in spec.default)
