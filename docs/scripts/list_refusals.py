@@ -92,7 +92,7 @@ ADVICE = {
     "megatron/cli/preprocess_data.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
     "megatron/cli/clean_dataset.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
     "megatron/cli/merge_datasets.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
-    "megatron/training/": "the log before it has the iteration; see [reliability](fault_tolerance.md)",
+    "megatron/training/": "the log before it has the iteration; see [fault tolerance](fault_tolerance.md)",
     "megatron/training/data_plan.py": "look at the data that is named; see [data sets](datasets.md)",
     "megatron/training/batch_source.py": "look at the data that is named; see [data sets](datasets.md)",
     "megatron/checkpoint/checkpoint_folder.py": "see what the file system says; [checkpoints](checkpoint_format.md)",
@@ -107,13 +107,13 @@ ADVICE = {
     "megatron/planner/": "see [what is planned and what is not](planning.md)",
     "megatron/cli/plan": "see [what is planned and what is not](planning.md)",
     "megatron/cli/explain.py": "see [what is planned and what is not](planning.md)",
-    "megatron/planner/simulation/": "see [the dry run](simulation.md)",
+    "megatron/planner/simulation/": "see [simulation](simulation.md)",
     "megatron/cli/adopt/": "change the script, or give the flag by hand; see [adopting](adopting_scripts.md)",
     "megatron/serving/": "change the request or the flag that is named; see [serving](serving.md)",
     "megatron/cli/generation_arguments.py": "change the request or the flag; see [generation](text_generation.md)",
-    "megatron/plotting/": "name a run's `--save` folder; see [pictures](plots.md)",
-    "megatron/verification/": "see [layouts proved](verification.md)",
-    "megatron/verification/faults/": "see [a cluster of yours](fault_tolerance.md#on-your-own-cluster)",
+    "megatron/plotting/": "name a run's `--save` folder; see [plots](plots.md)",
+    "megatron/verification/": "see [layout verification](verification.md)",
+    "megatron/verification/faults/": "see [fault injection](fault_tolerance.md#on-your-own-cluster)",
 }
 """What to do where a message does not say it itself; the longest path that fits decides."""
 
@@ -130,7 +130,7 @@ refuses its input or ends a run that is written in the code. `…` stands for va
 the operating system say. Search this page for some words of yours. Most messages say what to do behind their
 semicolon, which is shown as code here. What is answered to typical mistakes, with values, is in
 [Mistakes and answers](mistakes.md); what to do about a run that hangs or is slow in
-[a tutorial](tutorials/slow_or_hung.md).
+[Hangs](hangs.md) and [Low throughput](low_throughput.md).
 
 | exit status | meaning |
 |---|---|
