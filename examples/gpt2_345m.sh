@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Train GPT-2 345M from scratch: DATA (a prefix that tools/preprocess_data.py wrote), GPT-2's VOCAB and MERGES, SAVE.
-# Written for 8 GPUs of 40 GB. Flags behind the command win: examples/gpt2_345m.sh --train-iters 1000
+# Train GPT-2 345M from scratch. Variables: DATA (an output prefix of tools/preprocess_data.py), VOCAB and MERGES (GPT-2's
+# files), SAVE.
+# Written for 8 GPUs of 40 GB. Further flags override these: examples/gpt2_345m.sh --train-iters 1000
 set -euo pipefail
 
 exec megatron train --nproc "${NPROC:-8}" --model-preset gpt2-345m \

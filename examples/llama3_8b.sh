@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Pretrain a model of Llama 3.1 8B's shape: DATA (a prefix that tools/preprocess_data.py wrote with the same tokenizer),
-# TOKENIZER (a Hugging Face folder with the model's tokenizer), SAVE.
-# Written for 8 GPUs of 80 GB. Flags behind the command win: examples/llama3_8b.sh --train-iters 1000
+# Pretrain a model with the shape of Llama 3.1 8B. Variables: DATA (an output prefix of tools/preprocess_data.py with the
+# same tokenizer), TOKENIZER (a Hugging Face folder with the model's tokenizer), SAVE.
+# Written for 8 GPUs of 80 GB. Further flags override these: examples/llama3_8b.sh --train-iters 1000
 set -euo pipefail
 
 exec megatron train --nproc "${NPROC:-8}" --model-preset llama3.1-8b \

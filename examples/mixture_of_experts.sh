@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Train a small mixture of experts: 8 experts a layer, 2 for each token, spread over 4 ranks.
-# DATA (a prefix that tools/preprocess_data.py wrote), GPT-2's VOCAB and MERGES, SAVE.
-# Written for 8 GPUs of 40 GB. Flags behind the command win: examples/mixture_of_experts.sh --train-iters 1000
+# Train a small mixture of experts: 8 experts per layer, 2 per token, sharded over 4 ranks.
+# Variables: DATA (an output prefix of tools/preprocess_data.py), VOCAB and MERGES (GPT-2's files), SAVE.
+# Written for 8 GPUs of 40 GB. Further flags override these: examples/mixture_of_experts.sh --train-iters 1000
 set -euo pipefail
 
 exec megatron train --nproc "${NPROC:-8}" \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From nothing to generated text: set up, prepare text, train a small Llama-shaped GPT with tensor parallelism, stop half
-# way, resume, and let it write. A few minutes on two CPU cores; uses the GPUs of the machine if it has any.
+# Quickstart: install, prepare text, train a small Llama-shaped GPT with tensor parallelism, stop halfway, resume, and
+# generate text. Takes a few minutes on two CPU cores; uses GPUs if there are any.
 #
-# Everything goes to quickstart-run/ (or where RUN says); the environment is .venv (or where VENV says).
+# Output folder: quickstart-run/, or RUN. Environment: .venv, or VENV.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -21,7 +21,7 @@ quiet() {
 }
 trap quiet EXIT
 
-# Begins a step: what is done, and how long it has taken every few seconds; with a folder also how much is in it.
+# Print the title of a step, then its elapsed time every few seconds, with the size of a folder if one is given.
 step() {
     quiet
     printf '\n== %s\n' "$1"
@@ -41,7 +41,7 @@ step() {
 step "1/6 environment: $venv (about 1 GB with a CPU build of torch, several GB with CUDA)" "$venv"
 bash requirements/install.sh "$venv" runtime
 python="$venv/bin/python"
-# One thread a process: two processes on two cores are faster than four threads on two cores.
+# One thread per process: two processes on two cores are faster than four threads on two cores.
 export OMP_NUM_THREADS=1
 
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
@@ -63,7 +63,7 @@ step "3/6 tokens: tools/preprocess_data.py"
 "$python" tools/preprocess_data.py --input "$run/quickstart.jsonl" --output-prefix "$run/quickstart" \
     "${tokenizer[@]}" --append-eod --workers 2
 
-# Runs the training command, its whole output in training.log and what matters most of it here.
+# Run the training command. Its whole output goes to training.log, the main lines to the terminal.
 train() {
     local shown='^ \[.*iteration|loss at iteration|number of parameters|successfully|^ sample at'
     torchrun pretrain_gpt.py \
@@ -89,7 +89,7 @@ half=$((iterations / 2))
 step "4/6 training on $where, tensor parallel size $tensor; stops at iteration $half of $iterations"
 train --exit-interval "$half"
 
-step "5/6 the same command again: resumes at iteration $half and goes on to $iterations"
+step "5/6 the same command again: resumes at iteration $half, ends at iteration $iterations"
 train
 
 step "6/6 generation from the checkpoint"
@@ -116,5 +116,5 @@ if not loss < first["lm_loss"] - 1.0:
     sys.exit("the loss did not fall: something is wrong with this run")
 PYTHON
 "$python" -m megatron plot "$run/checkpoint" --output "$run/quickstart.html"
-echo "the page with the curves and with what the model wrote on the way: $run/quickstart.html"
-echo "text, data, checkpoints, metrics and the whole log: $run/"
+echo "curves and generated samples: $run/quickstart.html"
+echo "text, data, checkpoints, metrics and the log: $run/"

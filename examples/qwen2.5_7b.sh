@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Go on training a Hugging Face model of Qwen2.5 7B's shape on text of your own: MODEL (its folder), DATA (a prefix that
-# tools/preprocess_data.py wrote with its tokenizer), SAVE. The first call begins with the weights of MODEL; later
-# calls go on from SAVE.
-# Written for 8 GPUs of 80 GB. Flags behind the command win: examples/qwen2.5_7b.sh --train-iters 1000
+# Continue the training of a Hugging Face model with the shape of Qwen2.5 7B on your own text. Variables: MODEL (its
+# folder), DATA (an output prefix of tools/preprocess_data.py with its tokenizer), SAVE. The first call starts from the
+# weights of MODEL; later calls resume from SAVE.
+# Written for 8 GPUs of 80 GB. Further flags override these: examples/qwen2.5_7b.sh --train-iters 1000
 set -euo pipefail
 
 save=${SAVE:-checkpoints/qwen2.5-7b}

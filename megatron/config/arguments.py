@@ -91,7 +91,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
         ConfigurationError: with every problem of the command line.
     """
     off: tuple[FieldSpec, ...] = ()
-    if any(word.endswith("=false") for word in argv):
+    if any(word.lower().endswith(("=false", "=true")) for word in argv):
         from megatron.config.config_sources import split_switched_off
 
         argv, off = split_switched_off(argv)
@@ -224,9 +224,9 @@ def _malformed(name: str, message: str) -> str:
     """Say what a flag takes that has no value, or that has one and is a switch."""
     found = (spec for _, spec in command_line_fields() if name in spec.flags)
     spec = next(found, None)
-    if spec is None:
+    if spec is None and "explicit argument" not in message:
         return f"{name}: {message}"
-    if spec.is_bool:
+    if spec is None or spec.is_bool:
         return switch_with_value(name)
     return f"{name}: a value is missing; give {name} {spec.metavar}"
 

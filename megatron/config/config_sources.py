@@ -127,25 +127,26 @@ def _is_plain(value: Any) -> bool:
     return all(item is None or isinstance(item, (str, int, float)) for item in items)
 
 
-_OFF = "=false"
-
-
 def split_switched_off(argv: Sequence[str]) -> tuple[list[str], tuple[FieldSpec, ...]]:
     """Return a command line without the words that turn switches off, and these switches.
 
-    Of a switch that is typed both ways the last word counts.
+    ``--bf16=true`` becomes ``--bf16``, and ``--bf16=false`` turns the switch off. If a switch is given both ways, the
+    last word counts.
     """
     switches = {name: spec for _, spec in command_line_fields() if spec.is_bool for name in spec.flags}
     off: dict[str, FieldSpec] = {}
     kept: list[tuple[str | None, str]] = []
     for word in argv:
-        spec = switches.get(word.removesuffix(_OFF))
-        if spec is not None and word.endswith(_OFF):
-            kept = [(name, other) for name, other in kept if name != spec.name]
+        name, _, value = word.partition("=")
+        spec = switches.get(name) if value.lower() in ("", "true", "false") else None
+        if spec is not None and value.lower() == "false":
+            kept = [(other, rest) for other, rest in kept if other != spec.name]
             off[spec.name] = spec
             continue
         if spec is not None:
             off.pop(spec.name, None)
+        if spec is not None and value:
+            word = name
         kept.append((None if spec is None else spec.name, word))
     return [word for _, word in kept], tuple(off.values())
 

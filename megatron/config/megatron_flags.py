@@ -373,6 +373,7 @@ def _number(word: str) -> float | None:
 
 
 _TABLE = Path(__file__).with_name("foreign_flags.tsv")
+_SEVERAL_TRAINERS = "several trainers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -447,7 +448,9 @@ def switch_with_value(name: str) -> str:
 
 def foreign_answer(name: str, values: Sequence[str], foreign: ForeignFlag) -> str:
     """Say what stands for another trainer's flag, or its value, here, or why nothing does."""
-    typed = f"{' '.join((name, *values))} (of {foreign.trainer})"
+    typed = " ".join((name, *values))
+    if foreign.trainer != _SEVERAL_TRAINERS:
+        typed += f" (of {foreign.trainer})"
     change = foreign.change.removeprefix("nothing: ")
     if foreign.needs_decision and not foreign.becomes:
         return f"{typed} is not supported: {change}"

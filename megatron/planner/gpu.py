@@ -100,8 +100,8 @@ A100 = Gpu(
     cudnn={64: AttentionRate(0.54, 0.45), 128: AttentionRate(0.60, 0.52)},
     sources=("NVIDIA A100 80GB SXM data sheet (nvidia-a100-datasheet)", _PRODUCTS, _FLASH),
 )
-# Medians of 18 shapes on one H200 (docs/development/measurements.md). The best shape of the table reaches 0.71 on an H100 and 0.73
-# on an H200.
+# Medians of 18 shapes on one H200 (docs/development/measurements.md). The best shape of the table reaches 0.71 on an
+# H100 and 0.73 on an H200.
 _HOPPER_FLOAT8 = 0.746
 _HOPPER_FLASH = {64: AttentionRate(0.28, 0.22), 128: AttentionRate(0.36, 0.30)}
 _HOPPER_CUDNN = {64: AttentionRate(0.38, 0.29), 128: AttentionRate(0.55, 0.42)}

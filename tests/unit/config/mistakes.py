@@ -65,7 +65,7 @@ MISTAKES = {
         Mistake("--tensor-parallel-size 2"),
         Mistake("-lr 1e-4"),
         Mistake("--swiglu true"),
-        Mistake("--bf16=true"),
+        Mistake("--bf16=yes"),
         Mistake("--min-lr"),
         Mistake("--lr-decay-style cosin"),
         Mistake("--normalization rmsnorm"),

@@ -93,7 +93,8 @@ def test_a_typed_switch_is_off_whatever_a_file_or_an_earlier_word_says(tmp_path:
     assert seen("") == ("bfloat16", True, False)
     assert seen("--swiglu --swiglu=false --bf16=false --no-verify-checkpoint=false") == ("float32", False, True)
     assert seen("--swiglu=false --swiglu --fp16 --bf16=false") == ("float16", True, False)
-    for word in ("--swiglu=true", "--hidden-size=false", "--no-such=false"):
+    assert seen("--bf16=false --bf16=true --swiglu=TRUE") == ("bfloat16", True, False)
+    for word in ("--swiglu=yes", "--swiglu=", "--hidden-size=false", "--no-such=false"):
         with pytest.raises(ConfigurationError, match=word.partition("=")[0]):
             seen(word)
 

@@ -26,7 +26,7 @@ def answer(text: str) -> str:
         ("--train_iters 3", "--train-iters"),
         ("-lr 1e-3", "--lr"),
         ("--Num-Layers 2", "--num-layers"),
-        ("--tensor-parallel-size 2", "--tensor-model-parallel-size"),
+        ("--tensor-model-paralel-size 2", "--tensor-model-parallel-size"),
         ("--warmup-iters 10", "--lr-warmup-iters"),
         ("--no-save-optimizer", "--no-save-optim"),
     ],
