@@ -30,7 +30,7 @@ CHECKING_FILES = (
     "megatron/core/pipeline_parallel/stage_layout.py",
 )  # fmt: skip
 """Here every sentence that is put together is an answer to a command line, whatever the function is called."""
-OTHER_SENTENCES = ("megatron/config/printed_config.py",)
+OTHER_SENTENCES = ("megatron/config/deprecated_names.py", "megatron/config/printed_config.py")
 _CHECKING = re.compile(r"problem|check|conflict|refus|mistake|unknown|wrong")
 _FEWEST_WORDS = 2
 
@@ -48,7 +48,7 @@ SUBJECTS = {
     ),
     "While a run starts, trains and ends": ("megatron/training/",),
     "Planning and explaining": (
-        "megatron/planner/", "megatron/cli/plan", "megatron/cli/calibrate.py", "megatron/cli/gpu_dry_run.py",
+        "megatron/planner/", "megatron/cli/plan", "megatron/cli/calibrate.py", "megatron/cli/simulate.py",
         "megatron/cli/explain.py", "megatron/cli/report_theoretical_memory.py", "megatron/cli/visualize_pipeline.py",
     ),
     "Other trainers' scripts": ("megatron/cli/adopt/",),
@@ -71,7 +71,8 @@ ADVICE = {
     "megatron/config/resolution.py": _NOTE,
     "megatron/config/megatron_flags.py": "do what the message says after its colon, or omit the flag",
     "megatron/config/checks/model.py": "change the flag that is named; see [FP8](fp8.md), "
-    "[mixture of experts](mixture_of_experts.md), [multi-head latent attention](latent_attention.md)",
+    "[mixture of experts](mixture_of_experts.md), "
+    "[multi-head latent attention](attention.md#multi-head-latent-attention-mla)",
     "megatron/config/checks/run_checks.py": "change the flag that is named, or name files that exist; "
     "see [the flags](arguments.md) and [data sets](datasets.md)",
     "megatron/config/checkpoint_arguments.py": "name a checkpoint that knows its model, or give its flags",

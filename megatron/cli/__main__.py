@@ -33,25 +33,27 @@ COMMANDS = {
     "adopt": "adopt.adopt",
     # By the names of the scripts in tools/.
     "calibrate": "calibrate",
+    "chaos": "chaos",
     "checkpoint.convert": "convert",
     "checkpoint.diff": "diff_checkpoints",
     "checkpoint.inspect": "inspect_checkpoint",
     "clean_dataset": "clean_dataset",
     "explain": "explain",
-    "gpu_dry_run": "gpu_dry_run",
-    "inject_faults": "inject_faults",
+    "hang-report": "hang_report",
     "inspect_batch": "inspect_batch",
     "inspect_dataset": "inspect_dataset",
     "merge_datasets": "merge_datasets",
     "preprocess_data": "preprocess_data",
-    "read_flight": "read_flight",
     "report_theoretical_memory": "report_theoretical_memory",
     "run_text_generation_server": "run_text_generation_server",
+    "simulate": "simulate",
     "text_generation_cli": "text_generation_cli",
     "verify_parallelism": "verify_parallelism",
     "visualize_pipeline": "visualize_pipeline",
 }
 """Where each command is, by its name."""
+DEPRECATED = {"gpu_dry_run": "simulate", "inject_faults": "chaos", "read_flight": "hang-report"}
+"""The current names of commands by their names of an earlier release."""
 
 _HELP = ("-h", "--help")
 _COMPLETION = "--print-completion"
@@ -60,6 +62,12 @@ _COMPLETION = "--print-completion"
 def main() -> int:
     """Run the command that the first word names on the words that follow, and return its exit status."""
     words = sys.argv[1:]
+    if words and words[0] in DEPRECATED:
+        from megatron.config import deprecation_warning
+
+        current = DEPRECATED[words[0]]
+        print(deprecation_warning(f"megatron {words[0]}", f"megatron {current}"), file=sys.stderr)
+        words = sys.argv[1:] = [current, *words[1:]]  # the help shows the name of the command
     if words and words[0] in COMMANDS:
         module = importlib.import_module(f"megatron.cli.{COMMANDS[words[0]]}")
         # A run that loses the reader of its log says so; other commands end as programs do behind `| head`.

@@ -37,6 +37,7 @@ from megatron.data import (
     CHUNK_BYTES,
     FORMAT,
     KINDS,
+    STDIN,
     InputFile,
     Leader,
     Progress,
@@ -55,7 +56,6 @@ from megatron.data import (
     unfinished_path,
     work,
 )
-from megatron.data.input_files import STDIN
 
 # What all workers together may hold with their slots, what each needs anyway and for one chunk more than it should, and
 # the least that it may grow by.

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
             print(f"serving at {server.url}", flush=True)
         jobs = None if server is None else server.jobs
         continuous = ContinuousEngine(engine, engine.max_batch_size, arguments.max_tokens_to_oom)
-        with watching(flight, engine.state, initialize_device(launch), arguments.hang_report_seconds, settling=0):
+        with watching(flight, engine.state, initialize_device(launch), arguments.hang_timeout_seconds, settling=0):
             run_service(continuous, jobs, lambda: end.asked, flight)
         if server is not None:
             server.stop(_LAST_ANSWERS_S)
