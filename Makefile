@@ -28,6 +28,7 @@ generate: setup  ## bring generated pages and the frozen lists of the tests up t
 	$(PYTHON) tools/generate_argument_docs.py
 	$(PYTHON) -m tests.unit.config.mistakes
 	$(PYTHON) docs/scripts/draw_parallelism.py
+	$(PYTHON) docs/scripts/draw_planner.py
 	$(PYTHON) -m tests.unit.config.freeze
 
 test:  ## run the default tests

@@ -80,7 +80,7 @@ ADVICE = {
     "megatron/config/resolution.py": _NOTE,
     "megatron/config/megatron_flags.py": "do what the message says after its colon, or omit the flag",
     "megatron/config/checks/model.py": "change the flag that the message names; see [FP8](fp8.md), "
-    "[mixture of experts](mixture_of_experts.md), [multi-head latent attention](attention.md#multi-head-latent-attention-mla)",
+    "[mixture of experts](mixture_of_experts.md), [MLA](attention.md#multi-head-latent-attention-mla)",
     "megatron/config/checks/run_checks.py": "change the flag that the message names, or name files that exist; "
     "see [flags](arguments.md) and [data sets](datasets.md)",
     "megatron/config/checkpoint_arguments.py": "name a checkpoint that records its model, or pass the model's flags",

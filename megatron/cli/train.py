@@ -1,4 +1,4 @@
-"""Train: start the ranks of a run on this machine, watch them, and say last what went wrong.
+"""Start the ranks of a training run on this node, and report the root cause if the run fails.
 
 megatron train --nproc 4 --config run.toml --save DIR
 megatron train --continue DIR
