@@ -236,7 +236,7 @@ def routes_of_twin(name: str) -> Routes:
     def see(layer: int, module: TopKRouter, inputs: tuple[torch.Tensor, TokenRows]) -> None:
         logits = F.linear(inputs[0], module.weight, module.bias).detach().numpy()
         for number, row in enumerate(logits):
-            routes[layer, number] = plain_twin(row, None, module.config)[0]
+            routes[layer, number] = plain_twin(row, None, module.config.moe)[0]
 
     for layer, block in model.decoder.layers.items():
         if isinstance(block.mlp, MoELayer):
