@@ -77,12 +77,12 @@ class Idle:
 
 
 def idle_with(name: str, value: Any = None, *, because: str = "") -> Idle:
-    """Declare that a field has no effect if another field has this value, or, for None, if that field is set."""
+    """Declare that a field has no effect if the field ``name`` has this value, or, for None, if it is set."""
     return Idle((name,), value, True, because)
 
 
 def idle_without(*names: str, value: Any = None) -> Idle:
-    """Declare that a field has no effect if no other field has this value, or, for None, if no other field is set."""
+    """Declare that a field has no effect if none of ``names`` has this value, or, for None, if none is set."""
     return Idle(names, value, False)
 
 

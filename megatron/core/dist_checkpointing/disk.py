@@ -1,8 +1,8 @@
 """Durable writes of files and folders (fsync), direct I/O for large files, storage errors, and CRC-32.
 
 A CRC is linear: the register of a whole, started at zero, is the exclusive or of the registers of its parts, each
-padded with zeros in place of the others. So ranks that read different parts of a stored tensor can verify its single
-checksum together.
+padded with zeros for the bytes of the other parts. So ranks that read different parts of a stored tensor can verify
+its single checksum together.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def plan_buckets(
     by_unit = is_sharded and config.shards_weights and bool(units)
     if not by_unit and (config.overlap_grad_reduce or shares_piecewise):
         bucket_size = config.ddp_bucket_size or default_bucket_size(num_replicas)
-    # Both stages that hold a copy must find the same elements of it in their shards.
+    # Both stages that hold a copy must have the same elements of it in their shards.
     alone = tied if is_sharded else ()
     num_shards = config.num_shards(num_replicas)
     return plan_layout(sizes, bucket_size, num_shards=num_shards, alone=alone, units=units if by_unit else ())

@@ -214,7 +214,7 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
 
     @property
     def elementwise(self) -> str:
-        """Return the optimizer of parameters that Muon does not update, which is the only optimizer without Muon."""
+        """Return the optimizer of all parameters, or, with Muon, of those that Muon does not update."""
         return self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer
 
     @property

@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights, stored where the main parameters are stored."""
+"""Exponential moving average (EMA) of the weights, stored on the device of the main parameters."""
 
 from __future__ import annotations
 

@@ -182,11 +182,12 @@ def run_schedule(
     The backward pass of a micro-batch starts from its mean loss divided by the number of micro-batches, or from its
     loss sum with ``calculate_per_token_loss`` (the caller then divides by the number of tokens of the whole batch). The
     mean is also divided by ``num_replicas``, so that a sum over that many replicas is their average. ``loss_scale``
-    multiplies either. Auxiliary losses are added in the chunk that computes them, each divided by its own number of
-    tokens. Without backward passes in the list no activations are saved. ``connection`` is required if the pipeline has
-    several ranks, and so is ``order``, from its ``order_of``, if it has ``orders``. ``clock`` records when each
-    action's computation starts and ends; it must synchronize an asynchronous device. ``timers`` time backward passes,
-    sends and receives.
+    multiplies either. An auxiliary loss starts its backward pass in the chunk that computes it, and is scaled in the
+    same way by its own number of tokens. Without backward passes in the list no activations are saved.
+
+    ``connection`` is required if the pipeline has several ranks, and so is ``order``, from its ``order_of``, if it has
+    ``orders``. ``clock`` records when each action's computation starts and ends; it must synchronize an asynchronous
+    device. ``timers`` time backward passes, sends and receives.
     """
     assert connection is None or connection.place.num_chunks == len(chunks)
     assert connection is None or (connection.orders is None) == (order is None), "the order of the messages is missing"

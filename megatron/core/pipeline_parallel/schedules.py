@@ -332,7 +332,7 @@ def most_passes_in_flight(
 
 
 def most_in_flight(actions: Iterable[Action], sizes: Sequence[int]) -> int:
-    """Return the peak of the activation size in flight, if a pass of chunk ``c`` saves ``sizes[c]``."""
+    """Return the peak of the saved activations, if a forward pass of chunk ``c`` saves ``sizes[c]``."""
     in_flight = most = 0
     for kind, _, chunk in actions:
         if kind is Pass.FORWARD:
