@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+Log = Callable[[str], None]
+"""Prints a line; in a run, only on rank 0."""
+
 CLEAR_LINE = "\r\x1b[2K"
 """Clears the terminal line that contains the cursor."""
 

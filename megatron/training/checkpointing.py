@@ -25,10 +25,10 @@ from megatron.checkpoint import (
     save_in_steps,
     saved_iterations,
 )
-from megatron.checkpoint.load import Log
 from megatron.config import NATIVE_FORMAT, CheckpointConfig, RunConfig
 from megatron.core.collectives import any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.config_base import config_from_dict
+from megatron.core.console import Log
 from megatron.core.dist_checkpointing import (
     BackgroundTask,
     CheckpointState,
@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing import (
     Progress,
     SavePlanner,
     StagingArea,
-    untold,
+    ignore_progress,
 )
 from megatron.core.errors import CheckpointError, TrainingError
 from megatron.core.object_store import as_path
@@ -339,12 +339,12 @@ class RunCheckpoints:
     tokenizer: Tokenizer
     saver: CheckpointSaver | None
     log: Callable[[str], None]
-    told: Progress = untold
+    told: Progress = ignore_progress
     model_record: Mapping[str, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Begin to count the finite iterations after each checkpoint."""
-        self._trial = ValidationWindow(self.config.faults.known_to_train_after)
+        self._trial = ValidationWindow(self.config.faults.checkpoint_validation_steps)
         self._own: set[int] = set()
 
     def resume(self) -> TrainState:

@@ -73,7 +73,7 @@ class Call:
 Operation = tuple[Call, ...]
 """One call, or sends and receives that are called together."""
 
-Log = Sequence[Operation]
+CallLog = Sequence[Operation]
 
 INDEPENDENT_PROGRESS = "this runs only where communicators progress independently"
 """What a problem begins with that a device need not have."""
@@ -81,7 +81,7 @@ INDEPENDENT_PROGRESS = "this runs only where communicators progress independentl
 _Key = tuple[str | int, ...]
 
 
-def communication_problems(logs: Sequence[Log]) -> list[str]:
+def communication_problems(logs: Sequence[CallLog]) -> list[str]:
     """Return which rules the logs of ranks 0, 1, … of one world break, one line each; none where it is empty."""
     problems = [*_problems_of_calls(logs)]
     connected = _Replay(logs, holds_always=False)
@@ -91,7 +91,7 @@ def communication_problems(logs: Sequence[Log]) -> list[str]:
     return problems
 
 
-def _problems_of_calls(logs: Sequence[Log]) -> Iterator[str]:
+def _problems_of_calls(logs: Sequence[CallLog]) -> Iterator[str]:
     for rank, log in enumerate(logs):
         for call in (call for operation in log for call in operation):
             if call.in_other_thread:
@@ -103,7 +103,7 @@ def _problems_of_calls(logs: Sequence[Log]) -> Iterator[str]:
 class _Replay:
     """Let every rank run its log as far as the others allow."""
 
-    def __init__(self, logs: Sequence[Log], holds_always: bool) -> None:
+    def __init__(self, logs: Sequence[CallLog], holds_always: bool) -> None:
         self._logs = logs
         self._holds_always = holds_always
         self._position = [0] * len(logs)

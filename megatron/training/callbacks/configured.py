@@ -147,7 +147,7 @@ def configured_callbacks(
         progress,
         *evaluations,
         continuation,
-        ExitWarning(checkpoint.exit_warning_seconds, checkpoint.async_save),
+        ExitWarning(checkpoint.preemption_grace_seconds, checkpoint.async_save),
         GarbageCollection() if training.manual_gc else None,
         UnusedMemory() if training.empty_unused_memory_level >= 1 else None,
         *own,

@@ -408,13 +408,13 @@ class AnomalyDetector(Callback):
         return agreement, StepOutcome(success=False, grad_norm=None, num_zeros=None)
 
     def _check_budget(self, number: int, found: str, trouble: TrainingError | None) -> None:
-        """Raise where ``number`` more steps left out, or rewinds, are more than the budget has room for."""
-        budget = self._faults.spike_budget
+        """Raise where ``number`` more steps left out, or rewinds, are more than --max-spikes allows."""
+        budget = self._faults.max_spikes
         left = budget - self.left_out.num_rewound - sum(each.reason != AS_ASKED for each in self.left_out.steps)
         if left <= 0:
-            raise self._ending(f"{found}; --spike-budget {budget} is used up", trouble)
+            raise self._ending(f"{found}; --max-spikes {budget} is reached", trouble)
         if number > left:
-            room = f"{number} steps more would be left out, and --spike-budget {budget} has room for {left}"
+            room = f"{number} steps more would be left out, and --max-spikes {budget} allows {left}"
             raise self._ending(f"{found}; {room}", trouble)
 
     def _leave_out(self, steps: Sequence[BegunStep], found: str, verdict: FaultAttribution | None) -> None:

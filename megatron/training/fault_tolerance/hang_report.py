@@ -151,7 +151,7 @@ class HangReport:
             if self.answers[rank].get("reading"):
                 lines.append(f"rank {rank} reads samples {self.answers[rank]['reading']}")
         if path:
-            lines.append(f"report: {path}; tools/read_flight.py draws it")
+            lines.append(f"report: {path}; megatron hang-report draws it")
         return "\n".join([*lines, *(f"HANG: {line}" for line in self.culprit_lines())])
 
     def table(self) -> list[str]:

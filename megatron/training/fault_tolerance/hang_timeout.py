@@ -25,7 +25,7 @@ _BUSY_BYTES_PER_S = 64 * 1024
 class Patience:
     """Say for how long a rank has got nothing done, and for how long it may.
 
-    ``seconds`` is ``--hang-report-seconds``. A step may take several times the longest one, setting up and the first
+    ``seconds`` is ``--hang-timeout-seconds``. A step may take several times the longest one, setting up and the first
     ``settling`` iterations ten times that number, saving a quarter more than it. A host that waits for a device may
     spin: while ``device_has_work``, or a communication that was left to the device is not over, processor time says
     nothing, and what the device gets done counts in its place.

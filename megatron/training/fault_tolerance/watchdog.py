@@ -481,7 +481,7 @@ def watching(
 ) -> Iterator[None]:
     """Watch this rank inside the context, on all ranks; a hang ends the process with the status ``leave_with``.
 
-    ``seconds`` is ``--hang-report-seconds``, with which 0 watches nothing. Reports are kept in ``folder``, and the
+    ``seconds`` is ``--hang-timeout-seconds``, with which 0 watches nothing. Reports are kept in ``folder``, and the
     first ``settling`` iterations may be long. If a node cannot reach the store, rank 0 warns that nothing is watched.
     """
     if seconds == 0:

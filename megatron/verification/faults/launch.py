@@ -81,7 +81,7 @@ _SMALL_RUN = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
     --tokenizer-type NullTokenizer --vocab-size 255 --init-method-std 0.06 --seed 1234 --distributed-backend gloo
     --micro-batch-size 2 --global-batch-size 4 --lr 3e-3 --split 1,0,0 --eval-iters 0
-    --log-interval 1 --save-interval 5 --keep-last 3 --hang-report-seconds 5
+    --log-interval 1 --save-interval 5 --keep-last 3 --hang-timeout-seconds 5
 """
 _SMALL_DOCUMENTS, _SMALL_DOCUMENT_TOKENS = 400, 100
 
