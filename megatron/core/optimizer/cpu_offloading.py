@@ -72,9 +72,10 @@ def _plan(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, torch.d
 class HostOffload:
     """Update buckets on the host: copy their gradients, update the main parameters, and copy the weights back.
 
-    With ``overlap`` the gradients of the next buckets and the weights of the previous buckets are copied while a bucket
-    is updated; the first gradients are copied while the device updates its own part. Without it, all steps are
-    sequential. At most two buckets' gradients and two buckets' weights are in flight. ``copies`` counts their bytes.
+    With ``overlap_cpu_optimizer_d2h_h2d`` the gradients of the next buckets and the weights of the previous buckets are
+    copied while a bucket is updated; the first gradients are copied while the device updates its own part. Without it,
+    all steps are sequential. At most two buckets' gradients and two buckets' weights are in flight. ``copies`` counts
+    their bytes.
     """
 
     def __init__(self, config: OptimizerConfig, buckets: Sequence[UpdateBucket], copies: HostCopies) -> None:
