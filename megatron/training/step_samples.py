@@ -34,8 +34,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StepSample:
-    """One sample of a step: its number in the run, the rank that reads it in the run's layout, and its text's
-    location."""
+    """One sample of a step: its number in the run, the rank that reads it, and the location of its text."""
 
     sample_id: int
     microbatch: int
