@@ -1,7 +1,7 @@
-"""Run a training script in a process that spoils its own numbers when it gets a signal.
+"""Run a training script in a process that corrupts its own values when it gets a signal.
 
-``spoiled_script.py SCRIPT ARGUMENTS…`` does what ``SCRIPT ARGUMENTS…`` does. `WEIGHT_SIGNAL` makes the first element of
-a parameter not a number, before a module uses it; `GRADIENT_SIGNAL` the gradient of a module's output.
+``spoiled_script.py SCRIPT ARGUMENTS…`` runs ``SCRIPT ARGUMENTS…``. `WEIGHT_SIGNAL` sets the first element of a
+parameter to NaN before a module uses it, and `GRADIENT_SIGNAL` sets the gradient of a module's output to NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GRADIENT_SIGNAL = signal.SIGRTMIN + 9
 
 
 class Spoiler:
-    """Spoil a number of the next module that fits and computes with gradients, once a signal."""
+    """Corruption of the next suitable module that computes with gradients, once per signal."""
 
     def __init__(self) -> None:
         self._due: int | None = None
@@ -42,7 +42,8 @@ class Spoiler:
                 parameter.view(-1)[0] = float("nan")
 
     def _spoil_gradient(self, module: torch.nn.Module, inputs: object, output: object) -> None:
-        # Some layers add gradients of parameters into the main gradients themselves: those of outputs all pass by.
+        # Some layers accumulate parameter gradients into the main gradients themselves, so only gradients of outputs
+        # work here.
         if self._due == GRADIENT_SIGNAL and isinstance(output, torch.Tensor) and output.requires_grad:
             self._due = None
             output.register_hook(_not_a_number)  # type: ignore[no-untyped-call]
