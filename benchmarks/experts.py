@@ -1,6 +1,6 @@
 """Compare training steps of a model of 8 experts, top 2, with those of a dense one of the same active parameters.
 
-    python benchmarks/experts.py [--batch 4] [--steps 5] [--cpu-matmul mkl]
+    python benchmarks/experts.py [--batch 4] [--steps 5] [--cpu-gemm-backend mkl]
 
 Both take the same tokens in turn, in one process. Times are of the processor, so that other work on the machine counts
 for less; what is printed are medians and the quickest step.
@@ -72,12 +72,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4, metavar="N", help="sequences of 512 tokens a step (4)")
     parser.add_argument(
-        "--cpu-matmul", default="auto", metavar="LIBRARY", help="onednn or mkl; a run measures which is quicker (auto)"
+        "--cpu-gemm-backend",
+        default="auto",
+        metavar="LIBRARY",
+        help="onednn or mkl; a run measures which is quicker (auto)",
     )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps that count (5)")
     arguments = parser.parse_args()
-    library = arguments.cpu_matmul
-    models = {"dense": Trained(cpu_matmul=library), "experts": Trained(**_EXPERTS, cpu_matmul=library)}
+    library = arguments.cpu_gemm_backend
+    models = {"dense": Trained(cpu_gemm_backend=library), "experts": Trained(**_EXPERTS, cpu_gemm_backend=library)}
     generator = torch.Generator().manual_seed(1)
     for _ in range(arguments.steps + 1):
         tokens = torch.randint(0, VOCABULARY, (arguments.batch, LENGTH + 1), generator=generator)

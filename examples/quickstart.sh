@@ -76,7 +76,7 @@ train() {
         --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --adam-beta2 0.95 \
         --weight-decay 0.1 --clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 \
         --log-interval 20 --eval-interval 100 --eval-iters 5 \
-        --sample-interval 100 --sample-prompts "$prompt" --sample-tokens 24 \
+        --generate-interval 100 --generate-prompts "$prompt" --sample-tokens 24 \
         --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 100 \
         "$@" 2>&1 | tee -a "$run/training.log" | grep --line-buffered -E "$shown" || {
         echo "training failed; the end of $run/training.log:" >&2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.cli.gpu_dry_run import main
+from megatron.cli.simulate import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.cli.inject_faults import main
+from megatron.cli.chaos import main
 
 if __name__ == "__main__":
     sys.exit(main())

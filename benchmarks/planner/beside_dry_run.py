@@ -93,7 +93,7 @@ def layout_cases() -> Iterator[LayoutCase]:
         *((2, 1, 1, more) for more in ((), AGAIN, FULL, BLOCK, (*FP8, *TENSORWISE), ADAPTERS, SHARDED)),
         *((tp, 1, 1, ()) for tp in (1, 4)),
         *((2, 1, 2, more) for more in ((), ("--cp-comm-type", "all_gather"))),
-        *((2, 1, 1, more) for more in (("--qk-layernorm",), ("--norm-placement", "both"))),
+        *((2, 1, 1, more) for more in (("--qk-layernorm",), ("--norm-placement", "sandwich"))),
         *((1, 2, 1, more) for more in ((), AGAIN, ("--decoder-last-pipeline-num-layers", "3"))),
         (1, 2, 1, ("--pipeline-model-parallel-layout", "Ettt|tttttL")),
         (1, 4, 1, ()),

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.planner.published import published_records
 from megatron.planner.evaluation import EvaluatedRun, MeasuredRun, describe_errors, evaluate, read_runs
-from megatron.planner.implementations import MEGATRON_TE, OURS, FittedTimes
+from megatron.planner.implementations import MEGATRON_TE, NATIVE, FittedTimes
 from megatron.planner.prediction import HOPPER_MACHINES, Platform
 
 HERE = Path(__file__).resolve().parent
@@ -111,7 +111,7 @@ def fit(runs: Sequence[MeasuredRun]) -> tuple[FittedTimes, Platform]:
         platform = Platform(held_bytes=held, fragment_bytes=fragments)
         return [_log(each.memory_error) for each in predictions(in_memory, MEGATRON_TE.times, platform)]
 
-    times = _least_errors(time_errors, np.array([getattr(OURS.times, name) for name in names]))
+    times = _least_errors(time_errors, np.array([getattr(NATIVE.times, name) for name in names]))
     held, fragments = _least_errors(memory_errors, np.array(EXPECTED_MIB)).tolist()
     platform = Platform(held_bytes=round(held) * _MIB, fragment_bytes=round(fragments) * _MIB)
     return FittedTimes(**{name: round(float(value), 3) for name, value in zip(names, times)}), platform

@@ -1,10 +1,10 @@
-"""Draw how each kind of parallelism divides the work, from the code that divides it; with --check, only compare.
+"""Draw how each kind of parallelism divides the work; with --check, only compare.
 
 python docs/scripts/draw_parallelism.py
 
-Ranks and groups come from the parallel state, boxes of matrices from the parameters' own descriptions, stages from the
-stage layout, buckets and shards from the parameter layout, chunks of sequences from the partition, and schedules from
-the simulated lists of actions. The pictures are ``docs/images/*.svg``.
+The drawings are made from the code that divides the work: ranks and groups from the parallel state, boxes of matrices
+from the ``ParamSpec`` of each parameter, stages from the stage layout, buckets and shards from the parameter layout,
+chunks of sequences from the partition, and schedules from the simulator. They are in ``docs/images/*.svg``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHARED = "#d9d9d9"
 
 
 def color(number: int) -> str:
-    """Return the color of a rank or group, told apart from its neighbors'."""
+    """Return the color of a rank or group, which differs from the colors of its neighbors."""
     return f"hsl({(205 + 137 * number) % 360}, 62%, 72%)"
 
 
@@ -54,7 +54,7 @@ def cell(x: float, y: float, width: float, height: float, fill: str, words: str 
 
 
 def svg(width: float, height: float, title: str, parts: Iterable[str]) -> str:
-    """Return a document with a title over its parts, which begin 40 pixels down."""
+    """Return an SVG document with a title above its parts, which begin 40 pixels below the top."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="sans-serif" fill="#222">'
@@ -64,16 +64,16 @@ def svg(width: float, height: float, title: str, parts: Iterable[str]) -> str:
 
 
 def rank_grid() -> str:
-    """Draw sixteen ranks once for each kind of group: one color is one group."""
+    """Draw sixteen ranks once for each kind of process group; ranks of one color form a group."""
     sizes = ParallelSizes(pp=2, dp=2, cp=2, tp=2)
     states = [describe_parallel_state(rank, sizes.world_size, sizes) for rank in range(sizes.world_size)]
     panels: dict[str, Callable[[ParallelState], tuple[int, ...]]] = {
-        "tp: cut each matrix": lambda state: state.tp.ranks,
-        "cp: cut each sequence": lambda state: state.cp.ranks,
-        "dp: other samples": lambda state: state.dp.ranks,
-        "pp: other layers": lambda state: state.pp.ranks,
-        "dp × cp: sum gradients": lambda state: state.dp_cp.ranks,
-        "pp × tp: one copy of the weights": lambda state: state.model_parallel.ranks,
+        "TP: shards of each matrix": lambda state: state.tp.ranks,
+        "CP: parts of each sequence": lambda state: state.cp.ranks,
+        "DP: different samples": lambda state: state.dp.ranks,
+        "PP: different layers": lambda state: state.pp.ranks,
+        "DP × CP: gradient reduction": lambda state: state.dp_cp.ranks,
+        "PP × TP: one model replica": lambda state: state.model_parallel.ranks,
     }
     parts = []
     for number, (title, group_of) in enumerate(panels.items()):
@@ -90,18 +90,18 @@ def rank_grid() -> str:
                 parts.append(text(left - 6, y + 21, f"{place['pp']},{place['dp']}", size=10, anchor="end"))
         parts.append(text(left + 4 * CELL + 8, top + 20, "cp,tp", size=10))
         parts.append(text(left - 6, top + 40 + 4 * CELL, "pp,dp", size=10, anchor="end"))
-    return svg(800, 500, "16 ranks: pp 2 × dp 2 × cp 2 × tp 2. One color is one group.", parts)
+    return svg(800, 500, "16 ranks: PP 2 × DP 2 × CP 2 × TP 2. Ranks of one color form a process group.", parts)
 
 
 def specs_of(config: GPTConfig, state: ParallelState) -> dict[str, ParamSpec]:
-    """Return what a rank holds of each parameter of a model, which is made without memory."""
+    """Return the ``ParamSpec`` of each parameter of a rank; the model is on the meta device."""
     rng = RngStreams(Device("cpu"), 0, state.place)
     model = GPTModel(config, state.tp, rng, seed=None, device="meta", experts=ExpertGroups.of(state))
     return {spec.name: spec for spec in map(spec_of, model.parameters())}
 
 
 def small_model(**fields: object) -> GPTConfig:
-    """Return a model shaped as Llama, small enough that each box of a matrix can be drawn."""
+    """Return a small model with the architecture of Llama, so that each box of a matrix can be drawn."""
     shape: dict[str, object] = {
         "num_layers": 1, "hidden_size": 64, "num_attention_heads": 8, "group_query_attention": True,
         "num_query_groups": 4, "ffn_hidden_size": 96, "swiglu": True, "add_bias_linear": False,
@@ -112,14 +112,14 @@ def small_model(**fields: object) -> GPTConfig:
 
 
 def draw_box(x: float, y: float, box: Box, scale: float, fill: str, words: str = "") -> str:
-    """Return a box of a matrix, or of a vector as a thin line; rows go down."""
+    """Draw a box of a matrix, or of a vector as a thin line; rows go down."""
     row, column = (*box.offset, 0)[:2] if len(box.offset) == 1 else box.offset[-2:]
     rows, columns = (*box.shape, 4)[:2] if len(box.shape) == 1 else box.shape[-2:]
     return cell(x + column * scale, y + row * scale, columns * scale, rows * scale, fill, words)
 
 
 def sharded_matrices() -> str:
-    """Draw what each of four tensor-parallel ranks holds of the matrices of a layer."""
+    """Draw the shards of a layer's matrices on four tensor-parallel ranks."""
     sizes = ParallelSizes(tp=4)
     config = small_model(tensor_model_parallel_size=4)
     held = [specs_of(config, describe_parallel_state(rank, 4, sizes)) for rank in range(4)]
@@ -138,18 +138,18 @@ def sharded_matrices() -> str:
                 parts.append(draw_box(x, 90, shard.global_box, scale, fill, words))
         x += max(125.0, (whole.global_shape[-1] if len(whole.global_shape) > 1 else 4) * scale + 25)
     legend = [part for rank in range(4) for part in legend_entry(20 + 90 * rank, 396, color(rank), f"rank {rank}")]
-    legend += legend_entry(380, 396, SHARED, "a copy on every rank")
-    title = "What each of 4 tensor-parallel ranks holds of the embedding and of a layer (rows × columns)"
+    legend += legend_entry(380, 396, SHARED, "replicated on every rank")
+    title = "Shards of the embedding and of one layer on 4 tensor-parallel ranks (rows × columns)"
     return svg(x, 424, title, [*parts, *legend])
 
 
 def legend_entry(x: float, y: float, fill: str, words: str) -> list[str]:
-    """Return a patch of color and what it stands for."""
+    """Return a patch of color and its meaning."""
     return [cell(x, y, 14, 14, fill), text(x + 20, y + 12, words)]
 
 
 def experts() -> str:
-    """Draw eight ranks in the grid of experts, and who holds which part of each of four experts."""
+    """Draw eight ranks in the grid of experts, and the ranks that hold each shard of four experts."""
     sizes = ParallelSizes(dp=4, tp=2, ep=2, etp=2)
     config = small_model(
         num_experts=4, moe_ffn_hidden_size=48, tensor_model_parallel_size=2, sequence_parallel=True,
@@ -171,8 +171,8 @@ def experts() -> str:
         left = 20 + (rank % 2) * CELL + (rank // 2) * (2 * CELL + 16)
         parts.append(cell(left, 70, CELL, CELL, color(sets.index(state.expert_dp.ranks)), str(rank)))
         if rank % 2 == 0:
-            parts.append(text(left, 62, f"dp {state.place['dp']}", size=11))
-    parts.append(text(20, 122, "One color: ranks that hold the same parts of the same experts (edp 2)"))
+            parts.append(text(left, 62, f"DP {state.place['dp']}", size=11))
+    parts.append(text(20, 122, "Ranks of one color hold the same shards of the same experts (EDP 2)"))
     scale = 1.9
     for box, ranks in sorted(holders.items(), key=lambda item: item[0].offset):
         x = 20 + box.offset[0] * (whole[2] * scale + 40)
@@ -180,12 +180,12 @@ def experts() -> str:
         parts.append(draw_box(x, 156, box, scale, fill, " ".join(map(str, ranks))))
         if not any(box.offset[1:]):
             parts.append(text(x, 148, f"expert {box.offset[0]}, {list(whole[1:])}", size=11))
-    title = "8 ranks, dp 4 × tp 2; experts: edp 2 × ep 2 × etp 2. Second matrix of each expert"
+    title = "8 ranks, DP 4 × TP 2; experts: EDP 2 × EP 2 × ETP 2. linear_fc2 of each expert"
     return svg(660, 156 + whole[1] * scale + 20, title, parts)
 
 
 def pipeline_stages() -> str:
-    """Draw which rank of a pipeline holds which of eight layers, with one chunk on a rank and with two."""
+    """Draw eight layers on the ranks of a pipeline, with one model chunk per rank and with two."""
     parts = []
     for number, chunks in enumerate((1, 2)):
         config = ModelParallelConfig(
@@ -193,7 +193,8 @@ def pipeline_stages() -> str:
         )
         layout = plan_stage_layout(config, 8)
         top = 56 + number * 190
-        parts.append(text(14, top + 4, f"{chunks} chunk{'s' * (chunks > 1)} on a rank: {layout.describe()}", size=13))
+        words = f"{chunks} model chunk{'s' * (chunks > 1)} per rank: {layout.describe()}"
+        parts.append(text(14, top + 4, words, size=13))
         for rank in range(4):
             parts.append(text(14, top + 36 + rank * CELL, f"rank {rank}"))
             for chunk, stage in enumerate(layout.chunks(rank)):
@@ -202,18 +203,18 @@ def pipeline_stages() -> str:
                 for column, name in names:
                     x = 74 + column * CELL
                     parts.append(cell(x, top + 15 + rank * CELL, CELL, CELL, color(rank + 4 * chunk), name))
-    return svg(430, 420, "8 layers on 4 pipeline ranks (E embedding, L loss)", parts)
+    return svg(430, 420, "8 layers on 4 pipeline ranks (E: embedding, L: loss)", parts)
 
 
 def schedule(name: str, chunks: int) -> str:
-    """Draw a pipeline schedule of four ranks and eight micro-batches; a chunk of several takes its part of the time."""
+    """Draw a pipeline schedule of four ranks and eight micro-batches; a pass through one of n chunks takes 1/n."""
     part = 1 / chunks
     durations = Durations(forward=part, backward=2 * part, backward_input=part, backward_weight=part)
     return draw_svg(simulate(build_schedule(name, 4, 8, chunks), chunks, durations), 1300)
 
 
 def sharded_optimizer() -> str:
-    """Draw the flat buffer of gradients of a layer, its buckets, and the shard of each of four replicas."""
+    """Draw the flat gradient buffer of a layer, its buckets, and the four shards of each bucket."""
     state = describe_parallel_state(0, 1)
     specs = list(specs_of(small_model(), state).values())
     sizes = [Box((), spec.global_shape).num_elements for spec in specs]
@@ -235,12 +236,12 @@ def sharded_optimizer() -> str:
             width = (end - start) * scale
             words = str(rank) if width > 12 else ""
             parts.append(cell(110 + start * scale, 150, width, CELL, color(rank), words))
-    title = f"One flat buffer of {layout.num_elements:,} gradients, last layer first: buckets, and 4 shards of each"
+    title = f"A flat gradient buffer of {layout.num_elements:,} elements, last layer first: buckets and their 4 shards"
     return svg(1130, 204, title, parts)
 
 
 def context_chunks(size: int = 4) -> str:
-    """Draw which rank computes which part of causal attention: every rank has as many pairs of chunks."""
+    """Draw the part of causal attention that each rank computes; all ranks compute equally many pairs of chunks."""
     owner = {chunk: rank for rank in range(size) for chunk in chunks_of(rank, size)}
     parts, work = [], dict.fromkeys(range(size), 0.0)
     for query, rank in owner.items():
@@ -252,15 +253,16 @@ def context_chunks(size: int = 4) -> str:
             work[rank] += 0.5 if key == query else float(is_seen)
             fill = color(rank) if is_seen else "#f4f4f4"
             parts.append(cell(160 + key * CELL, 92 + query * CELL, CELL, CELL, fill, "½" if key == query else ""))
-    parts.append(text(96, 64, "held by"))
+    parts.append(text(96, 64, "rank"))
     parts.append(text(160, 64, "keys of chunk"))
     left = 180 + 2 * size * CELL
     for rank in range(size):
         chunks = " and ".join(map(str, chunks_of(rank, size)))
-        entry = f"rank {rank}: chunks {chunks}, {work[rank]:g} pairs"
+        entry = f"rank {rank}: chunks {chunks}, {work[rank]:g} pairs of chunks"
         parts += legend_entry(left, 96 + 26 * rank, color(rank), entry)
     height = 110 + 2 * size * CELL
-    return svg(left + 220, height, f"A sequence of {2 * size} chunks on {size} context-parallel ranks", parts)
+    title = f"Causal attention over {2 * size} chunks of a sequence on {size} context-parallel ranks"
+    return svg(left + 270, height, title, parts)
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
@@ -277,9 +279,9 @@ DRAWINGS: dict[str, Callable[[], str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the pictures, or compare them; return the exit status."""
+    """Write the drawings, or compare them, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a picture is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a drawing is out of date")
     is_check = parser.parse_args(argv).check
     stale = []
     for name, draw in DRAWINGS.items():

@@ -1,27 +1,30 @@
-"""Write docs/messages.md: each message with which a command refuses its input; with --check, compare.
+"""List each message with which a command rejects its input, and build the site's page of error messages from the list.
 
 python docs/scripts/list_refusals.py
 
-A message is what an error of the input is made of, wherever that is, and what a check of flags answers. Values that
-are put in are shown as an ellipsis.
+The script reads the source files and imports none of them. A message is the argument of an exception for wrong input,
+or a sentence that a check of flags returns. Values that the program fills in are shown as an ellipsis. The hook
+docs/hooks/built_pages.py adds the page to the site; run by itself, the script prints the page.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
+import functools
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs.scripts.markdown_cells import code  # noqa: E402
+from docs.scripts.markdown_cells import code, flags_as_code, prose  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "messages.md"
+MISTAKES = ROOT / "tests" / "unit" / "config" / "frozen_mistakes.json"
 VALUE = "…"
 # A ValueError of the library becomes the end of the message that names the flag.
 BASES = ("InputError", "TrainingError", "ValueError")
@@ -29,14 +32,14 @@ CHECKING_FILES = (
     "megatron/config/", "megatron/core/config_base.py", "megatron/core/model_parallel_config.py",
     "megatron/core/pipeline_parallel/stage_layout.py",
 )  # fmt: skip
-"""Here every sentence that is put together is an answer to a command line, whatever the function is called."""
-OTHER_SENTENCES = ("megatron/config/printed_config.py",)
+"""In these files every formatted sentence is a message about a command line, whatever the function's name."""
+OTHER_SENTENCES = ("megatron/config/deprecated_names.py", "megatron/config/printed_config.py")
 _CHECKING = re.compile(r"problem|check|conflict|refus|mistake|unknown|wrong")
 _FEWEST_WORDS = 2
 
 SUBJECTS = {
     "Flags": ("megatron/config/", "megatron/core/config_base.py", "megatron/core/model_parallel_config.py"),
-    "The layout, the model and its parts": ("megatron/core/",),
+    "Model and parallel layout": ("megatron/core/",),
     "Data and tokenizers": (
         "megatron/core/datasets/", "megatron/core/tokenizers/", "megatron/data/", "megatron/training/data_plan.py",
         "megatron/training/batch_source.py", "megatron/cli/preprocess_data.py", "megatron/cli/clean_dataset.py",
@@ -46,122 +49,143 @@ SUBJECTS = {
     "Files and object stores": (
         "megatron/core/object_store.py", "megatron/core/safe_io.py", "megatron/core/ranged_file.py",
     ),
-    "While a run starts, trains and ends": ("megatron/training/",),
-    "Planning and explaining": (
-        "megatron/planner/", "megatron/cli/plan", "megatron/cli/calibrate.py", "megatron/cli/gpu_dry_run.py",
+    "Training": ("megatron/training/",),
+    "Planning and simulation": (
+        "megatron/planner/", "megatron/cli/plan", "megatron/cli/calibrate.py", "megatron/cli/simulate.py",
         "megatron/cli/explain.py", "megatron/cli/report_theoretical_memory.py", "megatron/cli/visualize_pipeline.py",
     ),
-    "Other trainers' scripts": ("megatron/cli/adopt/",),
-    "Generating and serving": (
+    "Scripts of other trainers": ("megatron/cli/adopt/",),
+    "Text generation and serving": (
         "megatron/serving/", "megatron/core/inference/", "megatron/cli/generation_arguments.py",
         "megatron/cli/serve.py", "megatron/cli/chat.py", "megatron/cli/evaluate.py",
         "megatron/cli/text_generation_cli.py", "megatron/cli/run_text_generation_server.py",
     ),
-    "Pictures": ("megatron/plotting/", "megatron/cli/plot.py", "megatron/cli/dashboard.py"),
+    "Plots": ("megatron/plotting/", "megatron/cli/plot.py", "megatron/cli/dashboard.py"),
     "Other commands": ("megatron/", "pretrain_gpt.py"),
 }  # fmt: skip
-"""Where the messages of each section of the page come from; the longest path that fits decides."""
+"""The source files of each section of the page; the longest matching path decides."""
 
-_ANOTHER = "what a checkpoint holds is shown by `megatron inspect FOLDER`; load an intact one, or save it anew"
-_NOTE = "a note, and the run continues: omit the flag, or set what it requires; [its meaning](arguments.md)"
+_ANOTHER = (
+    "list what the checkpoint contains with `megatron inspect FOLDER`; load an intact checkpoint or save a new one"
+)
+_NOTE = "this is a note and the run continues: omit the flag, or set what the flag requires; see [flags](arguments.md)"
+_PLANNING = "see [planning](planning.md)"
+_FILE_SYSTEM = "check the path, its permissions, and the error of the file system or the store"
+_DATA = "check the data files that the message names; see [data sets](datasets.md)"
+_PREPARING = "fix the input or the flag that the message names; see [preparing text](preprocessing.md)"
 ADVICE = {
-    "megatron/": "change what is named; `megatron COMMAND --help` says what a command takes",
-    "pretrain_gpt.py": "change what is named; `--help` says what the flags take",
-    "megatron/config/": "change the flag that is named; [its meaning and values](arguments.md)",
+    "megatron/": "change the value that the message names; `megatron COMMAND --help` lists the flags of a command",
+    "pretrain_gpt.py": "change the value that the message names; `--help` lists the flags",
+    "megatron/config/": "change the flag that the message names; see [flags](arguments.md)",
     "megatron/config/resolution.py": _NOTE,
     "megatron/config/megatron_flags.py": "do what the message says after its colon, or omit the flag",
-    "megatron/config/checks/model.py": "change the flag that is named; see [FP8](fp8.md), "
-    "[mixture of experts](mixture_of_experts.md), [multi-head latent attention](latent_attention.md)",
-    "megatron/config/checks/run_checks.py": "change the flag that is named, or name files that exist; "
-    "see [the flags](arguments.md) and [data sets](datasets.md)",
-    "megatron/config/checkpoint_arguments.py": "name a checkpoint that knows its model, or give its flags",
-    "megatron/config/config_sources.py": "fix the line of the file; see [files](running.md#configuration-files)",
-    "megatron/core/config_base.py": "fix the field or its value in the file, or in the class where you add one",
-    "megatron/core/": "change the size or setting that is named; `tools/explain.py` shows a layout without running it",
-    "megatron/core/pipeline_parallel/": "see [pipelines](parallelism.md#pipeline-parallelism)",
-    "megatron/core/datasets/": "look at the file that is named; damaged token files: run `megatron preprocess` again",
+    "megatron/config/checks/model.py": "change the flag that the message names; see [FP8](fp8.md), "
+    "[mixture of experts](mixture_of_experts.md), [MLA](attention.md#multi-head-latent-attention-mla)",
+    "megatron/config/checks/run_checks.py": "change the flag that the message names, or name files that exist; "
+    "see [flags](arguments.md) and [data sets](datasets.md)",
+    "megatron/config/checkpoint_arguments.py": "name a checkpoint that records its model, or pass the model's flags",
+    "megatron/config/config_sources.py": "fix the line of the file; see "
+    "[configuration files](running.md#configuration-files)",
+    "megatron/core/config_base.py": "fix the field or its value in the configuration file, or in a class of your own",
+    "megatron/core/": "change the size or setting that the message names; `megatron explain` shows a layout",
+    "megatron/core/pipeline_parallel/": "see [pipeline parallelism](parallelism.md#pipeline-parallelism)",
+    "megatron/core/datasets/": "check the file that the message names; if token files are damaged, run "
+    "`megatron preprocess` again",
     "megatron/core/datasets/conversation": "fix the conversation or its template; see [fine-tuning](fine_tuning.md)",
-    "megatron/core/datasets/data_history.py": "resume with the data the run began with, or use `--finetune`",
-    "megatron/core/tokenizers/": "name the tokenizer's own files; `--tokenizer-type` says of which kind they are",
-    "megatron/core/object_store.py": "look at the path, its permissions, and the store's own message",
-    "megatron/core/safe_io.py": "look at the path, its permissions, and the store's own message",
-    "megatron/core/ranged_file.py": "look at the path, its permissions, and the store's own message",
+    "megatron/core/datasets/data_history.py": "resume with the data that the run started with, or use `--finetune`",
+    "megatron/core/tokenizers/": "name the tokenizer's own files, and their kind with `--tokenizer-type`",
+    "megatron/core/object_store.py": _FILE_SYSTEM,
+    "megatron/core/safe_io.py": _FILE_SYSTEM,
+    "megatron/core/ranged_file.py": _FILE_SYSTEM,
     "megatron/core/dist_checkpointing/": _ANOTHER,
-    "megatron/core/inference/": "change the request; see [generation](text_generation.md)",
-    "megatron/data/": "fix the input that is named, or leave it out; see [preparing text](preprocessing.md)",
-    "megatron/cli/preprocess_data.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
-    "megatron/cli/clean_dataset.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
-    "megatron/cli/merge_datasets.py": "fix the input or the flag that is named; see [data](preprocessing.md)",
-    "megatron/training/": "the log before it has the iteration; see [reliability](fault_tolerance.md)",
-    "megatron/training/data_plan.py": "look at the data that is named; see [data sets](datasets.md)",
-    "megatron/training/batch_source.py": "look at the data that is named; see [data sets](datasets.md)",
-    "megatron/checkpoint/checkpoint_folder.py": "see what the file system says; [checkpoints](checkpoint_format.md)",
-    "megatron/checkpoint/save.py": "see what the file system says; [checkpoints](checkpoint_format.md)",
-    "megatron/checkpoint/conversion": "see [converting](converting.md)",
+    "megatron/core/inference/": "change the request; see [text generation](text_generation.md)",
+    "megatron/data/": "fix the input that the message names, or leave it out; see [preparing text](preprocessing.md)",
+    "megatron/cli/preprocess_data.py": _PREPARING,
+    "megatron/cli/clean_dataset.py": _PREPARING,
+    "megatron/cli/merge_datasets.py": _PREPARING,
+    "megatron/training/": "find the iteration in the log before the message; see [fault tolerance](fault_tolerance.md)",
+    "megatron/training/data_plan.py": _DATA,
+    "megatron/training/batch_source.py": _DATA,
+    "megatron/checkpoint/checkpoint_folder.py": "read the file system's error; see [checkpoints](checkpoint_format.md)",
+    "megatron/checkpoint/save.py": "read the file system's error; see [checkpoints](checkpoint_format.md)",
+    "megatron/checkpoint/conversion": "see [converting checkpoints](converting.md)",
     "megatron/training/fault_tolerance/": "see [hangs](hangs.md)",
     "megatron/checkpoint/": _ANOTHER,
-    "megatron/checkpoint/formats/huggingface/": "take a folder as its author published it, see [here](huggingface.md)",
-    "megatron/checkpoint/formats/adapters.py": "see [adapters](lora.md)",
-    "megatron/checkpoint/formats/megatron/": "see [what of Megatron's checkpoints is read](megatron_checkpoints.md)",
-    "megatron/cli/convert.py": "see [converting](converting.md)",
-    "megatron/planner/": "see [what is planned and what is not](planning.md)",
-    "megatron/cli/plan": "see [what is planned and what is not](planning.md)",
-    "megatron/cli/explain.py": "see [what is planned and what is not](planning.md)",
-    "megatron/planner/simulation/": "see [the dry run](simulation.md)",
-    "megatron/cli/adopt/": "change the script, or give the flag by hand; see [adopting](adopting_scripts.md)",
-    "megatron/serving/": "change the request or the flag that is named; see [serving](serving.md)",
-    "megatron/cli/generation_arguments.py": "change the request or the flag; see [generation](text_generation.md)",
-    "megatron/plotting/": "name a run's `--save` folder; see [pictures](plots.md)",
-    "megatron/verification/": "see [layouts proved](verification.md)",
-    "megatron/verification/faults/": "see [a cluster of yours](fault_tolerance.md#on-your-own-cluster)",
+    "megatron/checkpoint/formats/huggingface/": "use the folder as its author published it; see "
+    "[Hugging Face models](huggingface.md)",
+    "megatron/checkpoint/formats/adapters.py": "see [LoRA adapters](lora.md)",
+    "megatron/checkpoint/formats/megatron/": "see [Megatron checkpoints](megatron_checkpoints.md)",
+    "megatron/cli/convert.py": "see [converting checkpoints](converting.md)",
+    "megatron/planner/": _PLANNING,
+    "megatron/cli/plan": _PLANNING,
+    "megatron/cli/explain.py": _PLANNING,
+    "megatron/planner/simulation/": "see [simulation](simulation.md)",
+    "megatron/cli/adopt/": "change the script, or pass the flag yourself; see [adopting scripts](adopting_scripts.md)",
+    "megatron/serving/": "change the request or the flag that the message names; see [serving](serving.md)",
+    "megatron/cli/generation_arguments.py": "change the request or the flag; see [text generation](text_generation.md)",
+    "megatron/plotting/": "name the `--save` folder of a run; see [plots](plots.md)",
+    "megatron/verification/": "see [layout verification](verification.md)",
+    "megatron/verification/faults/": "see [your own cluster](fault_tolerance.md#on-your-own-cluster)",
 }
-"""What to do where a message does not say it itself; the longest path that fits decides."""
+"""Advice for messages that contain none, by source file; the longest matching path decides."""
 
 PARTICULAR = dict(
     line.split("\t")
     for line in Path(__file__).with_name("advice_on_messages.tsv").read_text(encoding="utf-8").splitlines()
 )
-"""What to do about some messages that do not say it themselves."""
+"""Advice for single messages that contain none."""
 
-_HEAD = """# Messages and what to do
+_HEAD = """---
+search:
+  boost: 0.2
+---
 
-Generated by `docs/scripts/list_refusals.py` from the code; do not edit. It has every message with which a command
-refuses its input or ends a run that is written in the code. `…` stands for values, and for what other libraries and
-the operating system say. Search this page for some words of yours. Most messages say what to do behind their
-semicolon, which is shown as code here. What is answered to typical mistakes, with values, is in
-[Mistakes and answers](mistakes.md); what to do about a run that hangs or is slow in
-[a tutorial](tutorials/slow_or_hung.md).
+# Error messages
+
+This page lists every message with which a command rejects its input or ends a run, and how to fix the cause. Search the
+page for a few words of your message. `…` stands for a value, or for text from a library or the operating system. A fix
+in code font is the second half of the message itself. See also [hangs](hangs.md).
 
 | exit status | meaning |
 |---|---|
-| 0 | done; also a run that was asked to stop and saved |
-| 1 | a run failed, or a check found something wrong |
-| 2 | the input cannot be used: fix it and start again |
-| 128 + N | ended by signal N |
+| 0 | success, or a run that was stopped by a signal and saved a checkpoint |
+| 1 | the run failed, or a check found an error |
+| 2 | the input is invalid: fix it and start again |
+| 128 + N | signal N ended the process |
+"""
+
+_MISTAKES_HEAD = """## Typical mistakes
+
+The program reports each of these in one line, before it imports torch, and exits with status 2. Each example adds flags
+to the following valid command line, or removes flags from it:
+
+```
+{command}
+```
 """
 
 
 @dataclass(frozen=True)
 class Message:
-    """Hold a message with its values left out, and the file that it is made in."""
+    """A message without its values, and the file that contains it."""
 
     text: str
     path: str
 
     @property
     def subject(self) -> str:
-        """Return the section of the page that it belongs to."""
+        """Return the section of the page that lists the message."""
         fitting = [(len(p), name) for name, paths in SUBJECTS.items() for p in paths if self.path.startswith(p)]
         return max(fitting)[1]
 
     @property
     def what(self) -> str:
-        """Return what is wrong: the text in front of its semicolon, or all of one that begins with it."""
+        """Return what is wrong: the text before the semicolon, or the whole text if it begins with a semicolon."""
         return self.text.partition("; ")[0].strip() or self.text
 
     @property
     def advice(self) -> str:
-        """Return what to do: what the message says, else what is said for its files."""
+        """Return how to fix the cause: from the message if it says so, else from the advice for its file."""
         message, _, said = self.text.partition("; ")
         if said and said != VALUE:
             return code(said)
@@ -173,12 +197,12 @@ class Message:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Return what finds the message with its values."""
+        """Return an expression that finds the message with any values."""
         return re.compile(".*".join(re.escape(part) for part in self.text.split(VALUE)), re.DOTALL)
 
 
 def templates(node: ast.expr) -> list[str]:
-    """Return each text that an expression may be, with an ellipsis for what is known only when it runs."""
+    """Return each possible text of an expression, with an ellipsis for each value known only at run time."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]
     if isinstance(node, ast.JoinedStr):
@@ -193,7 +217,7 @@ def templates(node: ast.expr) -> list[str]:
 
 
 def error_names(trees: dict[str, ast.Module]) -> set[str]:
-    """Return the names of the classes of errors that are shown without a traceback, or end a run."""
+    """Return the names of the exception classes that are shown without a traceback or end a run."""
     names, bases = set(BASES), {}
     for tree in trees.values():
         for node in ast.walk(tree):
@@ -205,7 +229,7 @@ def error_names(trees: dict[str, ast.Module]) -> set[str]:
 
 
 def messages_of(path: str, tree: ast.Module, errors: set[str]) -> Iterator[Message]:
-    """Yield the messages that a file makes."""
+    """Yield the messages of a source file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and name_of(node.func) in errors:
             for text in templates(node.args[0]):
@@ -219,12 +243,12 @@ def messages_of(path: str, tree: ast.Module, errors: set[str]) -> Iterator[Messa
 
 
 def name_of(function: ast.expr) -> str:
-    """Return the last word of what is called."""
+    """Return the last part of the name of a called function."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def answers(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield the texts that a check yields, returns or gathers."""
+    """Yield the texts that a check yields, returns or appends to a list."""
     for node in ast.walk(function):
         found: ast.expr | None = None
         if isinstance(node, (ast.Yield, ast.Return, ast.AugAssign)):
@@ -235,7 +259,7 @@ def answers(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def sentences(node: ast.AST) -> Iterator[str]:
-    """Yield each text below a node that is not a part of another one, nor a docstring or a field's help."""
+    """Yield each outermost text below a node, except docstrings and the help texts of fields."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.JoinedStr, ast.BinOp)) and templates(child) != [VALUE]:
             yield from templates(child)
@@ -246,26 +270,27 @@ def sentences(node: ast.AST) -> Iterator[str]:
 
 
 def tidy(text: str) -> str:
-    """Return a text on one line, without two ellipses beside each other."""
+    """Return a text on one line, with adjacent ellipses merged."""
     return re.sub(f"(?:{VALUE} ?)+{VALUE}", VALUE, " ".join(text.split()))
 
 
 def is_message(message: Message) -> bool:
-    """Tell whether a text says something: words of its own beside its values and the names of flags."""
+    """Tell whether a text has words besides its values and the names of flags."""
     return len(re.findall(r"[a-z]{2,}", re.sub(r"--[\w-]+", "", message.text))) >= _FEWEST_WORDS and " " in message.text
 
 
-def all_messages() -> list[Message]:
-    """Return the messages of the project's code, in the order of the page."""
+@functools.cache
+def all_messages() -> tuple[Message, ...]:
+    """Return all messages in the order of the page."""
     paths = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "megatron").rglob("*.py"))]
     trees = {p.relative_to(ROOT).as_posix(): ast.parse(p.read_text(encoding="utf-8")) for p in paths}
     errors = error_names(trees)
     found = {each for path, tree in trees.items() for each in messages_of(path, tree, errors) if is_message(each)}
-    return sorted(found, key=lambda each: (each.path, each.text))
+    return tuple(sorted(found, key=lambda each: (each.path, each.text)))
 
 
-def anchors(messages: list[Message]) -> Iterator[str]:
-    """Yield the anchor of each message: its first words, with a number where another one begins alike."""
+def anchors(messages: Iterable[Message]) -> Iterator[str]:
+    """Yield the anchor of each message: its first words, and a number if an earlier message has the same words."""
     taken: dict[str, int] = {}
     for message in messages:
         words = re.findall(r"[a-z0-9]+", message.text.lower())[:8]
@@ -274,34 +299,42 @@ def anchors(messages: list[Message]) -> Iterator[str]:
         yield name if taken[name] == 1 else f"{name}-{taken[name]}"
 
 
-def document(messages: list[Message]) -> str:
-    """Return the whole page."""
-    rows: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
+def document(messages: Sequence[Message], mistakes: dict[str, Any]) -> str:
+    """Return the page in Markdown: typical mistakes first, then all messages by subject."""
+    entries: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
     for message, anchor in zip(messages, anchors(messages), strict=True):
-        what = message.what
-        cells = (f'<a id="{anchor}"></a>{code(what)}', message.advice, code(message.path))
-        rows[message.subject].append(f"| {' | '.join(cells)} |")
-    parts = [_HEAD]
-    for subject, lines in rows.items():
-        if lines:
-            table = ["| message | what to do | file |", "|---|---|---|", *lines]
-            parts.append("\n".join([f"## {subject}", "", *table, ""]))
+        entries[message.subject].append(f"{code(message.what)} {{#{anchor}}}\n:   {message.advice}\n")
+    sections = [f"## {subject}\n\n" + "\n".join(lines) for subject, lines in entries.items() if lines]
+    return "\n".join([_HEAD, mistakes_section(mistakes), *sections])
+
+
+def mistakes_section(mistakes: dict[str, Any]) -> str:
+    """Return the section of typical mistakes and their messages."""
+    command = mistakes["command_line"].replace(" --", " \\\n  --")
+    parts = [_MISTAKES_HEAD.format(command=command)]
+    for title, examples in mistakes["mistakes"].items():
+        lines = [f"{mistake_title(each)}\n:   {shown_messages(each)}\n" for each in examples]
+        parts.append(f"### {title}\n\n" + "\n".join(lines))
     return "\n".join(parts)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Write the page, or compare it; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is out of date")
-    text = document(all_messages())
-    if not parser.parse_args(argv).check:
-        DOCUMENT.write_text(text, encoding="utf-8")
-        return 0
-    if not DOCUMENT.is_file() or DOCUMENT.read_text(encoding="utf-8") != text:
-        print(f"{DOCUMENT.name} is out of date; run python docs/scripts/list_refusals.py", file=sys.stderr)
-        return 1
-    return 0
+def mistake_title(mistake: dict[str, Any]) -> str:
+    """Return a mistake in Markdown: the added flags, the removed flags and the number of processes."""
+    removed = "".join(f" without {flag}" for flag in mistake["without"])
+    processes = f" on {mistake['processes']} processes" if mistake["processes"] > 1 else ""
+    added = code(mistake["added"]) if mistake["added"] else ""
+    return (added + prose(removed + processes)).strip()
+
+
+def shown_messages(mistake: dict[str, Any]) -> str:
+    """Return the messages about a mistake in Markdown, one per line."""
+    return "<br>".join(flags_as_code(prose(message)) for message in mistake["messages"])
+
+
+def page() -> str:
+    """Return the page of error messages as the site shows it."""
+    return document(all_messages(), json.loads(MISTAKES.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(page(), end="")

@@ -1,25 +1,32 @@
-"""Text in the cells of Markdown tables, as it is: GitHub and Python-Markdown show every character of it."""
+"""Escape text for Markdown, so that GitHub and Python-Markdown show each of its characters."""
 
 from __future__ import annotations
 
 import html
 import re
 
+_FLAG = re.compile(r"(?<![\w`-])--[a-z](?:[\w-]*\w)?")
+
 
 def prose(text: str) -> str:
-    """Return a text in which no character is Markdown's."""
+    """Escape the characters that have a meaning in Markdown."""
     text = html.escape(text, quote=False).replace("|", "&#124;")
     # Underscores within words are no emphasis.
     return re.sub(r"[\\*`~\[\]]|(?<![^\W_])_|_(?![^\W_])", lambda match: f"&#{ord(match[0])};", text)
 
 
 def code(text: str) -> str:
-    """Return a text as code.
+    """Format a text as code for a cell of a table.
 
-    Python-Markdown shows the backslash with which GitHub wants a bar escaped: such text is HTML.
+    GitHub needs an escaped bar, but Python-Markdown shows the backslash: such text becomes HTML.
     """
     if "|" in text or "\\" in text:
         return f"<code>{prose(text).replace('_', '&#95;')}</code>"
     quotes = "``" if "`" in text else "`"
     pad = " " if quotes == "``" else ""
     return f"{quotes}{pad}{text}{pad}{quotes}"
+
+
+def flags_as_code(markdown: str) -> str:
+    """Format the flags in prose as code, which a browser does not break after a hyphen."""
+    return _FLAG.sub(r"`\g<0>`", markdown)

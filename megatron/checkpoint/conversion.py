@@ -44,7 +44,8 @@ from megatron.checkpoint.inference_model import EVEN_PIPELINE, sample_tokens, so
 from megatron.checkpoint.progress import ByteProgress
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
 from megatron.config import RunConfig
-from megatron.config.checks import parallelism
+from megatron.config.checks import LAYOUT_CHECKS
+from megatron.core.console import Log
 from megatron.core.dist_checkpointing import OPTIMIZER_PREFIX, RNG_PREFIX, sync_folder
 from megatron.core.errors import CheckpointError, ConfigurationError, TokenizerError
 from megatron.core.pipeline_parallel import layout_problems
@@ -73,7 +74,7 @@ def retarget(common: Mapping[str, Any], target: Target, has_random_streams: bool
     old = RunConfig.from_dict(common["config"])
     config = _with_precision(_with_layout(old, target), target.params_dtype)
     model = config.model
-    problems = [problem for check in parallelism.LAYOUT_CHECKS for problem in check.find(config)]
+    problems = [problem for check in LAYOUT_CHECKS for problem in check.find(config)]
     problems += layout_problems(model, model.num_layers, model.pipeline_model_parallel_layout)
     if model.pipeline_model_parallel_size == 1 and model.num_layers_per_virtual_pipeline_stage is not None:
         problems.append(
@@ -244,7 +245,6 @@ def _staging(save_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
         os.close(descriptor)
 
 
-Log = Callable[[str], None]
 TRANSFORMERS_TOLERANCE = 1e-4
 _LOADED: dict[str, tuple[CheckpointFormat, ...]] = {
     "megatron": ("native", "torch", "torch_dist"),

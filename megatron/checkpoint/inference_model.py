@@ -11,7 +11,14 @@ import torch
 from megatron.checkpoint.checkpoint_source import CheckpointSource, TensorInfo
 from megatron.core.config_base import config_from_dict
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing import MODEL_PREFIX, Progress, ShardedTensor, from_spec, model_tensors, untold
+from megatron.core.dist_checkpointing import (
+    MODEL_PREFIX,
+    Progress,
+    ShardedTensor,
+    from_spec,
+    ignore_progress,
+    model_tensors,
+)
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.model_parallel_config import ONE_RANK, ParallelSizes
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -95,7 +102,7 @@ def load_model_from(
     state: ParallelState,
     device: Device,
     params_dtype: str | None = None,
-    progress: Progress = untold,
+    progress: Progress = ignore_progress,
 ) -> GPTModel:
     """Return this rank's stage of a checkpoint's model, in its own precision or in ``params_dtype``.
 
@@ -112,7 +119,7 @@ def load_model_from(
     return model
 
 
-def fill_model(model: GPTModel, source: CheckpointSource, progress: Progress = untold) -> None:
+def fill_model(model: GPTModel, source: CheckpointSource, progress: Progress = ignore_progress) -> None:
     """Give every parameter its boxes of a checkpoint's tensors, converted to its dtype.
 
     Raises:

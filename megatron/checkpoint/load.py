@@ -44,6 +44,7 @@ from megatron.core.collectives import (
     raise_on_all_ranks,
     run_on_all_ranks,
 )
+from megatron.core.console import Log
 from megatron.core.dist_checkpointing import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
@@ -59,10 +60,10 @@ from megatron.core.dist_checkpointing import (
     average_choice,
     dtype_name,
     float8_tensors,
+    ignore_progress,
     model_tensors,
     optimizer_tensors,
     rng_name,
-    untold,
     whole_tensor,
 )
 from megatron.core.distributed import not_finite
@@ -72,8 +73,6 @@ from megatron.core.object_store import as_path, local_copy
 from megatron.core.parallel_state import ParallelState, describe_parallel_state
 from megatron.core.tensor_parallel import STREAM_AXES
 
-Log = Callable[[str], None]
-"""Prints a line, on rank 0 only."""
 Result = TypeVar("Result")
 
 
@@ -345,7 +344,7 @@ def load_checkpoint(
     config: Mapping[str, Any],
     log: Log,
     check_schedule: Callable[[Mapping[str, Any]], None] = lambda state: None,
-    told: Progress = untold,
+    told: Progress = ignore_progress,
 ) -> LoadedCheckpoint | None:
     """Fill a run's tensors in place from the newest complete checkpoint that the tracker file points at.
 
@@ -384,7 +383,7 @@ def load_model_weights(
     ckpt_step: int | None = None,
     verify: bool = True,
     allow_cast: bool = False,
-    told: Progress = untold,
+    told: Progress = ignore_progress,
 ) -> Path:
     """Fill the models' weights in place and return the folder that they came from.
 

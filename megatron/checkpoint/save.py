@@ -40,7 +40,6 @@ from megatron.checkpoint.formats.megatron import (
     plan_torch_dist_share,
     plan_torch_share,
 )
-from megatron.checkpoint.load import Log
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config import CheckpointConfig
 from megatron.core.collectives import (
@@ -50,6 +49,7 @@ from megatron.core.collectives import (
     raise_on_all_ranks,
     run_on_all_ranks,
 )
+from megatron.core.console import Log
 from megatron.core.dist_checkpointing import (
     INDEX_FILE,
     BackgroundTask,

@@ -19,6 +19,7 @@ from megatron.checkpoint.formats.megatron import (
     index_of,
     open_torch_checkpoint,
 )
+from megatron.config import with_current_fields
 from megatron.core.collectives import run_on_all_ranks
 from megatron.core.config_base import IDENTITY, field_specs
 from megatron.core.dist_checkpointing import (
@@ -29,9 +30,9 @@ from megatron.core.dist_checkpointing import (
     ShardedTensor,
     Strictness,
     check_run_state,
+    ignore_progress,
     load_index,
     load_tensors,
-    untold,
 )
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt import GPTConfig
@@ -104,7 +105,7 @@ class StoredCheckpoint(Protocol):
         namespaces: Sequence[str],
         strictness: Strictness = STRICT,
         allow_cast: bool = False,
-        progress: Progress = untold,
+        progress: Progress = ignore_progress,
     ) -> LoadedTensors:
         """Fill every rank's tensors in place; see `load_tensors`."""
 
@@ -121,8 +122,7 @@ class NativeCheckpoint:
     @property
     def config(self) -> Mapping[str, Any]:
         """Return the configuration of the run that saved it."""
-        config: Mapping[str, Any] = self.index.common["config"]
-        return config
+        return with_current_fields(self.index.common["config"])
 
     @property
     def version(self) -> float:
@@ -134,7 +134,7 @@ class NativeCheckpoint:
         namespaces: Sequence[str],
         strictness: Strictness = STRICT,
         allow_cast: bool = False,
-        progress: Progress = untold,
+        progress: Progress = ignore_progress,
     ) -> LoadedTensors:
         """Fill every rank's tensors in place."""
         wanted = (tensors, namespaces, self.state, self.verify, allow_cast, strictness)

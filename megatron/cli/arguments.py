@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.checkpoint.formats import told_specs
-from megatron.config import unused_tokenizer_flags
+from megatron.config import rename_words, unused_tokenizer_flags
 from megatron.core.broken_pipe import STATUS, has_lost_reader
 from megatron.core.config_base import field_docs
 from megatron.core.errors import InputError, MegatronError, StorageError
@@ -37,6 +37,19 @@ class SpellingParser(argparse.ArgumentParser):
     typed: Sequence[str] = ()
     """The words of the command line; empty where some are for another parser."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._current_flags: dict[str, str] = {}
+        self._current_values: dict[str, dict[str, str]] = {}
+
+    def add_deprecated_flag(self, earlier: str, current: str) -> None:
+        """Accept the earlier name of a flag, with a warning; the help does not show it."""
+        self._current_flags[earlier] = current
+
+    def add_deprecated_value(self, flag: str, earlier: str, current: str) -> None:
+        """Accept the earlier name of a flag's value, with a warning; the help does not show it."""
+        self._current_values.setdefault(flag, {})[earlier] = current
+
     def format_help(self) -> str:
         """Return the help, whose usage names the command as it was called."""
         if (program := dispatcher()) is not None and len(sys.argv) > 1:
@@ -49,6 +62,21 @@ class SpellingParser(argparse.ArgumentParser):
         """Parse words that are all for this parser, as argparse does."""
         self.typed = sys.argv[1:] if args is None else args
         return super().parse_args(args, namespace)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse words as argparse does, with a warning for each deprecated name."""
+        typed = sys.argv[1:] if args is None else args
+        words, warnings = rename_words(typed, self._current_flags, self._current_values)
+        self.typed = words if self.typed else ()
+        for line in warnings:
+            self.warn(line)
+        return super().parse_known_args(words, namespace)
+
+    def warn(self, line: str) -> None:
+        """Print a warning to standard error."""
+        print(line, file=sys.stderr)
 
     def explained(self, message: str) -> str:
         """Return argparse's message with the flag that was meant, or with where the flags are listed.

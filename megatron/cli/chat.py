@@ -1,4 +1,4 @@
-"""Talk with a model in the terminal: with a server of OpenAI's API, or with a checkpoint that is loaded here.
+"""Chat with a model in the terminal: over OpenAI's API, or with a checkpoint loaded here.
 
     megatron chat                          the server at http://127.0.0.1:8000
     megatron chat --load checkpoints/sft   a checkpoint, in this process
@@ -35,7 +35,13 @@ def build_parser() -> Parser:
     parser.add_argument("--model", metavar="NAME", help="model of that server (its first)")
     parser.add_argument("--system", metavar="TEXT", help="message of the system that the conversation begins with")
     parser.add_argument("--chat-template", metavar="NAME|FILE", help="of a checkpoint: how conversations are written")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of an answer, at most (the context's rest)")
+    parser.add_argument(
+        "--max-tokens",
+        "--tokens-to-generate",
+        type=int,
+        metavar="N",
+        help="tokens of an answer, at most (the context's rest)",
+    )
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 takes the likeliest token (1.0)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that sum to P")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the draws (another one for each answer)")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron.cli.arguments import SpellingParser
 from megatron.config import all_flags
 
 _SHELLS = ("bash", "zsh")
@@ -53,7 +53,7 @@ def _flags(place: str) -> list[str]:
     """
     tree = ast.parse((_FOLDER / (place.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    found = {"--help", *(text for text in texts if re.fullmatch(r"--[a-z][a-z0-9-]+", text))}
+    found = {"--help", *(text for text in texts if re.fullmatch(r"--[a-z][a-z0-9-]+", text))} - set(_deprecated(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{__package__}."):
             for name in (alias.name for alias in node.names if alias.name.startswith("add_")):
@@ -63,11 +63,20 @@ def _flags(place: str) -> list[str]:
     return sorted(found)
 
 
+def _deprecated(tree: ast.Module) -> Iterator[str]:
+    """Yield the deprecated flags that a command's file declares."""
+    for node in ast.walk(tree):
+        function = node.func if isinstance(node, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr == SpellingParser.add_deprecated_flag.__name__:
+            assert isinstance(node, ast.Call)
+            yield ast.literal_eval(node.args[0])
+
+
 @functools.cache
 def _shared_flags(module: str, name: str) -> frozenset[str]:
     """Return the flags that a function which commands share adds to a parser."""
     add: Callable[..., object] = getattr(importlib.import_module(module), name)
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = SpellingParser(add_help=False)
     others = list(inspect.signature(add).parameters.values())[1:]
     add(parser, *(None for each in others if each.default is each.empty))
     return frozenset(flag for action in parser._actions for flag in action.option_strings if flag.startswith("--"))

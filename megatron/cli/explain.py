@@ -1,4 +1,4 @@
-"""Explain a training configuration: ranks, layers, memory, time, bubble, traffic, and flags without effect.
+"""Explain a configuration: ranks, layers, predicted memory and step time, traffic, flags without effect.
 
 python tools/explain.py TRAINING-FLAGS --world-size 64 [--html page.html]
 
@@ -51,7 +51,7 @@ def build_parser(world_size: int) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--world-size", type=int, default=world_size, metavar="N", help=f"ranks of the run ({world_size})"
+        "--world-size", "--gpus", type=int, default=world_size, metavar="N", help=f"ranks of the run ({world_size})"
     )
     add_platform(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in place of text")

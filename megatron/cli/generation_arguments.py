@@ -23,6 +23,11 @@ class Parser(SpellingParser):
         """Print the message and exit with status 2."""
         self.exit(refuse([self.explained(message)], launch_environment_or_exit().rank))
 
+    def warn(self, line: str) -> None:
+        """Print a warning to standard error, on rank 0."""
+        if launch_environment_or_exit().rank == 0:
+            super().warn(line)
+
 
 def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Declare where the model comes from, which may be ``required``, and how it is sharded."""
@@ -91,7 +96,7 @@ def run_on_ranks(
     return 0
 
 
-def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
+def add_server_flags(parser: SpellingParser, port: int) -> None:
     """Declare where a server listens, by default at ``port``, and what it takes."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this machine only)")
     parser.add_argument(
@@ -107,11 +112,12 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
         "(12000)",
     )
     parser.add_argument(
-        "--hang-report-seconds",
+        "--hang-timeout-seconds",
         type=int,
         metavar="N",
         help="report a process that holds up the others for this long, and end all (60; 0: never)",
     )
+    parser.add_deprecated_flag("--hang-report-seconds", "--hang-timeout-seconds")
 
 
 def server_problems(arguments: argparse.Namespace) -> Iterator[str]:
@@ -120,8 +126,8 @@ def server_problems(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"--port {arguments.port} is not between 0 and {2**16 - 1}"
     if arguments.seed < 0:
         yield f"--seed {arguments.seed} is negative"
-    if arguments.hang_report_seconds is not None and arguments.hang_report_seconds < 0:
-        yield f"--hang-report-seconds {arguments.hang_report_seconds} is negative"
+    if arguments.hang_timeout_seconds is not None and arguments.hang_timeout_seconds < 0:
+        yield f"--hang-timeout-seconds {arguments.hang_timeout_seconds} is negative"
     if arguments.max_tokens_to_oom < 1:
         yield f"--max-tokens-to-oom {arguments.max_tokens_to_oom} is not positive"
 

@@ -1,4 +1,4 @@
-"""Find the fastest layout of a model on a number of GPUs, or predict runs that were measured; no GPU is needed.
+"""Search the fastest layout of a model for a number of GPUs, without a GPU.
 
 python tools/plan.py --model-preset llama3.1-70b --gpus 64 --gpu h100-80gb --seq-length 8192 --global-batch-size 1024
 
@@ -51,6 +51,7 @@ from megatron.core.errors import ConfigurationError, DataError, MegatronError
 from megatron.planner import (
     GPUS,
     IMPLEMENTATIONS,
+    NATIVE,
     SEARCHED_FLAGS,
     Candidate,
     Choice,
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
     from megatron.config import RunConfig
     from megatron.planner import VerifiedStage
 
-_DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", "ours"
+_DEFAULT_GPU, _DEFAULT_IMPLEMENTATION = "h100-80gb", NATIVE.name
 _DEFAULT_PRECISION, _DEFAULT_TOP = "both", 10
 _OF_PLANS = (
     *("model_preset", "gpus", "precision", "train_tokens", "top", "json", "html", "verify", "compare", "sensitivity"),
@@ -121,7 +122,7 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--model-preset", metavar="NAME", help=f"one of {', '.join(preset_names())}")
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs of the run")
+    parser.add_argument("--gpus", "--world-size", type=int, metavar="N", help="number of GPUs of the run")
     parser.add_argument("--precision", choices=("bf16", "fp8", "both"), help="what products are computed in (both)")
     parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole run, such as 300B: says its days")
     parser.add_argument("--top", type=int, metavar="N", help="layouts that are printed (10)")
@@ -140,13 +141,16 @@ def build_parser() -> Parser:
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="predict the runs of this file")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the predictions of --evaluate to this file")
     parser.add_argument(
-        "--implementation", metavar="NAME", help=f"one of {', '.join(IMPLEMENTATIONS)} (ours; as each record says)"
+        "--implementation",
+        metavar="NAME",
+        help=f"one of {', '.join(IMPLEMENTATIONS)} ({NATIVE.name}; as each record says)",
     )
     parser.add_argument(
         "--gpu",
         metavar="TYPE",
         help=f"one of {', '.join(GPUS)}, or a file of tools/calibrate.py (h100-80gb; as each record says)",
     )
+    parser.add_deprecated_value("--implementation", "ours", NATIVE.name)
     add_imbalance(parser)
     return parser
 

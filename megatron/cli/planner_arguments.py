@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.cli.arguments import SpellingParser
 from megatron.config import ParsedArguments, RunConfig, resolve_arguments
 from megatron.core.console import waiting
 from megatron.core.errors import ConfigurationError, MegatronError
@@ -20,7 +21,7 @@ from megatron.planner import (
     GPUS,
     HOPPER_MACHINES,
     IMPLEMENTATIONS,
-    OURS,
+    NATIVE,
     Gpu,
     Implementation,
     find_gpu,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 MOST_RANKS = 1 << 17
 
 
-def add_platform(parser: argparse.ArgumentParser) -> None:
+def add_platform(parser: SpellingParser) -> None:
     """Declare where a run is planned, and what runs it."""
     parser.add_argument(
         "--gpu",
@@ -46,8 +47,12 @@ def add_platform(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(GPUS)}, or a file that tools/calibrate.py wrote (h100-80gb)",
     )
     parser.add_argument(
-        "--implementation", default="ours", metavar="NAME", help=f"one of {', '.join(IMPLEMENTATIONS)} (ours)"
+        "--implementation",
+        default=NATIVE.name,
+        metavar="NAME",
+        help=f"one of {', '.join(IMPLEMENTATIONS)} ({NATIVE.name})",
     )
+    parser.add_deprecated_value("--implementation", "ours", NATIVE.name)
     add_imbalance(parser)
 
 
@@ -150,10 +155,10 @@ def prepare_to_verify(implementation: Implementation) -> None:
     Raises:
         ConfigurationError: the implementation is another program, or this machine cannot pretend to have CUDA.
     """
-    if implementation.name != OURS.name:
+    if implementation.name != NATIVE.name:
         raise ConfigurationError(
             f"--verify runs this program, and --implementation is {implementation.name}; use --implementation "
-            f"{OURS.name}, or leave out --verify"
+            f"{NATIVE.name}, or leave out --verify"
         )
     load_fake_cuda()
 

@@ -1,4 +1,4 @@
-"""Tokenize text into the data sets that training reads: PREFIX_KEY_document.bin and .idx for each key.
+"""Tokenize text files into the .bin and .idx files that training reads.
 
 The output depends on the input, the tokenizer and the flags that say what a document is: it is the same bytes whatever
 the number of workers, in the order of the input. A document without tokens has no sequence (and gets no end-of-document
@@ -37,6 +37,7 @@ from megatron.data import (
     CHUNK_BYTES,
     FORMAT,
     KINDS,
+    STDIN,
     InputFile,
     Leader,
     Progress,
@@ -55,7 +56,6 @@ from megatron.data import (
     unfinished_path,
     work,
 )
-from megatron.data.input_files import STDIN
 
 # What all workers together may hold with their slots, what each needs anyway and for one chunk more than it should, and
 # the least that it may grow by.

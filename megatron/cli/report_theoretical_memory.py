@@ -1,9 +1,9 @@
-"""Print how many parameters a model has and how much memory training it takes, in Megatron's lines.
+"""Print the parameter count and the training memory of a model in Megatron's format.
 
 python tools/report_theoretical_memory.py TRAINING-FLAGS [--world-size 8]
 
-The flags are those of pretrain_gpt.py. No GPU, no data and no tokenizer are needed. tools/gpu_dry_run.py records the
-memory of a whole step.
+The flags are those of pretrain_gpt.py. No GPU, no data and no tokenizer are needed. The command
+megatron simulate records the memory of a whole step.
 """
 
 from __future__ import annotations

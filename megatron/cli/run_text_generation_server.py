@@ -1,4 +1,4 @@
-"""Answer Megatron's PUT /api with the model of a checkpoint.
+"""Serve the model of a checkpoint with Megatron's PUT /api.
 
 Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
 that the checkpoint was written at; the first process listens. SIGTERM or SIGINT ends all of them. Requests:
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
             print(f"serving at {server.url}", flush=True)
         jobs = None if server is None else server.jobs
         continuous = ContinuousEngine(engine, engine.max_batch_size, arguments.max_tokens_to_oom)
-        with watching(flight, engine.state, initialize_device(launch), arguments.hang_report_seconds, settling=0):
+        with watching(flight, engine.state, initialize_device(launch), arguments.hang_timeout_seconds, settling=0):
             run_service(continuous, jobs, lambda: end.asked, flight)
         if server is not None:
             server.stop(_LAST_ANSWERS_S)

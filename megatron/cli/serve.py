@@ -1,4 +1,4 @@
-"""Answer OpenAI's /v1/completions and /v1/chat/completions with the model of a checkpoint, and show a page.
+"""Serve the model of a checkpoint with OpenAI's API and a web page.
 
 Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
 that the checkpoint was written at; the first process listens. SIGTERM or SIGINT ends all of them. Megatron's PUT /api
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,7 +102,10 @@ def open_port(arguments: argparse.Namespace) -> HttpServer:
         InputError: a package is missing, or the port is taken or not allowed.
     """
     try:
-        from megatron.serving.openai import HttpServer, application
+        from megatron.serving.openai import HttpServer
+
+        # The application is needed later, and fastapi with it.
+        importlib.import_module("megatron.serving.openai.application")
     except ImportError as error:
         if error.name is None or error.name.startswith("megatron"):
             raise
@@ -109,7 +113,6 @@ def open_port(arguments: argparse.Namespace) -> HttpServer:
             f"serve needs the packages fastapi and uvicorn, and {error.name} cannot be imported; install them with: "
             "pip install fastapi uvicorn (or, in the checkout: pip install -e '.[serve]')"
         ) from error
-    assert application is not None
     try:
         return HttpServer(arguments.host, arguments.port)
     except OSError as error:
@@ -143,8 +146,7 @@ def make_application(
 ) -> Any:
     """Return the application with its limits, as a server of ASGI runs it."""
     from megatron.serving import ApiTranslator, PutApi
-    from megatron.serving.openai import Guard, Limits, Metrics
-    from megatron.serving.openai.application import Application
+    from megatron.serving.openai import Application, Guard, Limits, Metrics
 
     own = ApiTranslator(translator.tokenizer, translator.config, translator.max_tokens, max_batch_size)
     metrics = Metrics()
@@ -197,7 +199,7 @@ def run(arguments: argparse.Namespace, launch: LaunchEnvironment) -> None:
                 print("whoever reaches this address may use the model; --api-key lets in who has it", file=sys.stderr)
             print(f"serving {model_name(arguments)} at {server.url}", flush=True)
         continuous = ContinuousEngine(engine, arguments.inference_max_requests, arguments.max_tokens_to_oom)
-        with watching(flight, engine.state, initialize_device(launch), arguments.hang_report_seconds, settling=0):
+        with watching(flight, engine.state, initialize_device(launch), arguments.hang_timeout_seconds, settling=0):
             run_service(continuous, jobs, lambda: end.asked, flight)
         if server is not None and jobs is not None:
             jobs.close()

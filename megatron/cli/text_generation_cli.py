@@ -1,4 +1,4 @@
-"""Continue a text with the model of a checkpoint.
+"""Generate text from a prompt with the model of a checkpoint.
 
 Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
 that the checkpoint was written at: all processes are tensor-parallel unless the flags say otherwise. Model and
@@ -43,7 +43,12 @@ def build_parser() -> Parser:
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file with one prompt a line; blank lines are skipped")
     parser.add_argument(
-        "--tokens-to-generate", type=int, default=64, metavar="N", help="tokens after each prompt, at most (64)"
+        "--tokens-to-generate",
+        "--max-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens after each prompt, at most (64)",
     )
     sampling = parser.add_argument_group("choice of the next token")
     sampling.add_argument("--greedy", action="store_true", help="take the most probable one")

@@ -1,4 +1,4 @@
-"""Train: start the ranks of a run on this machine, watch them, and say last what went wrong.
+"""Start the ranks of a training run on this node, and report the root cause if the run fails.
 
 megatron train --nproc 4 --config run.toml --save DIR
 megatron train --continue DIR
@@ -105,13 +105,18 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     group = parser.add_argument_group("ranks")
-    group.add_argument("--nproc", metavar="N", help="processes on this machine, one for each GPU (1)")
+    group.add_argument(
+        "--nproc", "--nproc-per-node", metavar="N", help="processes on this machine, one for each GPU (1)"
+    )
     group.add_argument("--nnodes", metavar="N", help="machines of the run (1); each starts this command")
     group.add_argument("--node-rank", metavar="R", help="number of this machine, from 0 on")
     group.add_argument("--master-addr", metavar="HOST", help="the machine with --node-rank 0")
     group.add_argument("--master-port", metavar="PORT", help=f"a port of it that is free ({_DEFAULT_PORT})")
     group.add_argument(
-        "--continue", metavar="DIR", help="go on with the run that saves there (or to a URL); needs nothing else"
+        "--continue",
+        "--resume",
+        metavar="DIR",
+        help="continue the run that saves there (or to a URL); needs nothing else",
     )
     group.add_argument("--script", metavar="FILE", help="a script of yours in place of pretrain_gpt.py")
     return parser

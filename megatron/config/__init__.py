@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from megatron.config.arguments import ParsedArguments, all_flags, parse_arguments, resolve_arguments, without_flags
     from megatron.config.checkpoint_arguments import recorded_config
     from megatron.config.config_sources import preset_names, preset_words
+    from megatron.config.deprecated_names import (
+        deprecation_warning,
+        rename_words,
+        with_current_fields,
+        with_current_flags,
+    )
     from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, ForeignFlag, foreign_flag
     from megatron.config.printed_config import format_arguments, format_config, summarize
     from megatron.config.resolution import DEFAULT_SPLIT, machine_notes, unused_tokenizer_flags
@@ -34,6 +40,7 @@ __getattr__ = lazy_exports(
         "arguments": "ParsedArguments all_flags parse_arguments resolve_arguments without_flags",
         "checkpoint_arguments": "recorded_config",
         "config_sources": "preset_names preset_words",
+        "deprecated_names": "deprecation_warning rename_words with_current_fields with_current_flags",
         "megatron_flags": "ForeignFlag NOT_SUPPORTED NO_EFFECT foreign_flag",
         "printed_config": "format_arguments format_config summarize",
         "resolution": "DEFAULT_SPLIT machine_notes unused_tokenizer_flags",

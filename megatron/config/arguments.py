@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER, no_checkpoint, read_checkpoint_arguments
 from megatron.config.checks import find_problems
+from megatron.config.deprecated_names import deprecated_flags, with_current_flags
 from megatron.config.megatron_flags import (
     NO_EFFECT,
     NOT_SUPPORTED,
@@ -90,6 +91,7 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
     Raises:
         ConfigurationError: with every problem of the command line.
     """
+    argv, renamed = with_current_flags(argv)
     off: tuple[FieldSpec, ...] = ()
     if any(word.lower().endswith(("=false", "=true")) for word in argv):
         from megatron.config.config_sources import split_switched_off
@@ -98,11 +100,12 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
     if any(word.startswith(("--config", "--model-preset")) for word in argv):
         from megatron.config.config_sources import with_sources
 
-        argv = with_sources(argv, off)
+        argv = with_sources(argv, off, renamed)
     given, extras, problems = _parse_words(argv)
     given |= {spec.name: spec.default for spec in off}
-    problems += unknown_flags(extras, all_flags(), argv)
+    problems += unknown_flags(extras, all_flags().keys() - deprecated_flags().keys(), argv)
     notes, refused = table_flags(given)
+    notes = [*renamed, *notes]
     problems += refused
     stored = _checkpoint_values(given, notes, problems)
     values, broken = _field_values(given, stored, problems)
@@ -120,8 +123,8 @@ def resolve_arguments(argv: Sequence[str], world_size: int, *, needs_files: bool
 
 
 def all_flags() -> dict[str, str]:
-    """Return every flag by name, with its class: effective, no effect, or not supported yet."""
-    flags = {}
+    """Return every flag by name, with its class: effective, deprecated, no effect, or not supported yet."""
+    flags = dict.fromkeys(deprecated_flags(), "deprecated")
     for _, spec in command_line_fields():
         flags.update(dict.fromkeys(spec.flags, "effective"))
     flags.update(dict.fromkeys(NO_EFFECT, "no effect"))

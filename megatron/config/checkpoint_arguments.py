@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import TRACKER_FILE, candidate_folders, detect_format
+from megatron.config.deprecated_names import with_current_fields
 from megatron.config.run_config import TokenizerConfig, command_line_fields
 from megatron.core.config_base import IDENTITY, Role, field_specs
 from megatron.core.dist_checkpointing import read_index_file
@@ -76,13 +77,13 @@ def recorded_config(folder: Path) -> Mapping[str, Any]:
     """Return what a checkpoint of any format records of its run's configuration; other fields are unknown."""
     found = detect_format(folder)
     if found == "torch_dist":
-        from megatron.checkpoint.formats.megatron.torch_dist_source import recorded_config as recorded_shared
+        from megatron.checkpoint.formats.megatron import recorded_torch_dist_config
 
-        return recorded_shared(folder)
+        return recorded_torch_dist_config(folder)
     if found == "torchtitan":
-        from megatron.checkpoint.formats import recorded_config as recorded_shapes
+        from megatron.checkpoint.formats import recorded_torchtitan_config
 
-        return recorded_shapes(folder)
+        return recorded_torchtitan_config(folder)
     if found == "peft":
         from megatron.checkpoint.formats import base_of, read_settings
 
@@ -90,16 +91,15 @@ def recorded_config(folder: Path) -> Mapping[str, Any]:
         scaling = {"lora_rank": adapters["r"], "lora_alpha": adapters["lora_alpha"]}
         return {**config, "model": {**config["model"], **scaling}}
     if found == "hf":
-        from megatron.checkpoint.formats.huggingface import recorded_config as recorded_model
+        from megatron.checkpoint.formats.huggingface import recorded_hugging_face_config
 
-        return recorded_model(folder)
+        return recorded_hugging_face_config(folder)
     if found == "torch":
         # Megatron keeps these values beside its tensors: no format but the native one can be read without torch.
-        from megatron.checkpoint.formats.megatron.common_state import recorded_config as recorded_args
+        from megatron.checkpoint.formats.megatron import recorded_torch_config
 
-        return recorded_args(folder)
-    recorded: Mapping[str, Any] = read_index_file(folder)["common"]["config"]
-    return recorded
+        return recorded_torch_config(folder)
+    return with_current_fields(read_index_file(folder)["common"]["config"])
 
 
 def _tokenizer_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.checkpoint_arguments import PRECISION, TOKENIZER
+from megatron.config.deprecated_names import deprecation_warning
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run_config import command_line_fields
 from megatron.core.config_base import FieldSpec
@@ -168,12 +169,13 @@ class _FileWords:
     preset: str | None = None
 
 
-def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec] = ()) -> list[str]:
+def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec], notes: list[str]) -> list[str]:
     """Return a command line with the words of the preset and the files that it names before its own.
 
     What they say of the switches that are ``switched_off`` does not hold. What a later source says of a flag holds
     alone, and so do the typed words: an earlier value is left out, and so is what the new one excludes (another
-    precision, another tokenizer, --train-samples in place of --train-iters).
+    precision, another tokenizer, --train-samples in place of --train-iters). Warnings of deprecated names in the files
+    are added to ``notes``.
 
     Raises:
         ConfigurationError: a file cannot be read, or has a key that is no flag; with every problem of all files.
@@ -185,7 +187,7 @@ def with_sources(argv: Sequence[str], switched_off: Collection[FieldSpec] = ()) 
     read = list[_FileWords]()
     for name in files:
         try:
-            read.append(_read(name, problems))
+            read.append(_read(name, problems, notes))
         except ConfigurationError as error:
             problems += error.problems
     presets = presets or [each.preset for each in read if each.preset is not None]
@@ -247,10 +249,12 @@ def _replaced(flag: str) -> Collection[str]:
     return {specs[name].flags[0] for name in names if name in specs and specs[name].flags}
 
 
-def _read(path: str, problems: list[str]) -> _FileWords:
+def _read(path: str, problems: list[str], notes: list[str]) -> _FileWords:
     names, found = _flags_by_key(), _FileWords()
     for key, value in read_config_file(path).items():
         spec = names.get(key)
+        if isinstance(spec, FieldSpec):
+            key, value = _current_entry(path, key, value, spec, notes)
         if spec is None:
             problems.append(_unknown(path, key, names))
         elif isinstance(spec, str):
@@ -268,11 +272,24 @@ def _read(path: str, problems: list[str]) -> _FileWords:
     return found
 
 
+def _current_entry(path: str, key: str, value: Any, spec: FieldSpec, notes: list[str]) -> tuple[str, Any]:
+    """Replace a deprecated key and a deprecated value, and add a warning for each."""
+    if f"--{key.replace('_', '-')}" in spec.options.deprecated:
+        notes.append(f"{deprecation_warning(key, spec.name)} (--config {path})")
+        key = spec.name
+    for earlier, current in spec.options.deprecated_values:
+        if value == earlier:
+            notes.append(f"{deprecation_warning(f'{key} = {value}', f'{key} = {current}')} (--config {path})")
+            value = current
+            break
+    return key, value
+
+
 def _flags_by_key() -> dict[str, FieldSpec | str]:
     """Return the field that each key names, or the flag without a field."""
     found: dict[str, FieldSpec | str] = {name[2:].replace("-", "_"): name for name in (*NO_EFFECT, *NOT_SUPPORTED)}
     for _, spec in command_line_fields():
-        found |= {name.lstrip("-").replace("-", "_"): spec for name in spec.flags}
+        found |= {name.lstrip("-").replace("-", "_"): spec for name in (*spec.flags, *spec.options.deprecated)}
         found[spec.name] = spec
     return found
 

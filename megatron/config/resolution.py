@@ -45,7 +45,7 @@ def float8_speed_line(recipe: str) -> str | None:
         return None
     return (
         f"--fp8-recipe {recipe} is predicted slower than bf16: {', '.join(slower)} (4 layers of Llama 3.1 8B, TP 1, "
-        "DP 8; predicted by tools/gpu_dry_run.py, not measured); delayed and tensorwise are predicted faster than bf16"
+        "DP 8; predicted by megatron simulate, not measured); delayed and tensorwise are predicted faster than bf16"
     )
 
 

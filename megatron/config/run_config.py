@@ -65,8 +65,9 @@ class FaultConfig(Config, role="run"):
     """Number of iterations before that a loss and a gradient norm are compared with; half of it must be there."""
     spike_threshold: float = flag(6.0, bounds=POSITIVE, needs="spike_policy")
     """Standard deviations above the mean of the window (of the logarithm of gradient norms) that make a spike."""
-    spike_budget: int = flag(
+    max_spikes: int = flag(
         10,
+        deprecated=("--spike-budget",),
         bounds=NOT_NEGATIVE,
         needs="spike_policy",
         idle=idle_with("spike_policy", "stop", because=": the first spike ends the run"),
@@ -79,7 +80,7 @@ class FaultConfig(Config, role="run"):
     """Examine and report a loss ten times as large as the largest of the run's first hundred iterations."""
     check_for_large_grads: bool = False
     """Examine and report a gradient norm ten times as large as the largest of the run's first hundred iterations."""
-    known_to_train_after: int = flag(2, bounds=POSITIVE, needs="save")
+    checkpoint_validation_steps: int = flag(2, deprecated=("--known-to-train-after",), bounds=POSITIVE, needs="save")
     """Finite iterations in a row after a checkpoint that make it known to train: retention keeps the newest such."""
     check_gradient_hash_across_dp_replicas_interval: int | None = flag(None, bounds=POSITIVE)
     """Compare the reduced gradients of the data-parallel copies, bit for bit, in each of this number of iterations, and
@@ -282,7 +283,7 @@ class InitializationConfig(Config, role="run"):
     """Backend of the process groups; nccl becomes gloo where there is no CUDA."""
     distributed_timeout_minutes: int = flag(10, bounds=POSITIVE, most=10**8)
     """Minutes after which a collective that does not end is an error."""
-    hang_report_seconds: int | None = flag(None, bounds=NOT_NEGATIVE)
+    hang_timeout_seconds: int | None = flag(None, deprecated=("--hang-report-seconds",), bounds=NOT_NEGATIVE)
     """Report who holds up the others, and end the run with status 1, where nothing has got done for this many seconds,
     or for five times the longest iteration where that is more; by default 60 (20 where a process is stopped or gone);
     0 to wait for --distributed-timeout-minutes. Loading, saving and first iterations may take longer."""
@@ -375,11 +376,13 @@ class LoggingConfig(Config, role="output"):
     use_pytorch_profiler: bool = flag(False, where=("profile", True))
     """Profile with torch's profiler, which writes a Chrome trace for each rank into the folder of --tensorboard-dir, or
     else of --save. On a CPU --profile always does."""
-    sample_interval: int | None = flag(None, bounds=POSITIVE)
-    """Let the model continue --sample-prompts every N iterations, into the log, the metrics file and TensorBoard."""
-    sample_prompts: tuple[str, ...] = flag((), nargs="+", metavar="TEXT", needs="sample_interval")
+    generate_interval: int | None = flag(None, deprecated=("--sample-interval",), bounds=POSITIVE)
+    """Let the model continue --generate-prompts every N iterations, into the log, the metrics file and TensorBoard."""
+    generate_prompts: tuple[str, ...] = flag(
+        (), deprecated=("--sample-prompts",), nargs="+", metavar="TEXT", needs="generate_interval"
+    )
     """Texts to continue, or one file with a text a line."""
-    sample_tokens: int = flag(32, bounds=POSITIVE, needs="sample_interval")
+    sample_tokens: int = flag(32, bounds=POSITIVE, needs="generate_interval")
     """Most tokens that follow each text."""
     record_schedule: str | None = flag(None, metavar="FILE")
     """File of when each pass of the second iteration that this job trains ran on each pipeline rank, which
@@ -429,7 +432,9 @@ class CheckpointConfig(Config, role="output"):
     """Format of the checkpoints written; safetensors is the native one, torch_dist and torch are Megatron's."""
     async_save: bool = flag(False, needs="save")
     """Write checkpoints while training goes on."""
-    exit_warning_seconds: int | None = flag(None, bounds=POSITIVE, needs="save")
+    preemption_grace_seconds: int | None = flag(
+        None, deprecated=("--exit-warning-seconds",), bounds=POSITIVE, needs="save"
+    )
     """Seconds from SIGTERM, or --exit-signal, to the kill that follows: the run says so when a checkpoint does not fit,
     and leaves out an evaluation that would come before it."""
     keep_last: int | None = flag(None, bounds=POSITIVE, needs="save")

@@ -90,6 +90,8 @@ class FlagOptions:
     """Hold what the plain rule (field name to flag name) cannot say about a field.
 
     On the command line: ``aliases`` are further names; ``negative`` is the flag that turns a default-True field off;
+    ``deprecated`` are names of an earlier release, which are accepted with a warning and hidden from the help, and
+    ``deprecated_values`` are (earlier, current) names of choices. Stored configurations may hold both.
     ``append`` collects the values of every occurrence; ``cli=False`` marks a field that no flag sets. ``not_built``
     are choices of Megatron-LM that do not exist here.
 
@@ -108,6 +110,8 @@ class FlagOptions:
 
     role: Role | None = None
     aliases: tuple[str, ...] = ()
+    deprecated: tuple[str, ...] = ()
+    deprecated_values: tuple[tuple[str, str], ...] = ()
     negative: str | None = None
     choices: tuple[str, ...] | None = None
     not_built: tuple[str, ...] = ()
@@ -318,7 +322,7 @@ def config_from_dict(config_class: type[ConfigType], values: Mapping[str, Any]) 
 
     Strict: an unknown key, a missing required key and a value of the wrong type are problems; a key that is
     absent takes its default, so that a dictionary written before a field existed can still be read, and a retired
-    one is passed over.
+    one is passed over. Deprecated names of fields and of choices are replaced by the current ones.
 
     Raises:
         ConfigurationError: with every problem found.
@@ -330,10 +334,25 @@ def config_from_dict(config_class: type[ConfigType], values: Mapping[str, Any]) 
     return config
 
 
+def with_current_names(config_class: type, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace deprecated names of fields and of choices in the stored values of a configuration class."""
+    has_flags = issubclass(config_class, Config)
+    specs = {spec.name: spec.options for spec in field_specs(config_class)} if has_flags else {}
+    fields = {flag_name: name for name, options in specs.items() for flag_name in options.deprecated}
+    fields = {flag_name.lstrip("-").replace("-", "_"): name for flag_name, name in fields.items()}
+    renamed = {name if fields.get(name) in values else fields.get(name, name): value for name, value in values.items()}
+    for name, options in specs.items():
+        for earlier, current in options.deprecated_values:
+            if renamed.get(name) == earlier:
+                renamed[name] = current
+    return renamed
+
+
 def _build(config_class: type[ConfigType], values: object, where: str, problems: list[str]) -> ConfigType | None:
     if not isinstance(values, Mapping):
         problems.append(f"{where}: {values!r} is not an object")
         return None
+    values = with_current_names(config_class, values)
     hints = typing.get_type_hints(config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
     retired = config_class.retired if issubclass(config_class, Config) else ()

@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+Log = Callable[[str], None]
+"""Print a line; in a run, on rank 0 only."""
+
 CLEAR_LINE = "\r\x1b[2K"
 """Clears the line of a terminal that the cursor is in."""
 

@@ -327,8 +327,14 @@ class ModelParallelConfig(Config, in_args=True):
     """Train in float16 with float32 main parameters and dynamic loss scaling."""
     bf16: bool = flag(False, role="run")
     """Train in bfloat16 with float32 main parameters."""
-    cpu_matmul: str = flag("auto", choices=("auto", "onednn", "mkl", "mixed"), role="run")
-    """Library of the linear layers' matrix products on CPU: oneDNN, mkl for what torch itself calls (MKL in float32),
+    cpu_gemm_backend: str = flag(
+        "auto",
+        deprecated=("--cpu-matmul",),
+        choices=("auto", "onednn", "mkl", "mixed"),
+        role="run",
+        in_args=("cpu_matmul",),
+    )
+    """Library of the linear layers' GEMMs on CPU: oneDNN, mkl for what torch itself calls (MKL in float32),
     or mixed: oneDNN, and mkl for weight gradients. auto measures them at the start of a run and keeps the choice with
     its checkpoints."""
     params_dtype: str = flag("", cli=False, role="run", in_args=False)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from megatron.data.document_reader import find_inputs, is_read
     from megatron.data.input_chunks import CHUNK_BYTES, cut_input, first_keys, take_sample
-    from megatron.data.input_files import KINDS, InputFile, find_input
+    from megatron.data.input_files import KINDS, STDIN, InputFile, find_input
     from megatron.data.json_lines import find_compiled_reader
     from megatron.data.leader import Leader, Progress
     from megatron.data.text_filters import TextRules, UrlBlacklist
@@ -41,7 +41,7 @@ __getattr__ = lazy_exports(
         ),
         "document_reader": "find_inputs is_read",
         "input_chunks": "CHUNK_BYTES cut_input first_keys take_sample",
-        "input_files": "InputFile KINDS find_input",
+        "input_files": "InputFile KINDS STDIN find_input",
         "json_lines": "find_compiled_reader",
         "leader": "Leader Progress",
         "text_filters": "TextRules UrlBlacklist",

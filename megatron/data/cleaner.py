@@ -19,7 +19,8 @@ from typing import Final, NamedTuple
 from megatron.core.console import ProgressBar
 from megatron.core.errors import DataError
 from megatron.data.deduplication import DuplicateIndex, KeptDocument, shingles, similarity
-from megatron.data.document_reader import STDIN, Document, DocumentReader, no_source, walk_sources
+from megatron.data.document_reader import Document, DocumentReader, no_source, walk_sources
+from megatron.data.input_files import STDIN
 from megatron.data.text_filters import (
     NO_TEXT,
     OTHER_LANGUAGE,

@@ -10,8 +10,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets import Damage, IndexedDataset, Read, bin_path, checksums_path, idx_path, verify_checksums
-from megatron.core.datasets.indexed_dataset import untold
+from megatron.core.datasets import (
+    Damage,
+    IndexedDataset,
+    Read,
+    bin_path,
+    checksums_path,
+    idx_path,
+    ignore_bytes_read,
+    verify_checksums,
+)
 from megatron.core.errors import DataError
 
 
@@ -28,7 +36,7 @@ class Verification:
     has_checksums: bool
 
 
-def verify_dataset(prefix: str, read: Read = untold) -> Verification:
+def verify_dataset(prefix: str, read: Read = ignore_bytes_read) -> Verification:
     """Compare both files with their checksums, where there are some, and with each other.
 
     Raises:
@@ -178,7 +186,7 @@ def describe_lengths(lengths: NDArray[np.int64]) -> LengthStatistics:
     )
 
 
-def count_tokens(dataset: IndexedDataset, read: Read = untold) -> TokenStatistics:
+def count_tokens(dataset: IndexedDataset, read: Read = ignore_bytes_read) -> TokenStatistics:
     """Read all tokens, a block at a time, and count each id."""
     counts = np.zeros(0, np.int64)
     outside = 0

@@ -19,8 +19,8 @@ from typing import IO, Any, Final
 
 from megatron.core.errors import ConfigurationError, DataError
 from megatron.core.tokenizers import load_package
+from megatron.data.input_files import STDIN
 
-STDIN: Final = "-"
 TEXT_SUFFIXES: Final = (".txt", ".text", ".md")
 JSONL_SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
 COMPRESSED_SUFFIXES: Final = (".gz", ".zst")

@@ -290,7 +290,8 @@ def _line(values: dict[str, Any]) -> bytes:
     return json.dumps(values, ensure_ascii=False, default=str).encode("utf-8", "surrogateescape") + b"\n"
 
 
-STDIN = "-"
+STDIN: Final = "-"
+"""The path that stands for standard input."""
 _STREAM_BYTES = 1 << 20
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megatron.planner.evaluation import describe_errors, evaluate, read_runs
     from megatron.planner.explanation import explain, find_changes, with_known_vocabulary
     from megatron.planner.gpu import GPUS, AttentionRate, Gpu, find_gpu, gpu_to_json, read_gpu
-    from megatron.planner.implementations import IMPLEMENTATIONS, OURS, Implementation, find_implementation
+    from megatron.planner.implementations import IMPLEMENTATIONS, NATIVE, Implementation, find_implementation
     from megatron.planner.pipeline_chart import HUES, LETTERS, draw_svg, label, rows_of, summary, title
     from megatron.planner.plan import ExpertLayer
     from megatron.planner.prediction import HOPPER_MACHINES, usable_bytes
@@ -42,7 +42,7 @@ __getattr__ = lazy_exports(
         "evaluation": "describe_errors evaluate read_runs",
         "explanation": "explain find_changes with_known_vocabulary",
         "gpu": "AttentionRate GPUS Gpu find_gpu gpu_to_json read_gpu",
-        "implementations": "IMPLEMENTATIONS Implementation OURS find_implementation",
+        "implementations": "IMPLEMENTATIONS Implementation NATIVE find_implementation",
         "pipeline_chart": "HUES LETTERS draw_svg label rows_of summary title",
         "plan": "ExpertLayer",
         "prediction": "HOPPER_MACHINES usable_bytes",

@@ -231,8 +231,8 @@ TORCHTITAN = Implementation(
     takes_any_microbatches=True,
     schedules_zero_bubble=True,
 )
-OURS = Implementation(
-    name="ours",
+NATIVE = Implementation(
+    name="native",
     saved=None,
     is_traced=True,
     times=_PUBLISHED,
@@ -246,7 +246,7 @@ OURS = Implementation(
 )
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
-    each.name: each for each in (OURS, MEGATRON_TE, MEGATRON_BRIDGE, MEGATRON_LOCAL, MEGATRON_2020, TORCHTITAN)
+    each.name: each for each in (NATIVE, MEGATRON_TE, MEGATRON_BRIDGE, MEGATRON_LOCAL, MEGATRON_2020, TORCHTITAN)
 }
 """Implementations by the names that ``--implementation`` takes."""
 

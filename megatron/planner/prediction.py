@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron.core.errors import choices
 from megatron.planner.gpu import GPUS, Gpu
-from megatron.planner.implementations import OURS, Implementation
+from megatron.planner.implementations import NATIVE, Implementation
 from megatron.planner.memory import (
     MEMORY_PARTS,
     ModelPieces,
@@ -68,7 +68,7 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
     if model.cpu_offloading and pp > 1 and not implementation.offloads_in_pipelines:
         yield (
             f"{implementation.name} has no offload of activations in pipelines (pp {pp}); use pp 1, recompute, or the "
-            f"implementation {OURS.name}"
+            f"implementation {NATIVE.name}"
         )
     is_recomputed = model.recompute_granularity is not None
     if model.cpu_offloading and is_recomputed and not implementation.offloads_beside_recompute:
@@ -76,7 +76,7 @@ def _features(plan: Plan, implementation: Implementation, gpu: Gpu | None) -> It
     if plan.pipeline_schedule == "zero-bubble" and not implementation.schedules_zero_bubble:
         yield (
             f"{implementation.name} has no zero-bubble schedule; use 1f1b or interleaved, or the implementation "
-            f"{OURS.name}"
+            f"{NATIVE.name}"
         )
     if plan.stage_layout.num_chunks > 1 and pp == 1:
         yield "virtual stages need pp of 2 or more; leave out vpp or raise pp"

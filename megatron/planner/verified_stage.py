@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config import RunConfig
 from megatron.planner.communication import step_traffic
 from megatron.planner.gpu import Gpu
-from megatron.planner.implementations import OURS
+from megatron.planner.implementations import NATIVE
 from megatron.planner.memory import MEMORY_PARTS, StageMemory, model_pieces, stage_memory
 from megatron.planner.plan import Plan
 from megatron.verification import Traffic, Volume
@@ -90,8 +90,8 @@ class VerifiedStage:
 def stages_to_verify(config: RunConfig, gpu: Gpu) -> list[int]:
     """Return the first stage, the last one, and the fullest."""
     plan, pp = Plan.of(config), config.parallel_sizes.pp
-    pieces = model_pieces(plan, OURS, gpu)
-    fullest = max(range(pp), key=lambda stage: stage_memory(plan, stage, OURS, pieces).total)
+    pieces = model_pieces(plan, NATIVE, gpu)
+    fullest = max(range(pp), key=lambda stage: stage_memory(plan, stage, NATIVE, pieces).total)
     return sorted({0, fullest, pp - 1})
 
 
@@ -119,7 +119,7 @@ def verify_stage(
         rank=rank,
         num_microbatches=plan.num_microbatches,
         num_run=record.num_microbatches,
-        planned=stage_memory(plan, stage, OURS, model_pieces(plan, OURS, gpu)),
+        planned=stage_memory(plan, stage, NATIVE, model_pieces(plan, NATIVE, gpu)),
         parameters=record.num_parameters,
         peak_bytes=record.record.peak_bytes,
         holders=dict(record.record.peak_holders),

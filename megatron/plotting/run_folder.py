@@ -208,7 +208,7 @@ class RunFolder:
         for number, path in enumerate(sorted(self.path.glob("hang-*.json"), reverse=True)[:_MOST_SHOWN]):
             yield (
                 f'<p class="bad">A hang was reported: <code>{escape(str(path))}</code>; '
-                f"<code>python tools/read_flight.py</code> explains it.</p>"
+                f"<code>megatron hang-report</code> explains it.</p>"
             )
             if number == 0:
                 yield self._hang(path)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint.formats import idle_lines
 from megatron.config import RunConfig, TokenizerConfig
 from megatron.config.checks import LAYOUT_CHECKS, SPREAD
-from megatron.core.console import waiting
+from megatron.core.console import Log, waiting
 from megatron.core.errors import CheckpointError, ConfigurationError, InputError, choices
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.core.object_store import as_path
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_MINUTES = 10
 _MOST_PADDING = 1024  # Phi-2 has 905 ids more than its tokenizer, others have fewer
-
-Log = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], Non
     the fastest backend in a measurement.
 
     Raises:
-        ConfigurationError: torch lacks the backend of the command line on some node's processor. On every rank alike.
+        ConfigurationError: torch lacks the backend of the command line on some node's processor. Every rank raises it.
     """
     model, world = config.model, runtime.state.world
     if runtime.device.is_cuda:
@@ -85,14 +85,14 @@ def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], Non
     def is_missing(library: str) -> bool:
         return any_rank(library != AUTO and not has_library(library, dtype), world)
 
-    if model.cpu_matmul != AUTO:
-        if is_missing(model.cpu_matmul):
+    if model.cpu_gemm_backend != AUTO:
+        if is_missing(model.cpu_gemm_backend):
             raise ConfigurationError(
-                f"--cpu-matmul {model.cpu_matmul}: torch lacks that library for {model.params_dtype} on this "
-                "processor; give --cpu-matmul auto"
+                f"--cpu-gemm-backend {model.cpu_gemm_backend}: torch lacks that library for {model.params_dtype} on "
+                "this processor; give --cpu-gemm-backend auto"
             )
         return config
-    library, origin = recorded_choice(config, runtime, "cpu_matmul"), "as in the checkpoint"
+    library, origin = recorded_choice(config, runtime, "cpu_gemm_backend"), "as in the checkpoint"
     if library is not None and is_missing(library):
         log(
             f"WARNING: the checkpoint's matrix products are computed by {library}, which torch lacks for "
@@ -105,7 +105,7 @@ def choose_library(config: RunConfig, runtime: Runtime, log: Callable[[str], Non
     if library == AUTO:
         return config
     log(f" > matrix products on CPU: {library} ({origin})")
-    return dataclasses.replace(config, model=dataclasses.replace(model, cpu_matmul=library))
+    return dataclasses.replace(config, model=dataclasses.replace(model, cpu_gemm_backend=library))
 
 
 def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
@@ -256,7 +256,7 @@ def _measured(config: RunConfig, runtime: Runtime) -> tuple[str, str]:
     sizes = rows, config.training.micro_batch_size, min(model.hidden_size, _MAX_OVERLAP_SIZE)
     inner = min(model.ffn_hidden_size // tp.size, _MAX_OVERLAP_SIZE)
     overlaps = linear_overlap(model, "fc1"), linear_overlap(model, "fc2")
-    times = measure_overlap(tp, sizes, inner, overlaps, dtype_from_name(model.params_dtype), model.cpu_matmul)
+    times = measure_overlap(tp, sizes, inner, overlaps, dtype_from_name(model.params_dtype), model.cpu_gemm_backend)
     slowest = torch.tensor(times, dtype=torch.float64)
     all_reduce(slowest, runtime.state.world, "max")
     chunked, whole = slowest.tolist()

@@ -46,7 +46,7 @@ def build_datasets(builder: DatasetSplitsBuilder, targets: SampleTargets, runtim
     Nodes need not share a file system: each may have its own copy of the data and its own cache.
 
     Raises:
-        DataError: some rank cannot build them. On every rank alike.
+        DataError: some rank cannot build them. Every rank raises it.
     """
     if runtime.is_reporter:
         print_line(" > datasets target sizes (minimum size):")

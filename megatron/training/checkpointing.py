@@ -25,10 +25,10 @@ from megatron.checkpoint import (
     save_in_steps,
     saved_iterations,
 )
-from megatron.checkpoint.load import Log
 from megatron.config import NATIVE_FORMAT, CheckpointConfig, RunConfig
 from megatron.core.collectives import any_rank, broadcast_object, run_on_all_ranks
 from megatron.core.config_base import config_from_dict
+from megatron.core.console import Log
 from megatron.core.dist_checkpointing import (
     BackgroundTask,
     CheckpointState,
@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing import (
     Progress,
     SavePlanner,
     StagingArea,
-    untold,
+    ignore_progress,
 )
 from megatron.core.errors import CheckpointError, TrainingError
 from megatron.core.object_store import as_path
@@ -259,8 +259,8 @@ class CheckpointSaver:
         """Point the directory's tracker file to an older checkpoint for a rollback.
 
         Raises:
-            CheckpointError: the file system fails. On every rank alike.
-            FolderInUseError: another run took the directory over. On every rank alike.
+            CheckpointError: the file system fails. Every rank raises it.
+            FolderInUseError: another run took the directory over. Every rank raises it.
         """
         self.finish()
         run_on_all_ranks(lambda: self._point_tracker(iteration), self._state.world)
@@ -275,7 +275,7 @@ class CheckpointSaver:
         """Fail if the run's last checkpoint could not be written.
 
         Raises:
-            TrainingError: the newest save failed. On every rank alike.
+            TrainingError: the newest save failed. Every rank raises it.
         """
         if self._failure is not None:
             raise TrainingError(f"the last checkpoint, of iteration {self._iteration}, was not saved: {self._failure}")
@@ -310,7 +310,7 @@ def open_saver(options: CheckpointConfig, runtime: Runtime, log: Log) -> Checkpo
 
     Raises:
         CheckpointError: the folder cannot be created or written to, or the format needs a folder shared by all ranks.
-            On every rank alike.
+            Every rank raises it.
     """
     if options.save is None:
         return None
@@ -339,12 +339,12 @@ class RunCheckpoints:
     tokenizer: Tokenizer
     saver: CheckpointSaver | None
     log: Callable[[str], None]
-    told: Progress = untold
+    told: Progress = ignore_progress
     model_record: Mapping[str, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Start to count the finite iterations after each checkpoint."""
-        self._trial = ValidationWindow(self.config.faults.known_to_train_after)
+        self._trial = ValidationWindow(self.config.faults.checkpoint_validation_steps)
         self._own: set[int] = set()
 
     def resume(self) -> TrainState:
@@ -484,7 +484,7 @@ class RunCheckpoints:
         """Fail if the run's last checkpoint could not be written.
 
         Raises:
-            TrainingError: the newest save failed. On every rank alike.
+            TrainingError: the newest save failed. Every rank raises it.
         """
         if self.saver is not None:
             self.saver.check_last()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 
 from megatron.checkpoint import TrainState
 from megatron.config import RunConfig
 from megatron.core.available_host_memory import HostRoom, available_bytes
-from megatron.core.console import print_line
+from megatron.core.console import Log, print_line
 from megatron.core.datasets import (
     BlendedDatasetBuilder,
     DatasetSplits,
@@ -86,8 +86,6 @@ from megatron.training.resume import ResumeState, find_continuation
 from megatron.training.training import evaluate_and_report, is_evaluation_due, train
 from megatron.training.training_step import ForwardStep
 
-Log = Callable[[str], None]
-
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -108,7 +106,7 @@ class Program:
 
 
 @dataclass(frozen=True, eq=False)
-class Application:
+class RunSetup:
     """Configuration, process groups and arguments of a run whose processes are connected."""
 
     config: RunConfig
@@ -234,12 +232,12 @@ def _watching(config: RunConfig, runtime: Runtime) -> AbstractContextManager[Non
     """Return a context in which a hang is reported and the run ended."""
     graphs = config.training.cuda_graph_impl != "none"
     settling = 1 + (config.training.cuda_graph_warmup_steps if graphs else 0)
-    seconds, folder = config.initialization.hang_report_seconds, config.checkpoint.local_save
+    seconds, folder = config.initialization.hang_timeout_seconds, config.checkpoint.local_save
     leave_with = REPLACE if config.restart.inprocess_restart else 1
     return watching(runtime.flight, runtime.state, runtime.device, seconds, folder, settling, leave_with)
 
 
-def _prepare(config: RunConfig, runtime: Runtime, program: Program, member: RendezvousMember | None) -> Application:
+def _prepare(config: RunConfig, runtime: Runtime, program: Program, member: RendezvousMember | None) -> RunSetup:
     """Find where a restarted run resumes, and choose the implementations that are selected by measuring."""
     continuation = None
     if member is not None:
@@ -248,23 +246,23 @@ def _prepare(config: RunConfig, runtime: Runtime, program: Program, member: Rend
     config = choose_tp_overlap(config, runtime, program.log)
     config = with_transformer_impl(config, runtime, program.log)
     program.log(describe_initialized(config, program.start_time))
-    return Application(config, runtime, program, continuation)
+    return RunSetup(config, runtime, program, continuation)
 
 
-def _run(application: Application) -> None:
+def _run(setup: RunSetup) -> None:
     """Set up, then train and evaluate; roll back to an older checkpoint whenever a policy requires it."""
     with (
-        closing(Profiling(application.config, application.runtime, application.program.log)) as profiling,
+        closing(Profiling(setup.config, setup.runtime, setup.program.log)) as profiling,
         ExitStack() as kept_open,
     ):
-        run, datasets = _set_up(application, profiling, kept_open)
+        run, datasets = _set_up(setup, profiling, kept_open)
         is_done = False
         try:
             while not is_done:
                 with closing(run.evaluation_sets):
-                    is_done = _train_and_evaluate(application, run, datasets)
+                    is_done = _train_and_evaluate(setup, run, datasets)
                 if not is_done:
-                    run = _go_back(application, run, datasets)
+                    run = _go_back(setup, run, datasets)
             run.checkpoints.check_last()
         except TrainingError:
             # Every rank gets here, so a checkpoint in progress can be finished.
@@ -275,23 +273,23 @@ def _run(application: Application) -> None:
                 run.metrics.close()
 
 
-def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack) -> tuple[TrainingRun, DatasetSplits]:
+def _set_up(setup: RunSetup, profiling: Profiling, kept_open: ExitStack) -> tuple[TrainingRun, DatasetSplits]:
     """Build the objects of a run, and restore them from its checkpoint."""
-    config, runtime, log = application.config, application.runtime, application.program.log
+    config, runtime, log = setup.config, setup.runtime, setup.program.log
     live = kept_open.enter_context(LiveLine(config, runtime.flight, runtime.is_reporter))
     clock = PartsClock(runtime.flight, runtime.device.torch_device) if config.logging.log_straggler else None
     timers = _make_timers(config, runtime, clock)
-    parts = _build_model(application, timers)
-    checkpoints, train_state = _resume(application, parts, timers, live, kept_open)
-    datasets = _build_datasets(application, train_state, timers, live)
+    parts = _build_model(setup, timers)
+    checkpoints, train_state = _resume(setup, parts, timers, live, kept_open)
+    datasets = _build_datasets(setup, train_state, timers, live)
     log(f"done with setup ...\n{timers.report(runtime.state)}")
-    evaluation_sets = plan_evaluation(config, datasets, train_state, application.source)
+    evaluation_sets = plan_evaluation(config, datasets, train_state, setup.source)
     counter = _read_counter(config, datasets)
     metrics = open_metrics(config, runtime, train_state.iteration, blend_names(datasets.train))
     progress = open_progress(config, runtime, train_state)
     guard, stragglers = None, None
     if datasets.train is not None:
-        guard = _make_guard(application, parts, checkpoints, datasets.train, train_state)
+        guard = _make_guard(setup, parts, checkpoints, datasets.train, train_state)
     if clock is not None:
         stragglers = Stragglers(clock, runtime.state, runtime.device.torch_device, train_state.iteration)
     recorder = ScheduleRecorder(config, runtime)
@@ -305,15 +303,15 @@ def _set_up(application: Application, profiling: Profiling, kept_open: ExitStack
         stragglers=stragglers,
         guard=guard,
         progress=progress,
-        evaluations=open_periodic_evaluations(config, runtime, parts, application.program.tokenizer, live),
-        continuation=application.continuation,
-        own=application.program.callbacks,
+        evaluations=open_periodic_evaluations(config, runtime, parts, setup.program.tokenizer, live),
+        continuation=setup.continuation,
+        own=setup.program.callbacks,
     )
     run = TrainingRun(
         config=config,
         runtime=runtime,
         parts=parts,
-        forward_step=application.program.forward_step,
+        forward_step=setup.program.forward_step,
         train_state=train_state,
         evaluation_sets=evaluation_sets,
         counter=counter,
@@ -338,11 +336,11 @@ def _make_timers(config: RunConfig, runtime: Runtime, clock: PartsClock | None) 
     )
 
 
-def _build_model(application: Application, timers: Timers) -> ModelAndOptimizer:
-    config, runtime, log = application.config, application.runtime, application.program.log
+def _build_model(setup: RunSetup, timers: Timers) -> ModelAndOptimizer:
+    config, runtime, log = setup.config, setup.runtime, setup.program.log
     log(f"building {type(config.model).__name__.removesuffix('Config')} model ...")
     with timers("model-and-optimizer-setup"):
-        parts = build_model_and_optimizer(config, runtime, application.program.model_provider, log)
+        parts = build_model_and_optimizer(config, runtime, setup.program.model_provider, log)
     buckets = describe_buckets(parts.ddp_chunks, runtime.state, config.logging.log_megatron_lines)
     if buckets is not None:
         print_line(buckets)
@@ -351,14 +349,14 @@ def _build_model(application: Application, timers: Timers) -> ModelAndOptimizer:
 
 
 def _resume(
-    application: Application, parts: ModelAndOptimizer, timers: Timers, live: LiveLine, kept_open: ExitStack
+    setup: RunSetup, parts: ModelAndOptimizer, timers: Timers, live: LiveLine, kept_open: ExitStack
 ) -> tuple[RunCheckpoints, TrainState]:
     """Open the checkpoint folders, load the state that the run resumes from, and record its start."""
-    config, runtime, program = application.config, application.runtime, application.program
+    config, runtime, program = setup.config, setup.runtime, setup.program
     saver = open_saver(config.checkpoint, runtime, program.log)
     checkpoints = RunCheckpoints(config, runtime, parts, program.tokenizer, saver, program.log, live.show)
     kept_open.callback(checkpoints.close)
-    continuation = application.continuation
+    continuation = setup.continuation
     if continuation is not None and saver is not None:
         # This process may continue after a restart: its thread must not write into a folder that is being repaired.
         kept_open.callback(saver.wait_for_thread)
@@ -372,21 +370,21 @@ def _resume(
     return checkpoints, train_state
 
 
-def _build_datasets(application: Application, train_state: TrainState, timers: Timers, live: LiveLine) -> DatasetSplits:
-    config, program = application.config, application.program
+def _build_datasets(setup: RunSetup, train_state: TrainState, timers: Timers, live: LiveLine) -> DatasetSplits:
+    config, program = setup.config, setup.program
     program.log("> building train, validation, and test datasets ...")
     with timers("train/valid/test-data-iterators-setup"):
         targets = sample_targets(config, train_state)
         builder = program.datasets_provider(config, program.tokenizer, targets, program.log)
         if isinstance(builder, BlendedDatasetBuilder):
             builder.told = live.show_index
-        datasets = build_datasets(builder, targets, application.runtime)
+        datasets = build_datasets(builder, targets, setup.runtime)
     program.log(describe_datasets(datasets, config.logging.log_megatron_lines))
     program.log(format_datetime("after dataloaders are built"))
     return datasets
 
 
-def _train_and_evaluate(application: Application, run: TrainingRun, datasets: DatasetSplits) -> bool:
+def _train_and_evaluate(setup: RunSetup, run: TrainingRun, datasets: DatasetSplits) -> bool:
     """Train and evaluate to the end; return False if the run must first roll back to an older checkpoint."""
     config, train_state = run.config, run.train_state
     stop_reason = None
@@ -396,9 +394,9 @@ def _train_and_evaluate(application: Application, run: TrainingRun, datasets: Da
             raise ConfigurationError(
                 "there is no training data: give the first number of --split a share, or --train-data-path"
             )
-        with closing(application.training_source(datasets.train, train_state.consumed_train_samples)) as source:
+        with closing(setup.training_source(datasets.train, train_state.consumed_train_samples)) as source:
             try:
-                stop_reason = _train(run, source, application.program.start_time)
+                stop_reason = _train(run, source, setup.program.start_time)
             except Rewind:
                 return False
         is_evaluated = is_evaluation_due(config, train_state.iteration)
@@ -411,13 +409,13 @@ def _train_and_evaluate(application: Application, run: TrainingRun, datasets: Da
     return True
 
 
-def _go_back(application: Application, run: TrainingRun, datasets: DatasetSplits) -> TrainingRun:
+def _go_back(setup: RunSetup, run: TrainingRun, datasets: DatasetSplits) -> TrainingRun:
     """Return the run rolled back to its newest checkpoint known to train, with the samples skipped since."""
-    config, runtime = application.config, application.runtime
+    config, runtime = setup.config, setup.runtime
     train_state = run.checkpoints.go_back()
     assert train_state is not None, "the guard has seen that there is such a checkpoint"
-    if application.continuation is not None:
-        application.continuation.forget_copies()
+    if setup.continuation is not None:
+        setup.continuation.forget_copies()
     if run.metrics is not None:
         run.metrics.close()
     counter = run.counter
@@ -428,14 +426,14 @@ def _go_back(application: Application, run: TrainingRun, datasets: DatasetSplits
     return dataclasses.replace(
         run,
         train_state=train_state,
-        evaluation_sets=plan_evaluation(config, datasets, train_state, application.source),
+        evaluation_sets=plan_evaluation(config, datasets, train_state, setup.source),
         counter=counter,
         metrics=open_metrics(config, runtime, train_state.iteration, blend_names(datasets.train)),
     )
 
 
 def _make_guard(
-    application: Application,
+    setup: RunSetup,
     parts: ModelAndOptimizer,
     checkpoints: RunCheckpoints,
     train: SampleDataset | ExternalSamples,
@@ -443,14 +441,14 @@ def _make_guard(
 ) -> AnomalyDetector:
     """Create the anomaly detector of a run's training steps."""
     return AnomalyDetector(
-        application.config,
-        application.runtime,
+        setup.config,
+        setup.runtime,
         parts,
-        application.program.forward_step,
-        lambda consumed_samples, shift: application.training_source(train, consumed_samples, shift),
+        setup.program.forward_step,
+        lambda consumed_samples, shift: setup.training_source(train, consumed_samples, shift),
         SkippedSamples.from_dict(train_state.train_data),
         checkpoints.newest_known,
-        application.program.log,
+        setup.program.log,
     )
 
 

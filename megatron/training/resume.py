@@ -21,6 +21,7 @@ from megatron.checkpoint import (
 )
 from megatron.config import RunConfig
 from megatron.core.collectives import broadcast_object
+from megatron.core.config_base import with_current_names
 from megatron.core.dist_checkpointing import (
     INDEX_FILE,
     CheckpointState,
@@ -29,13 +30,14 @@ from megatron.core.dist_checkpointing import (
     optimizer_tensors,
 )
 from megatron.core.errors import InputError
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.object_store import ObjectPath, as_path
 from megatron.training.callbacks import Callback, TrainingRun
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.fault_tolerance import RendezvousMember
 from megatron.training.initialize import LaunchEnvironment, Runtime
 
-_MEASURED = ("cpu_matmul", "tp_comm_overlap_impl")
+_MEASURED = ("cpu_gemm_backend", "tp_comm_overlap_impl")
 """Model fields that a run chooses by measuring, and then keeps."""
 
 
@@ -93,7 +95,7 @@ class ResumeState(Callback):
         """Record the end of an iteration, and copy the state if a copy is due; every rank must call this.
 
         Raises:
-            CheckpointError: a node has no space for its copies. On every rank alike.
+            CheckpointError: a node has no space for its copies. Every rank raises it.
         """
         self.member.end_iteration(checkpoints.published)
         if self.copies is None or not self.is_copied(train_state.iteration):
@@ -147,7 +149,8 @@ def find_continuation(
     if found is not None and _is_older(found, config, given, runtime):
         found = None
     if found is not None:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **found.record["measured"]))
+        measured = with_current_names(GPTConfig, found.record["measured"])
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **measured))
     return config, ResumeState(member, copies, found, interval, began_from_save)
 
 

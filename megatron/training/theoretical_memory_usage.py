@@ -54,7 +54,7 @@ def saved_layer_bytes(model: GPTConfig, tokens: int, number: int, recomputed: Co
         for each in chunk_parameters(model, StageContents((number,)))
     )
     saved += tokens * layer.bytes_without_matrices()
-    num_hidden = _JOINED * (number >= model.num_layers) + 2 * (model.norm_placement not in ("before", "after"))
+    num_hidden = _JOINED * (number >= model.num_layers) + 2 * (model.norm_placement not in ("pre", "post"))
     return saved + num_hidden * hidden_bytes(model, tokens, is_sharded=model.sequence_parallel)
 
 

@@ -142,7 +142,7 @@ class _StepLog:
 def _evaluate(run: TrainingRun, agreement: StepReduction) -> None:
     """Evaluate on the validation sets; if a signal leaves no time for it, skip their samples."""
     evaluation_sets = run.evaluation_sets.validation
-    if agreement.signal_received and run.config.checkpoint.exit_warning_seconds is not None:
+    if agreement.signal_received and run.config.checkpoint.preemption_grace_seconds is not None:
         run.log(f"no evaluation at iteration {run.train_state.iteration}: the run is ending after a signal")
         run.train_state.consumed_valid_samples += sum(chosen.num_advanced for chosen in evaluation_sets)
     else:

@@ -107,7 +107,7 @@ def agree(
     auxiliary_names: Sequence[str] = (),
     read_along: torch.Tensor | None = None,
 ) -> StepReduction:
-    """Sum losses and exit requests over all ranks in one collective, so that every rank decides alike.
+    """Sum losses and exit requests over all ranks in one collective, so that every rank decides in the same way.
 
     Of the ranks that computed the same loss, only the first tensor-parallel rank counts. ``auxiliary_names`` are the
     auxiliary losses that are reported, the same on every rank. The host waits for the device here: other values that it

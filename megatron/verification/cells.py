@@ -28,18 +28,18 @@ SHAPES: dict[str, tuple[str, ...]] = {
     ),
     "olmo2": (
         *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
-        *("--norm-placement", "after", "--qk-layernorm", "--qk-layernorm-across-heads"),
+        *("--norm-placement", "post", "--qk-layernorm", "--qk-layernorm-across-heads"),
         *("--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"),
     ),
     "gemma2": (
         *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
-        *("--norm-placement", "both", "--apply-layernorm-1p", "--scale-embeddings", "--query-pre-attn-scalar", "9"),
+        *("--norm-placement", "sandwich", "--apply-layernorm-1p", "--scale-embeddings", "--query-pre-attn-scalar", "9"),
         *("--attn-logit-softcapping", "2", "--final-logit-softcapping", "3"),
         *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0", "--window-attn-skip-freq", "2"),
     ),
     "gemma3": (
         *("--geglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
-        *("--norm-placement", "both", "--apply-layernorm-1p", "--scale-embeddings", "--qk-layernorm"),
+        *("--norm-placement", "sandwich", "--apply-layernorm-1p", "--scale-embeddings", "--qk-layernorm"),
         *("--group-query-attention", "--num-query-groups", "2", "--window-size", "4,0"),
         *("--window-attn-skip-freq", "3", "--rotary-base-local", "500"),
     ),

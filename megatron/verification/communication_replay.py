@@ -74,7 +74,7 @@ class Call:
 Operation = tuple[Call, ...]
 """One call, or sends and receives that are called together."""
 
-Log = Sequence[Operation]
+CallLog = Sequence[Operation]
 
 INDEPENDENT_PROGRESS = "this runs only where communicators progress independently"
 """Prefix of problems that need not occur on every device."""
@@ -82,7 +82,7 @@ INDEPENDENT_PROGRESS = "this runs only where communicators progress independentl
 _Key = tuple[str | int, ...]
 
 
-def communication_problems(logs: Sequence[Log]) -> list[str]:
+def communication_problems(logs: Sequence[CallLog]) -> list[str]:
     """Return the rule violations in the logs of ranks 0, 1, … of one world, one line each."""
     problems = [*_problems_of_calls(logs)]
     connected = _Replay(logs, holds_always=False)
@@ -92,7 +92,7 @@ def communication_problems(logs: Sequence[Log]) -> list[str]:
     return problems
 
 
-def _problems_of_calls(logs: Sequence[Log]) -> Iterator[str]:
+def _problems_of_calls(logs: Sequence[CallLog]) -> Iterator[str]:
     for rank, log in enumerate(logs):
         for call in (call for operation in log for call in operation):
             if call.in_other_thread:
@@ -104,7 +104,7 @@ def _problems_of_calls(logs: Sequence[Log]) -> Iterator[str]:
 class _Replay:
     """Simulation in which every rank runs its log as far as the others allow."""
 
-    def __init__(self, logs: Sequence[Log], holds_always: bool) -> None:
+    def __init__(self, logs: Sequence[CallLog], holds_always: bool) -> None:
         self._logs = logs
         self._holds_always = holds_always
         self._position = [0] * len(logs)

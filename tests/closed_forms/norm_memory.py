@@ -17,7 +17,7 @@ def norm_numbers(config: TransformerConfig) -> int:
 
 def reads_frozen(config: TransformerConfig, layer_number: int | None) -> bool:
     """Return whether a layer's first norm keeps nothing: its input is a frozen embedding, and wants no gradient."""
-    is_first = layer_number == 0 and bool(config.lora_rank) and config.norm_placement != "after"
+    is_first = layer_number == 0 and bool(config.lora_rank) and config.norm_placement != "post"
     return is_first and "linear_qkv" in config.adapted_parts
 
 
@@ -31,7 +31,7 @@ def kept_behind(config: TransformerConfig, rows: int, element: int, *, is_plain:
 
     ``is_plain`` says that the norm is made of plain operations.
     """
-    if config.norm_placement == "before":
+    if config.norm_placement == "pre":
         return 0
     kept = (max(element, 4) + before_weight(config, element)) if is_plain else element
     return 2 * rows * (config.hidden_size * kept + norm_numbers(config) * max(element, 4))

@@ -23,5 +23,5 @@ def recomputed_layers(model: TransformerConfig, layers: int) -> tuple[int, set[i
     else:
         recomputed = layers
     ends = {min(start + length, layers) - 1 for start in range(0, recomputed, length)}
-    is_last = model.hidden_dropout == 0.0 and model.norm_placement == "before"
+    is_last = model.hidden_dropout == 0.0 and model.norm_placement == "pre"
     return recomputed, ends if is_last else set()

@@ -71,7 +71,7 @@ def saved_bytes(
     ffn = config.ffn_hidden_size // tp
     fc1_width = ffn * (2 if config.is_gated else 1)
     modules = config.recomputed_modules
-    num_norms = 0 if config.norm_placement == "after" else 2
+    num_norms = 0 if config.norm_placement == "post" else 2
     num_reads = 2 - (reads_frozen(config, layer_number) and "layernorm" not in modules)
     in_float8 = is_in_float8(config, layer_number)
 

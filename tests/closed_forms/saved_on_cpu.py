@@ -38,7 +38,7 @@ def saved_on_cpu(
     latent = model.multi_latent_attention
     is_plain, has_experts = model.normalization == "RMSNorm", model.moe_layers[model.kind_of(layer_number or 0)]
     parts |= kept_by_join(model, layer_number, rows, element, is_plain=is_plain)
-    if is_plain and model.norm_placement != "after":
+    if is_plain and model.norm_placement != "post":
         kept_of_weight = before_weight(model, element)
         of_each = _WIDE + (kept_of_weight if "layernorm" in modules else 0)
         hidden = rows * model.hidden_size

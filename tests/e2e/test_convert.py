@@ -21,8 +21,8 @@ from megatron.checkpoint.comparison import ConversionMismatchError, compare_sour
 from megatron.checkpoint.conversion import convert
 from megatron.checkpoint.formats.native import NativeSource, write_native
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
-from megatron.cli import convert as torchtitan_checkpoints_convert
-from megatron.cli import diff_checkpoints as diff
+from megatron.cli import convert as convert_command
+from megatron.cli import diff_checkpoints as diff_command
 from megatron.cli import inspect_checkpoint
 from megatron.cli.convert import parse_arguments
 from megatron.config.run_config import RunConfig
@@ -375,9 +375,9 @@ def test_the_commands_name_the_flags_that_are_needed(
     assert "num_query_groups: 2" in printed
     for main, words in (
         (inspect_checkpoint.main, [str(titan)]),
-        (diff.main, [str(titan), str(titan)]),
+        (diff_command.main, [str(titan), str(titan)]),
         (
-            torchtitan_checkpoints_convert.main,
+            convert_command.main,
             ["--loader", "torchtitan", "--load-dir", str(titan), "--save-dir", str(tmp_path / "x")],
         ),
     ):
@@ -388,9 +388,7 @@ def test_the_commands_name_the_flags_that_are_needed(
             "give what the model was trained with"
         ) in line
     with pytest.raises(SystemExit, match="2"):
-        torchtitan_checkpoints_convert.main(
-            ["--saver", "torchtitan", "--load-dir", str(titan), "--save-dir", str(tmp_path / "x")]
-        )
+        convert_command.main(["--saver", "torchtitan", "--load-dir", str(titan), "--save-dir", str(tmp_path / "x")])
     assert "--saver torchtitan: its folders are read only" in capsys.readouterr().err
 
 

@@ -140,7 +140,7 @@ def test_tasks_without_their_package_are_one_line(folder: Path, monkeypatch, cap
     assert error.count("\n") == 1
 
 
-RUN = "--train-iters 4 --eval-interval 2 --lr-warmup-iters 0 --cpu-matmul mkl --hidden-dropout 0.1"
+RUN = "--train-iters 4 --eval-interval 2 --lr-warmup-iters 0 --cpu-gemm-backend mkl --hidden-dropout 0.1"
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 CHUNKS = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 FLOAT8 = "--bf16 --fp8-format hybrid --seq-length 32 --max-position-embeddings 32 --ffn-hidden-size 64"

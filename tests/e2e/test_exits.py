@@ -268,7 +268,7 @@ def run_on_a_slow_disk(argv: list[str], faults: Faults) -> int:
 
 
 def warnings(output: str) -> list[str]:
-    return [line for line in output.splitlines() if "--exit-warning-seconds" in line and line.startswith("WARNING")]
+    return [line for line in output.splitlines() if "--preemption-grace-seconds" in line and line.startswith("WARNING")]
 
 
 @pytest.mark.default
@@ -276,14 +276,16 @@ def warnings(output: str) -> list[str]:
 def test_a_warning_that_is_too_short_is_said_after_the_first_checkpoint(how: str, tmp_path: Path) -> None:
     flags = "--save-interval 2 --train-iters 6 --lr-decay-iters 20 --eval-interval 100 --micro-batch-size 4"
     args = toy_args(tmp_path, flags, how)
-    run = fork_training([*args, "--exit-warning-seconds", "1"], program=run_on_a_slow_disk).check()
+    run = fork_training([*args, "--preemption-grace-seconds", "1"], program=run_on_a_slow_disk).check()
     line = warnings(run.stdout)[0]
     assert re.search(r" \d+\.\d s for a checkpoint", line)
     if not how:
         before = run.stdout[: run.stdout.index(line)]
         assert "saved checkpoint at iteration       2 " in before
         assert "iteration        3/" not in before
-    enough = fork_training([*args, "--exit-warning-seconds", "90", "--train-iters", "8"], program=run_on_a_slow_disk)
+    enough = fork_training(
+        [*args, "--preemption-grace-seconds", "90", "--train-iters", "8"], program=run_on_a_slow_disk
+    )
     assert warnings(enough.check().stdout) == []
 
 
@@ -291,7 +293,7 @@ def test_a_warning_that_is_too_short_is_said_after_the_first_checkpoint(how: str
 def test_a_signal_at_an_evaluation_saves_first_and_later_evaluations_are_the_same(tmp_path: Path) -> None:
     flags = "--eval-interval 5 --save-interval 100 --hidden-dropout 0.1"
     whole = fork_training(toy_args(tmp_path / "whole", flags), 2).check()
-    args = toy_args(tmp_path / "ours", flags, "--exit-warning-seconds 60")
+    args = toy_args(tmp_path / "ours", flags, "--preemption-grace-seconds 60")
     ended = fork_training(args, 2, Faults(rank=1, sigterm_at=10)).check()
     assert "no evaluation at iteration 10: the run is ending after a signal" in ended.stdout
     assert ended.stdout.index("no evaluation at iteration 10") < ended.stdout.index(

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.cli.gpu_dry_run import main, ranks_to_run
+from megatron.cli.simulate import main, ranks_to_run
 from megatron.core.model_parallel_config import ParallelSizes
 from megatron.planner.simulation.fake_cuda import find_compiler
 
@@ -26,7 +26,7 @@ NOT_THERE = ("--data-path", "/nowhere/text_document", "--vocab-file", "/nowhere/
 @pytest.mark.skipif(find_compiler() is None, reason="a CPU build of torch needs a C++ compiler for this")
 def test_a_stage_of_a_pipeline_is_reported_in_text_json_and_a_picture(tmp_path: Path) -> None:
     layout = ("--world-size", "4", "--rank", "3", "--pipeline-model-parallel-size", "2", "--gpu", "a100-80gb")
-    outputs = ("--json", str(tmp_path / "run.json"), "--memory-picture", str(tmp_path / "run.svg"))
+    outputs = ("--json", str(tmp_path / "run.json"), "--memory-plot", str(tmp_path / "run.svg"))
     command = [sys.executable, "tools/gpu_dry_run.py", *FLAGS, *NOT_THERE, *layout, *outputs]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -84,7 +84,7 @@ def test_a_rank_of_the_first_and_one_of_the_last_stage_are_run(
         (("--json", "/"), "error: --json / cannot be written: it is a folder; "),
         (("--json", "a" * 300), f"error: --json {'a' * 300} cannot be written: File name too long; "),
         (("--gpu", "v100"), "error: --gpu v100: no figures are known for it; possible: "),
-        (("--memory-picture", "a.png"), "error: --memory-picture a.png: the picture is SVG; give a name that ends in"),
+        (("--memory-plot", "a.png"), "error: --memory-plot a.png: the plot is SVG; give a name that ends in"),
         (("--hidden-sise", "3"), "error: unknown flag --hidden-sise"),
         (
             ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/nowhere"),

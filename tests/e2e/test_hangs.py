@@ -38,7 +38,7 @@ MICROBATCH = 40
 
 
 def args(folder: Path, *more: str) -> list[str]:
-    return toy_args(folder, "--train-iters 100000 --eval-interval 100000", f"--hang-report-seconds {SECONDS}", *more)
+    return toy_args(folder, "--train-iters 100000 --eval-interval 100000", f"--hang-timeout-seconds {SECONDS}", *more)
 
 
 def run_of(folder: Path, layout: str, faults: Faults, *more: str) -> Launch:
@@ -149,7 +149,7 @@ def test_a_rank_that_sleeps_in_saving_is_named(layout: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(("stopped", "num_processes"), [(1, 2), pytest.param(0, 2, marks=pytest.mark.long)])
 def test_a_stopped_rank_of_a_server_is_named_and_all_end(stopped: int, num_processes: int, llama: Path, capfd) -> None:
     # Rank 0 has the store as well: where it is stopped, nobody can ask anybody.
-    with server_tests.serving(llama, num_processes, "--hang-report-seconds", str(SECONDS)) as server:
+    with server_tests.serving(llama, num_processes, "--hang-timeout-seconds", str(SECONDS)) as server:
         assert server.put({"prompts": ["3 14"], "tokens_to_generate": 3, "top_k": 1})[0] == 200
         time.sleep(1.5 * SECONDS)  # waiting for requests is no hang
         assert [process.poll() for process in server.processes] == [None] * num_processes
@@ -165,7 +165,7 @@ def test_a_stopped_rank_of_a_server_is_named_and_all_end(stopped: int, num_proce
 
 @pytest.mark.long
 def test_a_long_run_with_a_slow_save_and_an_evaluation_is_let_be(tmp_path: Path) -> None:
-    flags = "--train-iters 2000 --eval-interval 700 --eval-iters 20 --save-interval 900 --hang-report-seconds 20"
+    flags = "--train-iters 2000 --eval-interval 700 --eval-iters 20 --save-interval 900 --hang-timeout-seconds 20"
     faults = Faults(rank=1, slow_save_s=20.0)
     result = run_training(
         toy_args(tmp_path, flags, "--log-interval 500"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli.inject_faults import main
+from megatron.cli.chaos import main
 from tests.harness.fault_trials import KINDS, LAYOUTS, FaultTrial
 from tests.harness.training_run import REPOSITORY, CommandResult, run_command
 

@@ -155,7 +155,7 @@ def test_a_rank_is_killed_every_thirty_seconds_for_twenty_minutes(tmp_path: Path
 
 @pytest.mark.long
 def test_a_rank_that_hangs_is_reported_and_all_are_replaced(tmp_path: Path, runs: list[Run]) -> None:
-    flags = "--train-iters 100 --lr-decay-iters 100 --save-interval 10 --hang-report-seconds 3"
+    flags = "--train-iters 100 --lr-decay-iters 100 --save-interval 10 --hang-timeout-seconds 3"
     attacked = start(runs, tmp_path / "attacked", 2, flags)
     attacked.wait_for("successfully saved checkpoint at iteration      20 ")
     attacked.kill(1, signal.SIGSTOP)

@@ -199,7 +199,7 @@ def test_the_passes_of_a_pipeline_are_recorded_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], iterations: int, more: str, recorded: int
 ) -> None:
     path = tmp_path / "new" / "schedule.json"
-    flags = f"--train-iters {iterations} --eval-iters 0 --lr-warmup-iters 0 --cpu-matmul mkl {more}"
+    flags = f"--train-iters {iterations} --eval-iters 0 --lr-warmup-iters 0 --cpu-gemm-backend mkl {more}"
     layout = "--pipeline-model-parallel-size 2 --global-batch-size 6"
     plain = fork_training(toy_args(tmp_path / "plain", flags, layout, save=False), 2)
     words = toy_args(tmp_path / "run", flags, layout, "--record-schedule", path, save=False)

@@ -208,11 +208,11 @@ def test_a_second_run_in_the_folder_is_refused(store: Store, outputs: str, tmp_p
 
 
 WHOLE = """
-from megatron.cli import inspect_checkpoint as inspect
+from megatron.cli import inspect_checkpoint
 from megatron.core.object_store import as_path
 from megatron.checkpoint.checkpoint_folder import saved_iterations
 found = saved_iterations(as_path("s3://bucket/killed"))
-assert all(inspect.main([f"s3://bucket/killed/iter_{number:07d}", "--verify"]) == 0 for number in found)
+assert all(inspect_checkpoint.main([f"s3://bucket/killed/iter_{number:07d}", "--verify"]) == 0 for number in found)
 print("whole:", *found)
 """
 

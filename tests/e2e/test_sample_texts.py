@@ -17,7 +17,7 @@ from tests.harness.forked_training import ForkedRun, Program, fork_training
 from tests.harness.graph_stand_in import RerunBackend
 from tests.harness.training_run import REPOSITORY, run_command
 
-RUN = "--train-iters 4 --eval-interval 2 --lr-warmup-iters 0 --cpu-matmul mkl --hidden-dropout 0.1"
+RUN = "--train-iters 4 --eval-interval 2 --lr-warmup-iters 0 --cpu-gemm-backend mkl --hidden-dropout 0.1"
 ROPE = "--position-embedding-type rope --swiglu --untie-embeddings-and-output-weights"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
@@ -30,7 +30,7 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 WEIGHTS = "--data-parallel-sharding-strategy optim_grads_params"
 FLOAT8 = "--bf16 --fp8-format hybrid --seq-length 32 --max-position-embeddings 32 --ffn-hidden-size 64"
 GRAPHS = "--attention-dropout 0 --cuda-graph-impl local --cuda-graph-warmup-steps 1"
-SAMPLES = ("--sample-interval", "1", "--sample-tokens", "5", "--sample-prompts")
+SAMPLES = ("--generate-interval", "1", "--sample-tokens", "5", "--generate-prompts")
 PROMPTS = ("1 2 3", "7")
 
 
@@ -148,9 +148,9 @@ def test_samples_change_nothing_of_a_run_in_fp8(tmp_path: Path, more: str, nproc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--sample-interval", "1"), "--sample-interval 1 has nothing to continue"),
+        (("--generate-interval", "1"), "--generate-interval 1 has nothing to continue"),
         ((*SAMPLES, " ".join("1" for _ in range(22))), "24"),
-        (("--sample-prompts", "1"), "--sample-prompts"),
+        (("--generate-prompts", "1"), "--generate-prompts"),
     ],
     ids=["no prompt", "too long", "no interval"],
 )

@@ -135,12 +135,12 @@ def test_a_bad_weight_is_undone_by_going_back(examination: str, clean: ForkedRun
 
 @pytest.mark.long
 def test_going_back_counts_for_the_whole_run(tmp_path: Path) -> None:
-    args = toy_args(tmp_path, WATCH, "--spike-policy rewind --spike-budget 1")
+    args = toy_args(tmp_path, WATCH, "--spike-policy rewind --max-spikes 1")
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     fork_training([*args, "--exit-interval", "12"], 1, Faults(bad_weight_at=19, drifting_parameter=name)).check()
     resumed = fork_training([*args, "--save-interval", "1"], 1, Faults(bad_weight_at=3, drifting_parameter=name))
     assert resumed.statuses == (1,)
-    assert "--spike-budget 1 is used up" in resumed.errors[0]
+    assert "--max-spikes 1 is reached" in resumed.errors[0]
 
 
 def grown_at_once(argv: Sequence[str], faults: Faults) -> int:
@@ -179,12 +179,12 @@ def test_a_model_to_which_all_samples_look_wrong_is_no_fault_of_a_device(policy:
 
 @pytest.mark.long
 def test_what_is_left_out_with_the_step_before_is_within_the_budget(tmp_path: Path) -> None:
-    few = toy_args(tmp_path / "few", WATCH, "--spike-policy rewind --spike-budget 1")
+    few = toy_args(tmp_path / "few", WATCH, "--spike-policy rewind --max-spikes 1")
     run = fork_training(few, 1, program=grown_at_once)
     assert run.statuses == (1,)
-    assert "; 2 steps more would be left out, and --spike-budget 1 has room for 1" in run.errors[0]
+    assert "; 2 steps more would be left out, and --max-spikes 1 allows 1" in run.errors[0]
     assert "are left out" not in run.stdout
-    enough = toy_args(tmp_path / "enough", WATCH, "--spike-policy rewind --spike-budget 2")
+    enough = toy_args(tmp_path / "enough", WATCH, "--spike-policy rewind --max-spikes 2")
     fork_training(enough, 1, program=grown_at_once).check()
     assert left_out(tmp_path / "enough") == [(32, 36, []), (36, 40, [])]
 
@@ -279,10 +279,10 @@ def test_a_run_goes_back_to_what_it_has_saved_itself(tmp_path: Path) -> None:
 
 def test_a_budget_that_is_used_up_ends_the_run(tmp_path: Path) -> None:
     faults = Faults(poisoned=(BAD_SAMPLE, 45), poison=100.0)
-    run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy skip --spike-budget 1"), 1, faults)
+    run = fork_training(toy_args(tmp_path, WATCH, "--spike-policy skip --max-spikes 1"), 1, faults)
     assert run.statuses == (1,)
     assert "iteration 12: " in run.errors[0]
-    assert "--spike-budget 1 is used up" in run.errors[0]
+    assert "--max-spikes 1 is reached" in run.errors[0]
 
 
 def test_a_transient_fault_is_computed_again_and_leaves_no_trace(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_every_step_computed_twice_changes_nothing_and_is_reported(clean: Forked
 def test_retention_keeps_a_checkpoint_known_to_train(tmp_path: Path) -> None:
     # A weight goes bad in iteration 9; float16 would have saved nothing but that from then on.
     faults = Faults(bad_weight_at=17, drifting_parameter="decoder.final_layernorm.weight")
-    args = toy_args(tmp_path, PLAIN, "--save-interval 1 --keep-last 1 --known-to-train-after 3")
+    args = toy_args(tmp_path, PLAIN, "--save-interval 1 --keep-last 1 --checkpoint-validation-steps 3")
     run = fork_training(args, 1, faults)
     assert run.statuses == (1,)
     folder = tmp_path / "checkpoints"

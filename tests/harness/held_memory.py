@@ -22,7 +22,7 @@ from megatron.core.distributed.fully_sharded_data_parallel import ShardedGradBuf
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.ops.gemm import has_library
 from megatron.core.timers import Timers
-from megatron.planner.implementations import OURS
+from megatron.planner.implementations import NATIVE
 from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan
 from megatron.training.initialize import make_runtime
@@ -150,7 +150,7 @@ def assert_memory_matches_the_plan(cell: Cell, *, saved_bytes_per_token: int, ch
             held = held_by_step(config, stage * per_stage, cell.data, counts_integers=has_experts)
         flops += held.flops * per_stage
         name = f"{cell.name}, stage {stage}"
-        state = stage_state(plan, stage, OURS)
+        state = stage_state(plan, stage, NATIVE)
         # A rank frees the gathered weights and keeps only its shards by the end of the step.
         weights, gradients = state.weights, state.gradients + state.gradient_pool
         # In this process the offloaded part of the state is measured, too.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pretrain_gpt
 from megatron.config.run_config import RunConfig
-from megatron.planner import communication as planner
+from megatron.planner import communication
 from megatron.planner.simulation.fake_cuda import find_compiler
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.traffic import Traffic
@@ -21,6 +21,6 @@ def assert_same_traffic(config: RunConfig, rank: int, data: str = "plain") -> Tr
     recorded = record_step(config, rank, pretrain_gpt.provide_model, pretrain_gpt.forward_step, data)
     assert recorded == step_traffic(config, rank), f"rank {rank}: recorded, and by the closed form"
     if find_compiler() is not None:
-        planned = planner.step_traffic(config, rank, _HOPPER)
+        planned = communication.step_traffic(config, rank, _HOPPER)
         assert planned == recorded, f"rank {rank}: planned, and recorded"
     return recorded

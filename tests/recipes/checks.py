@@ -17,7 +17,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.planner.communication import step_traffic
 from megatron.planner.explanation import explain
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import OURS
+from megatron.planner.implementations import NATIVE
 from megatron.verification.cells import Layout, make_cell
 from megatron.verification.collective_recorder import record_step
 from megatron.verification.run_cell import resolve_cell
@@ -55,7 +55,7 @@ def check_feature(flags: Sequence[str], flag: str, parameters: Mapping[int, int]
         reports = []
         for more in ((), (flag,)):
             parsed = read_planned_run([*flags, *gated, *more], 1)
-            reports.append(explain(parsed.config, parsed.notes, H100, OURS).to_json())
+            reports.append(explain(parsed.config, parsed.notes, H100, NATIVE).to_json())
         plain, own = reports
         assert own["parameters"] == plain["parameters"] + parsed.config.model.num_layers * added
         for part in ("weights", "activations"):

@@ -138,13 +138,13 @@ check_rejected([*flags, *saved, "--optimizer", "adafactor"], "--optimizer adafac
 """,
     "checkpoint_format": """
 from megatron.cli import convert
-from megatron.cli import diff_checkpoints as diff
+from megatron.cli import diff_checkpoints
 from tests.unit.checkpoint.small_checkpoint import small_common, write_small
 write_small(pathlib.Path("native"), small_common())
 assert convert.main("--load-dir native --saver raw --save-dir raw".split()) == 0
 assert len(list(pathlib.Path("raw").glob("iter_0000003/*.bin"))) > 100
 assert convert.main("--load-dir raw --loader raw --saver native --save-dir again".split()) == 0
-assert diff.main(["native", "again"]) == 0
+assert diff_checkpoints.main(["native", "again"]) == 0
 """,
     "family": """
 import torch, transformers
@@ -178,12 +178,12 @@ assert min(losses[5:]) < losses[0]
 import dataclasses, os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
-from megatron.core.ops import triton_support as triton_choice
+from megatron.core.ops import triton_support
 from megatron.core.process_group import single_rank_group
 from megatron.core.transformer.mlp import MLP
 config = dataclasses.replace(parse_arguments([*flags, "--mish"]).model, num_experts=None)
 assert config.activation == "mish"
-triton_choice._DEVICE = "cpu"
+triton_support._DEVICE = "cpu"
 mlp = MLP(config, single_rank_group(), "cpu")
 for parameter in mlp.parameters():
     torch.nn.init.normal_(parameter)

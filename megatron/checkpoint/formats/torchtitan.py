@@ -12,8 +12,14 @@ import torch
 
 from megatron.checkpoint import TensorInfo, refuse_misfits, untrained_common
 from megatron.checkpoint.formats.huggingface import LinkTable, LlamaFamily, TensorLink, shapes_of
-from megatron.checkpoint.formats.megatron import BoxReader, StoredEntry, StoredMetadata, chunk_boxes, read_metadata
-from megatron.checkpoint.formats.megatron.torch_dist_metadata import StoredBox
+from megatron.checkpoint.formats.megatron import (
+    BoxReader,
+    StoredBox,
+    StoredEntry,
+    StoredMetadata,
+    chunk_boxes,
+    read_metadata,
+)
 from megatron.checkpoint.formats.torchtitan_settings import require_told
 from megatron.core.dist_checkpointing import dtype_name
 from megatron.core.errors import CheckpointError
@@ -107,7 +113,7 @@ def read_model(entries: Mapping[str, StoredEntry], told: Mapping[str, Any], plac
     )
 
 
-def recorded_config(folder: Path) -> dict[str, dict[str, Any]]:
+def recorded_torchtitan_config(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what shapes and types of a folder's weights say of the configuration without anything that was told.
 
     Raises:

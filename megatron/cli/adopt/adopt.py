@@ -1,4 +1,4 @@
-"""Print this project's command for another trainer's launch script or settings file, which is read and never run.
+"""Translate another trainer's launch script or configuration file, without executing it.
 
 Launch scripts of Megatron-LM, Pai-Megatron-Patch and DeepSpeed-Megatron (bash), a TOML file of torchtitan, a YAML
 file of nanotron, a saved config.json of OLMo-core. The status is 0 where the command would run, 1 where something
@@ -16,9 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.cli import convert, merge_datasets, preprocess_data, run_text_generation_server
 from megatron.cli.adopt.adoption import adopt_file, report_json, report_lines
 from megatron.cli.arguments import Parser, exit_status_of
+from megatron.cli.convert import parse_arguments as parse_conversion
+from megatron.cli.merge_datasets import build_parser as parser_of_merging
+from megatron.cli.preprocess_data import build_parser as parser_of_preprocessing
+from megatron.cli.run_text_generation_server import build_parser as parser_of_server
 from megatron.config import resolve_arguments
 from megatron.core.errors import ConfigurationError
 
@@ -65,10 +68,10 @@ def refused_by(parse: Callable[[Sequence[str]], Any]) -> Callable[[Sequence[str]
 
 CHECKS = {
     "pretrain_gpt.py": refused_in_pretraining,
-    "tools/preprocess_data.py": refused_by(preprocess_data.build_parser().parse_args),
-    "tools/merge_datasets.py": refused_by(merge_datasets.build_parser().parse_args),
-    "tools/run_text_generation_server.py": refused_by(run_text_generation_server.build_parser().parse_args),
-    "tools/checkpoint/convert.py": refused_by(convert.parse_arguments),
+    "tools/preprocess_data.py": refused_by(parser_of_preprocessing().parse_args),
+    "tools/merge_datasets.py": refused_by(parser_of_merging().parse_args),
+    "tools/run_text_generation_server.py": refused_by(parser_of_server().parse_args),
+    "tools/checkpoint/convert.py": refused_by(parse_conversion),
 }
 
 

@@ -260,8 +260,8 @@ def _olmo_core_model(reader: SettingsReader) -> None:
         reader.add("--hidden-dropout", 0.0)
     name = reader.take("model.block.name", "default")
     if name == "reordered_norm":
-        reader.add("--norm-placement", "after")
-        reader.note(f"model.block.name = {name}", "renamed", "--norm-placement after; changes: nothing")
+        reader.add("--norm-placement", "post")
+        reader.note(f"model.block.name = {name}", "renamed", "--norm-placement post; changes: nothing")
     elif name != "default":
         text = f"known are default and reordered_norm: a {name} block may be another model"
         reader.note(f"model.block.name = {name}", "no counterpart", text, needs_decision=True)

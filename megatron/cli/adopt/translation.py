@@ -8,7 +8,15 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.cli.adopt.shell_values import is_unresolved, plain_name, readable, unknown_mark, without_placeholder
-from megatron.config import NO_EFFECT, NOT_SUPPORTED, ForeignFlag, all_flags, command_line_fields, foreign_flag
+from megatron.config import (
+    NO_EFFECT,
+    NOT_SUPPORTED,
+    ForeignFlag,
+    all_flags,
+    command_line_fields,
+    foreign_flag,
+    with_current_flags,
+)
 from megatron.core.config_base import FieldSpec
 
 TOKENIZER_FOLDER = "TOKENIZER_FOLDER"
@@ -87,7 +95,8 @@ def _with_marks(group: FlagGroup, placeholders: dict[str, str]) -> FlagGroup:
 
 
 def flag_groups(words: Sequence[str]) -> Iterator[FlagGroup]:
-    """Cut words into flags with their values, ``--flag=value`` included."""
+    """Cut words into flags with their values, ``--flag=value`` included; deprecated flags get their current names."""
+    words, _ = with_current_flags(words)
     place = 0
     while place < len(words):
         word = words[place]

@@ -117,7 +117,7 @@ def _check_norms(config: RunConfig) -> Iterator[str]:
             f"--qk-layernorm-across-heads is not supported with --normalization {model.normalization}; "
             "use --normalization RMSNorm"
         )
-    if model.apply_residual_connection_post_layernorm and model.norm_placement != "before":
+    if model.apply_residual_connection_post_layernorm and model.norm_placement != "pre":
         yield (
             "--apply-residual-connection-post-layernorm carries the norms before attention and feed-forward on, and "
             f"--norm-placement is {model.norm_placement}; leave one of them out"

@@ -389,10 +389,10 @@ def _check_modules(config: RunConfig) -> Iterator[str]:
         )
     elif "layernorm" in model.recompute_modules:
         others = " ".join(name for name in model.recompute_modules if name != "layernorm") or "core_attn"
-        if model.norm_placement == "after":
+        if model.norm_placement == "post":
             yield (
                 "--recompute-modules layernorm is of the norms in front of attention and feed-forward, and "
-                f"--norm-placement after has none; use --recompute-modules {others}"
+                f"--norm-placement post has none; use --recompute-modules {others}"
             )
         if model.apply_residual_connection_post_layernorm:
             yield (

@@ -467,9 +467,9 @@ def _check_folder(config: RunConfig) -> Iterator[str]:
 
 
 def _check_looks(config: RunConfig) -> Iterator[str]:
-    interval, tasks = config.logging.sample_interval, config.validation.eval_tasks
-    if interval is not None and not config.logging.sample_prompts:
-        yield f"--sample-interval {interval} has nothing to continue; add --sample-prompts TEXT"
+    interval, tasks = config.logging.generate_interval, config.validation.eval_tasks
+    if interval is not None and not config.logging.generate_prompts:
+        yield f"--generate-interval {interval} has nothing to continue; add --generate-prompts TEXT"
     if tasks and not config.validation.eval_interval and config.validation.eval_tasks_interval is None:
         yield "--eval-tasks with --eval-interval 0 would ask nothing; add --eval-tasks-interval N"
 
@@ -478,7 +478,7 @@ PROFILING_CHECKS = (
     Check(("profile_step_start", "profile_step_end"), _check_profiled_steps),
     Check(("profile_ranks",), _check_ranks),
     Check(("tensorboard_dir", "save"), _check_folder),
-    Check(("sample_interval", "eval_tasks"), _check_looks),
+    Check(("generate_interval", "eval_tasks"), _check_looks),
 )
 
 

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         checksums_path,
         cut,
         idx_path,
+        ignore_bytes_read,
         optimal_dtype,
         replace_tokens,
         report_lost_pages,
@@ -104,8 +105,8 @@ __getattr__ = lazy_exports(
         "index_builder": "SEPARATE_FINAL_EPOCH_BELOW count_samples plan_epochs select_index_builder",
         "indexed_dataset": (
             "Block CHECKSUM_BLOCK_BYTES Damage IndexedDataset IndexedDatasetBuilder PIECE_LENGTH Read bin_path "
-            "checksum_blocks checksums_path cut idx_path optimal_dtype replace_tokens report_lost_pages "
-            "verify_checksums write_checksums write_index"
+            "checksum_blocks checksums_path cut idx_path ignore_bytes_read optimal_dtype replace_tokens "
+            "report_lost_pages verify_checksums write_checksums write_index"
         ),
         "micro_batch_reader": "ExternalReader MicroBatchReader ReadAhead",
         "sample_keys": "ReadCounter SamplePlace blend_names data_set_numbers locate_sample",

@@ -53,9 +53,9 @@ from megatron.core.datasets.index_builder import (
     IndexBuilder,
     Told,
     count_samples,
+    ignore_index_progress,
     plan_epochs,
     select_index_builder,
-    untold,
 )
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -284,7 +284,7 @@ class BlendedDatasetBuilder:
         self.num_samples = num_samples
         self._report = report
         self._index_builder = index_builder
-        self.told: Told = untold
+        self.told: Told = ignore_index_progress
         self._opened: dict[str, IndexedDataset] = {}
 
     def check(self) -> None:

@@ -329,8 +329,8 @@ Told = Callable[[str, int, int], None]
 """Take the name of a split, how many of its samples are indexed, and how many there are."""
 
 
-def untold(split: str, done: int, total: int) -> None:
-    """Tell nobody how far it is."""
+def ignore_index_progress(split: str, done: int, total: int) -> None:
+    """Report no progress."""
 
 
 class CountedIndexBuilder:

@@ -347,8 +347,8 @@ class Damage(NamedTuple):
         return f"{self.path}: bytes {self.start} to {self.stop}: {self.reason}"
 
 
-def untold(num_bytes: int) -> None:
-    """Tell nobody of bytes that are read."""
+def ignore_bytes_read(num_bytes: int) -> None:
+    """Report no bytes."""
 
 
 def checksums_path(prefix: str | Path) -> Path:
@@ -364,7 +364,7 @@ def checksum_blocks(data: bytes | memoryview) -> list[Block]:
     ]
 
 
-def file_blocks(path: Path, read: Read = untold) -> list[Block]:
+def file_blocks(path: Path, read: Read = ignore_bytes_read) -> list[Block]:
     """Read a whole file and return its blocks."""
     blocks = []
     with open(path, "rb", buffering=0) as file:
@@ -374,7 +374,9 @@ def file_blocks(path: Path, read: Read = untold) -> list[Block]:
     return blocks
 
 
-def write_checksums(prefix: str | Path, bin_blocks: Sequence[Block] | None = None, read: Read = untold) -> None:
+def write_checksums(
+    prefix: str | Path, bin_blocks: Sequence[Block] | None = None, read: Read = ignore_bytes_read
+) -> None:
     """Write the checksum file of a data set that is in place, by renaming.
 
     Without ``bin_blocks`` the blocks of ``.bin`` are read from the file.
@@ -406,7 +408,7 @@ def write_checksums(prefix: str | Path, bin_blocks: Sequence[Block] | None = Non
         raise DataError(f"the checksums of {prefix} cannot be written: {error}") from error
 
 
-def verify_checksums(prefix: str | Path, read: Read = untold) -> Iterator[Damage]:
+def verify_checksums(prefix: str | Path, read: Read = ignore_bytes_read) -> Iterator[Damage]:
     """Read both files of a data set whole and yield every block that differs from its checksum.
 
     Raises:

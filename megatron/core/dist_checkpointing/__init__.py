@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         read_index_file,
         write_index,
     )
-    from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, load_index, load_tensors, untold
+    from megatron.core.dist_checkpointing.load import LoadedTensors, Progress, ignore_progress, load_index, load_tensors
     from megatron.core.dist_checkpointing.planner import (
         AVERAGE_PREFIX,
         FLOAT8_PREFIX,
@@ -78,7 +78,7 @@ __getattr__ = lazy_exports(
             "CheckpointIndex INDEX_FILE StoredFile StoredShard StoredTensor check_run_state encode_common "
             "index_text read_index read_index_file write_index"
         ),
-        "load": "LoadedTensors Progress load_index load_tensors untold",
+        "load": "LoadedTensors Progress load_index load_tensors ignore_progress",
         "planner": (
             "AVERAGE_PREFIX CheckpointState FLOAT8_PREFIX Float8Scaling MAX_SHARD_BYTES MODEL_PREFIX "
             "OPTIMIZER_PREFIX RNG_PREFIX SavePlan SavePlanner ShardedTensor average_choice dtype_name dtype_of "

@@ -48,8 +48,8 @@ Progress = Callable[[int, int], None]
 """Take how many bytes this rank has read, and of how many."""
 
 
-def untold(done: int, total: int) -> None:
-    """Tell nobody how far it is."""
+def ignore_progress(done: int, total: int) -> None:
+    """Report no progress."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def load_tensors(
     verify: bool = True,
     allow_cast: bool = False,
     strictness: Strictness = STRICT,
-    progress: Progress = untold,
+    progress: Progress = ignore_progress,
 ) -> LoadedTensors:
     """Fill every rank's tensors in place; each rank reads the bytes that it needs, each once.
 

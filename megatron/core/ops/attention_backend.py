@@ -52,7 +52,7 @@ def load_flash_attention(*, is_deterministic: bool = False) -> FlashAttention | 
     A package that is installed but cannot be imported (a broken shared object, a missing package that it needs) is
     named in one warning, however many layers ask.
     """
-    return _load("flash_attn", "flash-attn", takes_dropout=True, is_deterministic=is_deterministic)
+    return _load_package("flash_attn", "flash-attn", takes_dropout=True, is_deterministic=is_deterministic)
 
 
 @functools.cache
@@ -62,10 +62,12 @@ def load_flash_attention_3() -> FlashAttention | None:
     Its backward pass does not give the same bits again, asked to or not (Dao-AILab/flash-attention #2244).
     A broken package is named in one warning.
     """
-    return _load("flash_attn_interface", "flash-attn 3", takes_dropout=False, is_deterministic=False)
+    return _load_package("flash_attn_interface", "flash-attn 3", takes_dropout=False, is_deterministic=False)
 
 
-def _load(module_name: str, package: str, *, takes_dropout: bool, is_deterministic: bool) -> FlashAttention | None:
+def _load_package(
+    module_name: str, package: str, *, takes_dropout: bool, is_deterministic: bool
+) -> FlashAttention | None:
     try:
         module: ModuleType = importlib.import_module(module_name)
         flash_attn_func: Callable[..., Any] = module.flash_attn_func

@@ -26,9 +26,9 @@ def normalizer_and_label_logits(
     Shapes: ``logits: [n, v], labels: [n] -> [n], [n]`` in float32 (float64 for float64 logits).
     """
     if _takes_triton(logits):
-        from megatron.core.ops.triton import cross_entropy as programs
+        from megatron.core.ops.triton import normalizer_and_label_logits as on_triton
 
-        return programs.normalizer_and_label_logits(logits, labels, num_columns)
+        return on_triton(logits, labels, num_columns)
     real = logits[:, :num_columns]
     label_logits = torch.zeros(logits.shape[0], dtype=arithmetic_dtype(logits.dtype), device=logits.device)
     normalizer = torch.full_like(label_logits, -torch.inf)
@@ -56,9 +56,9 @@ def overwrite_with_gradient(
     Shapes: ``logits: [n, v]``, the others ``[n]``.
     """
     if _takes_triton(logits):
-        from megatron.core.ops.triton import cross_entropy as programs
+        from megatron.core.ops.triton import overwrite_with_gradient as on_triton
 
-        programs.overwrite_with_gradient(logits, labels, num_columns, log_normalizer, row_grad)
+        on_triton(logits, labels, num_columns, log_normalizer, row_grad)
         return
     real = logits[:, :num_columns]
     if num_columns:

@@ -64,9 +64,9 @@ def drop_hidden(
     """
     tensors = (x,) if residual is None else (x, residual)
     if tensors[-1].dtype == x.dtype and runs_on_triton(*tensors):
-        from megatron.core.ops.triton import residual as programs
+        from megatron.core.ops.triton import drop_hidden as on_triton
 
-        return programs.drop_hidden(x, keys, probability, residual)
+        return on_triton(x, keys, probability, residual)
     dropped = keyed_dropout(x, keys, probability)
     return dropped if residual is None else residual + dropped
 

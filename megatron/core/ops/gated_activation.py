@@ -34,10 +34,11 @@ def gated_activation(x: torch.Tensor, kind: str, offset: float = 0.0, limit: flo
         result: torch.Tensor = _LimitedGate.apply(x, kind, offset, limit)  # type: ignore[no-untyped-call]
         return result
     if runs_on_triton(x):
-        from megatron.core.ops.triton import activation as programs
+        from megatron.core.ops.triton import GATED_KINDS
+        from megatron.core.ops.triton import gated_activation as on_triton
 
-        if kind in programs.GATED_KINDS:
-            return programs.gated_activation(x, kind)
+        if kind in GATED_KINDS:
+            return on_triton(x, kind)
     gate, up = x.chunk(2, dim=-1)
     return _GATES[kind](gate) * up
 

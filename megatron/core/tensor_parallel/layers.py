@@ -223,7 +223,7 @@ class ColumnParallelLinear(nn.Module):
         self.output_size = output_size
         self.gather_output = gather_output
         self.skip_bias_add = skip_bias_add
-        self.product_library = config.cpu_matmul
+        self.product_library = config.cpu_gemm_backend
         self.overlap = linear_overlap(config, tp_comm_buffer_name)
         self.quantizers: Fp8Quantizers | None = None
         self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED
@@ -311,7 +311,7 @@ class RowParallelLinear(nn.Module):
         self.tp = tp_group
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
-        self.product_library = config.cpu_matmul
+        self.product_library = config.cpu_gemm_backend
         self.overlap = linear_overlap(config, tp_comm_buffer_name)
         self.quantizers: Fp8Quantizers | None = None
         self.sequence_parallel = config.sequence_parallel

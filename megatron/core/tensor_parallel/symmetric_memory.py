@@ -14,8 +14,6 @@ import torch
 from megatron.core.collectives import all_gather_objects, any_rank
 from megatron.core.process_group import Group
 
-_OPERATORS = "torch.distributed._symmetric_memory"
-
 
 def why_no_symmetric_memory(tp: Group, has_peers: bool) -> str | None:
     """Return on every rank why the group's products cannot use symmetric memory, or None where they can. Collective.
@@ -32,7 +30,7 @@ def why_no_symmetric_memory(tp: Group, has_peers: bool) -> str | None:
 def _has_operators() -> bool:
     """Return whether torch knows the operators; they are there once their module is imported."""
     try:
-        importlib.import_module(_OPERATORS)
+        importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError:
         return False
     names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")

@@ -116,7 +116,7 @@ class SharedGroupQueryKeyValue(nn.Module):
     def __init__(self, config: TransformerConfig, tp: Group, device: torch.device | str) -> None:
         super().__init__()
         self.tp = tp
-        self.product_library = config.cpu_matmul
+        self.product_library = config.cpu_gemm_backend
         self.overlap = linear_overlap(config, "qkv")
         self.quantizers: Fp8Quantizers | None = None
         self.region = InputRegion.SEQUENCE if config.sequence_parallel else InputRegion.REPLICATED

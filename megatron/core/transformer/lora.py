@@ -108,7 +108,7 @@ def add_adapters(model: nn.Module, config: TransformerConfig, tp: Group, device:
         sequence_parallel=config.sequence_parallel,
         dtype=dtype_from_name(config.params_dtype),
         device=device,
-        product_library=config.cpu_matmul,
+        product_library=config.cpu_gemm_backend,
     )
     for layer in [module for module in model.modules() if isinstance(module, TransformerLayer)]:
         _adapt_layer(layer, config, options)

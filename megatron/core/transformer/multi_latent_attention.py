@@ -43,7 +43,7 @@ class ReplicatedLinear(nn.Module):
         self, config: TransformerConfig, in_features: int, out_features: int, tp: Group, device: torch.device | str
     ) -> None:
         super().__init__()
-        self.tp, self.product_library = tp, config.cpu_matmul
+        self.tp, self.product_library = tp, config.cpu_gemm_backend
         self.quantizers: Fp8Quantizers | None = None
         shape = (out_features, in_features)
         spec = replicated_spec("weight", shape, tp, config.sequence_parallel, std=config.init_method_std)

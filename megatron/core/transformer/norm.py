@@ -191,10 +191,10 @@ class ResidualNorm(Norm):
         tensors = (x, self.weight) if branch is None else (x, self.weight, branch)
         is_alike = all(tensor.dtype == x.dtype for tensor in tensors) and self.kind in ("LayerNorm", "RMSNorm")
         if is_alike and runs_on_triton(*tensors):
-            from megatron.core.ops.triton import residual as programs
+            from megatron.core.ops.triton import MAX_WIDTH, add_and_normalize
 
-            if self.shape[0] <= programs.MAX_WIDTH:
-                return programs.add_and_normalize(
+            if self.shape[0] <= MAX_WIDTH:
+                return add_and_normalize(
                     x,
                     branch,
                     self.weight,

@@ -147,9 +147,9 @@ def apply_rotary_to_both(
     Shapes: ``query: [s, b, heads, d]``, ``key: [s, b, groups, d]``, and so the results.
     """
     if runs_on_triton(query, key, angles.cos, angles.sin):
-        from megatron.core.ops.triton import query_key_value as programs
+        from megatron.core.ops.triton import rotate_query_and_key
 
-        return programs.rotate_query_and_key(query, key, angles.cos, angles.sin, angles.interleaved)
+        return rotate_query_and_key(query, key, angles.cos, angles.sin, angles.interleaved)
     return apply_rotary(query, angles), apply_rotary(key, angles)
 
 
@@ -176,9 +176,9 @@ def split_and_rotate(mixed: torch.Tensor, angles: RotaryAngles) -> tuple[torch.T
     Shapes: as for `split_projection`.
     """
     if runs_on_triton(mixed, angles.cos, angles.sin):
-        from megatron.core.ops.triton import query_key_value as programs
+        from megatron.core.ops.triton import split_and_rotate as on_triton
 
-        return programs.split_and_rotate(mixed, angles.cos, angles.sin, angles.interleaved)
+        return on_triton(mixed, angles.cos, angles.sin, angles.interleaved)
     query, key, value = split_projection(mixed)
     return *apply_rotary_to_both(query, key, angles), value
 

@@ -388,8 +388,15 @@ class TransformerConfig(
     """Normalize queries and keys, each head on its own."""
     qk_layernorm_across_heads: bool = flag(False, role="shape", needs="qk_layernorm", in_args=False)
     """Normalize all query heads of a token together, and all key heads."""
-    norm_placement: str = flag("before", choices=("before", "after", "both"), role="shape", in_args=False)
-    """Where a layer normalizes: before attention and feed-forward, after them (before the residual sum), or both."""
+    norm_placement: str = flag(
+        "pre",
+        deprecated_values=(("before", "pre"), ("after", "post"), ("both", "sandwich")),
+        choices=("pre", "post", "sandwich"),
+        role="shape",
+        in_args=False,
+    )
+    """Where a layer normalizes: pre = before attention and feed-forward, post = after them (before the residual sum),
+    sandwich = both."""
 
     apply_residual_connection_post_layernorm: bool = flag(False, role="meaning", excludes=("use_parallel_residual",))
     """Carry the output of each layer's norms on as the residual stream, in place of what they normalize."""

@@ -42,12 +42,12 @@ def make_norm(config: TransformerConfig, tp: Group, device: torch.device | str, 
 
 def make_stream_norm(config: TransformerConfig, tp: Group, device: torch.device | str) -> ResidualNorm | ResidualSum:
     """Return what attention and feed-forward read the residual stream through."""
-    if config.norm_placement == "after":
+    if config.norm_placement == "post":
         return ResidualSum()
     carries_norm = config.apply_residual_connection_post_layernorm
     norm = make_norm(config, tp, device, PostNormResidual if carries_norm else ResidualNorm)
     assert isinstance(norm, ResidualNorm)
-    norm.sums_branch_grad = config.add_bias_linear and config.norm_placement == "before"
+    norm.sums_branch_grad = config.add_bias_linear and config.norm_placement == "pre"
     return norm
 
 
@@ -99,7 +99,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        has_after = config.norm_placement != "before"
+        has_after = config.norm_placement != "pre"
         self.input_layernorm = make_stream_norm(config, tp, device)
         self.self_attention = make_attention(config, layer_number, tp, device, cp)
         self.post_self_attn_layernorm = make_norm(config, tp, device) if has_after else nn.Identity()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from megatron.serving.openai.application import Application
     from megatron.serving.openai.chat_client import ChatClient, ChatFailed
     from megatron.serving.openai.guard import Guard, Limits, Metrics
     from megatron.serving.openai.http_server import HttpServer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
+        "application": "Application",
         "chat_client": "ChatClient ChatFailed",
         "guard": "Guard Limits Metrics",
         "http_server": "HttpServer",

@@ -53,7 +53,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+AsgiApplication = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _READ_ANYWAY = 8
 """A body that is too long is still read up to this multiple of the limit."""
@@ -76,7 +76,7 @@ class Guard:
     The application gets the whole body in one message.
     """
 
-    def __init__(self, application: Application, limits: Limits, api_key: str | None, metrics: Metrics) -> None:
+    def __init__(self, application: AsgiApplication, limits: Limits, api_key: str | None, metrics: Metrics) -> None:
         self._application = application
         self._limits = limits
         self._key = None if api_key is None else f"Bearer {api_key}".encode()

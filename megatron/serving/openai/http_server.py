@@ -10,7 +10,7 @@ import time
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron.serving.openai.guard import Application
+from megatron.serving.openai.guard import AsgiApplication
 
 _KEEP_ALIVE_S = 60
 _FIRST_REQUEST_S = 30.0
@@ -57,7 +57,7 @@ class HttpServer:
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def start(self, application: Application) -> None:
+    def start(self, application: AsgiApplication) -> None:
         """Start the server, and return when it accepts requests."""
         config = uvicorn.Config(
             application,

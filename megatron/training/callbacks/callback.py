@@ -10,7 +10,7 @@ from megatron.checkpoint import TrainState
 from megatron.config import RunConfig
 from megatron.core.console import print_line
 from megatron.core.datasets import ReadCounter
-from megatron.core.dist_checkpointing import Progress, untold
+from megatron.core.dist_checkpointing import Progress, ignore_progress
 from megatron.core.pipeline_parallel import Action
 from megatron.core.timers import Timers
 from megatron.training import EvaluationSets, ForwardStep, ModelAndOptimizer, RunCheckpoints, Runtime, StepGuard
@@ -183,7 +183,7 @@ class TrainingRun:
     step_timers: Timers
     action_clock: ActionClock
     guard: StepGuard | None = None
-    show_progress: Progress = untold
+    show_progress: Progress = ignore_progress
 
     def log(self, text: str) -> None:
         """Print a line on the reporting rank."""

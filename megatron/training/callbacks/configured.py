@@ -84,7 +84,7 @@ class ReplicaChecks(Callback):
     """Comparison of replicas at the intervals of ``--check-*-hash-across-dp-replicas-interval``.
 
     Raises:
-        TrainingError: replicas differ, on every rank alike; the message names the parameters.
+        TrainingError: replicas differ (every rank raises it); the message names the parameters.
     """
 
     def on_gradients(self, run: TrainingRun) -> None:
@@ -147,7 +147,7 @@ def configured_callbacks(
         progress,
         *evaluations,
         continuation,
-        ExitWarning(checkpoint.exit_warning_seconds, checkpoint.async_save),
+        ExitWarning(checkpoint.preemption_grace_seconds, checkpoint.async_save),
         GarbageCollection() if training.manual_gc else None,
         UnusedMemory() if training.empty_unused_memory_level >= 1 else None,
         *own,

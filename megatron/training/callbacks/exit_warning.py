@@ -63,6 +63,6 @@ class ExitWarning(Callback):
         return (
             f"WARNING: from a signal to a complete checkpoint this run may need {needed:.1f} s "
             f"({self._longest_wait:.1f} s until it looks for signals, {save_seconds:.1f} s for a "
-            f"checkpoint{under_way}), and --exit-warning-seconds {self.seconds} is less: it may be killed before; let "
-            "the scheduler send the signal earlier"
+            f"checkpoint{under_way}), and --preemption-grace-seconds {self.seconds} is less: it may be killed before; "
+            "let the scheduler send the signal earlier"
         )

@@ -31,7 +31,7 @@ _LARGEST_FILE = 1 << 20
 
 
 class SampleTexts(Callback):
-    """Greedy continuations of the prompts of ``--sample-prompts``.
+    """Greedy continuations of the prompts of ``--generate-prompts``.
 
     Every data-parallel replica generates the same texts, and those of the first one are written. All ranks construct it
     together.
@@ -53,7 +53,7 @@ class SampleTexts(Callback):
         self._runtime = runtime
         self._parts = parts
         self._tokenizer = tokenizer
-        self._prompts = read_prompts(options.sample_prompts)
+        self._prompts = read_prompts(options.generate_prompts)
         end = tokenizer.eod_id
         self._request = GenerationRequest(
             prompts=tuple(tuple(tokenizer.tokenize(prompt)) for prompt in self._prompts),
@@ -66,7 +66,7 @@ class SampleTexts(Callback):
 
     def evaluate(self, run: TrainingRun) -> None:
         iteration = run.train_state.iteration
-        if is_due(run.config.logging.sample_interval, iteration):
+        if is_due(run.config.logging.generate_interval, iteration):
             self.write(iteration, run.metrics)
 
     def write(self, iteration: int, metrics: MetricsWriter | None) -> None:
@@ -109,13 +109,13 @@ def read_prompts(given: tuple[str, ...]) -> tuple[str, ...]:
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise ConfigurationError(
-                f"--sample-prompts {path} is larger than {_LARGEST_FILE} bytes; give a smaller file"
+                f"--generate-prompts {path} is larger than {_LARGEST_FILE} bytes; give a smaller file"
             )
         lines = tuple(line for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--sample-prompts {path} cannot be read as text: {error}") from error
+        raise ConfigurationError(f"--generate-prompts {path} cannot be read as text: {error}") from error
     if not lines:
-        raise ConfigurationError(f"--sample-prompts {path} is empty; write a prompt a line")
+        raise ConfigurationError(f"--generate-prompts {path} is empty; write a prompt a line")
     return lines
 
 
@@ -207,13 +207,13 @@ def open_periodic_evaluations(
     Raises:
         InputError: a prompt or a task cannot be used.
     """
-    sampling, tasks = config.logging.sample_interval, config.validation.eval_tasks
+    sampling, tasks = config.logging.generate_interval, config.validation.eval_tasks
     if sampling is None and not tasks:
         return []
     state = runtime.state
     models = [chunk for chunk in parts.chunks if isinstance(chunk, GPTModel)]
     if len(models) < len(parts.chunks):
-        flag = "--eval-tasks" if sampling is None else "--sample-interval"
+        flag = "--eval-tasks" if sampling is None else "--generate-interval"
         raise ConfigurationError(f"{flag}: this model generates no text; leave it out")
     shared = [share_model(model, wrapped, state) for model, wrapped in zip(models, parts.ddp_chunks, strict=True)]
     # Each data-parallel replica runs independently, and so does each context-parallel rank.

@@ -33,7 +33,7 @@ class Profiling(Callback):
     model, so that the history includes the model's memory, and close it at the end of the run in any case.
 
     Raises:
-        ConfigurationError: there is no folder for the trace. On every rank alike.
+        ConfigurationError: there is no folder for the trace. Every rank raises it.
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime, log: Callable[[str], None]) -> None:

@@ -170,7 +170,7 @@ AS_ASKED = "--iterations-to-skip"
 
 
 class AnomalyDetector(Callback):
-    """Detector of anomalous results before they reach the weights; every rank has one, and all decide alike.
+    """Detector of anomalous results before they reach the weights; every rank has one, and all decide in the same way.
 
     ``left_out`` are the samples that the run has skipped, and skips again after a rollback. ``newest_known`` returns
     the newest checkpoint that is known to train and that the run can roll back to.
@@ -409,12 +409,12 @@ class AnomalyDetector(Callback):
 
     def _check_budget(self, number: int, found: str, trouble: TrainingError | None) -> None:
         """Raise an error if ``number`` more skipped steps or rollbacks exceed the budget."""
-        budget = self._faults.spike_budget
+        budget = self._faults.max_spikes
         left = budget - self.left_out.num_rewound - sum(each.reason != AS_ASKED for each in self.left_out.steps)
         if left <= 0:
-            raise self._ending(f"{found}; --spike-budget {budget} is used up", trouble)
+            raise self._ending(f"{found}; --max-spikes {budget} is reached", trouble)
         if number > left:
-            room = f"{number} steps more would be left out, and --spike-budget {budget} has room for {left}"
+            room = f"{number} steps more would be left out, and --max-spikes {budget} allows {left}"
             raise self._ending(f"{found}; {room}", trouble)
 
     def _leave_out(self, steps: Sequence[BegunStep], found: str, verdict: FaultAttribution | None) -> None:

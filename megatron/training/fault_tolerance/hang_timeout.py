@@ -25,7 +25,7 @@ _BUSY_BYTES_PER_S = 64 * 1024
 class Patience:
     """Time since a rank's last progress, and the limit for it.
 
-    ``seconds`` is ``--hang-report-seconds``. The limit of a step is several times the longest step so far. During
+    ``seconds`` is ``--hang-timeout-seconds``. The limit of a step is several times the longest step so far. During
     set-up and the first ``settling`` iterations the limit is ten times ``seconds``, and a save gets a quarter more than
     a step. A host that waits for a device may spin. So while ``device_has_work``, or an asynchronous communication is
     pending on the device, CPU time does not count as progress, and the device's progress counts instead.

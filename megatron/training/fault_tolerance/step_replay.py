@@ -413,7 +413,7 @@ class StepReplay:
         for factor in _SMALLER_SCALES if self._is_float16 else (1.0,):
             try:
                 other = self._compute(step, replace(begun, loss_scale=begun.loss_scale * factor), consumed)
-            except DataError:  # on every rank alike: the data ends with this step
+            except DataError:  # on every rank: the data ends with this step
                 return None
             if other.is_finite:
                 break

@@ -2,7 +2,7 @@
 
 All ranks post their states at every beat on the board of their node, whose speaker writes them into the store. The
 first speaker reads all states and leads. If it falls silent, another speaker takes its place. If the run hangs, the
-leader requests the stacks of all ranks, prints the report, and tells all ranks to end. The other ranks of a node kill
+leader requests the stacks of all ranks, prints the report, and orders all ranks to end. The other ranks of a node kill
 a rank that does not respond.
 """
 
@@ -481,7 +481,7 @@ def watching(
 ) -> Iterator[None]:
     """Watch this rank inside the context, on all ranks; a hang ends the process with the status ``leave_with``.
 
-    ``seconds`` is ``--hang-report-seconds``; 0 disables the watchdog. Reports are written to ``folder``, and the first
+    ``seconds`` is ``--hang-timeout-seconds``; 0 disables the watchdog. Reports are written to ``folder``, and the first
     ``settling`` iterations may be long. If a node cannot reach the store, rank 0 warns that hangs are not detected.
     """
     if seconds == 0:

@@ -190,7 +190,7 @@ def open_metrics(
     """Create the writer on the reporting rank; None elsewhere. ``data_sets`` are the names of the blend's data sets.
 
     Raises:
-        ConfigurationError: a file or folder cannot be written. On every rank alike.
+        ConfigurationError: a file or folder cannot be written. Every rank raises it.
     """
     metrics, error = None, None
     if runtime.is_reporter:

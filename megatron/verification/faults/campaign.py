@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import MAX_BOX_BYTES, iteration_folder, open_checkpoint, saved_iterations
+from megatron.checkpoint import iteration_folder, saved_iterations
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.sharding import split_box
 from megatron.verification.faults.injection import Fault, Injection
@@ -307,6 +307,9 @@ def read_checkpoint(folder: Path) -> None:
     Raises:
         CheckpointError: it is damaged.
     """
+    # Reading needs torch, which the help of the command does without.
+    from megatron.checkpoint import MAX_BOX_BYTES, open_checkpoint
+
     source = open_checkpoint(folder)
     try:
         for name, info in source.tensors.items():

@@ -81,7 +81,7 @@ _SMALL_RUN = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
     --tokenizer-type NullTokenizer --vocab-size 255 --init-method-std 0.06 --seed 1234 --distributed-backend gloo
     --micro-batch-size 2 --global-batch-size 4 --lr 3e-3 --split 1,0,0 --eval-iters 0
-    --log-interval 1 --save-interval 5 --keep-last 3 --hang-report-seconds 5
+    --log-interval 1 --save-interval 5 --keep-last 3 --hang-timeout-seconds 5
 """
 _SMALL_DOCUMENTS, _SMALL_DOCUMENT_TOKENS = 400, 100
 
@@ -93,8 +93,7 @@ class AttackedCommand:
     words: tuple[str, ...]
 
     def in_folder(self, folder: Path) -> list[str]:
-        """Return the command with ``--save``, ``--load`` and the metrics file in a folder, which override earlier
-        flags."""
+        """Append ``--save``, ``--load`` and the metrics file in a folder to the command; they override earlier flags."""
         save = str(folder / "checkpoints")
         return [*self.words, "--save", save, "--load", save, "--metrics-jsonl", str(folder / "metrics.jsonl")]
 

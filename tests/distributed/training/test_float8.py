@@ -19,7 +19,7 @@ from megatron.core.ops import fp8_tensor
 from megatron.core.ops.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
 from megatron.core.ops.fp8_tensor import Quantized
 from megatron.core.tensor_parallel import cross_entropy, float8_linear
-from megatron.core.tensor_parallel import layers as linear
+from megatron.core.tensor_parallel import layers as layers_module
 from megatron.core.tensor_parallel.mappings import InputRegion
 from megatron.training import training_step
 from tests.distributed.training.float8_runs import RECIPES, SHAPE, Float8Runs, losses, scaling
@@ -413,13 +413,13 @@ class _LossOfHalves(torch.autograd.Function):
 def run_with_sums_in_halves(argv: Sequence[str], faults: Faults) -> int:
     """Train with delayed scaling on one process as two tensor-parallel ranks without sequence parallelism would."""
     of_layers = _NextProduct(float8_linear.scaled_product, _cut_quantized)
-    of_logits = _NextProduct(linear.linear, _cut_columns)
-    layers, logits = float8_linear._Float8Linear, linear._Linear
+    of_logits = _NextProduct(layers_module.linear, _cut_columns)
+    layers, logits = float8_linear._Float8Linear, layers_module._Linear
     with (
         patch.object(float8_linear, "scaled_product", of_layers),
         patch.object(layers, "forward", of_layers.in_forward(layers.forward)),
         patch.object(layers, "backward", of_layers.in_backward(layers.backward)),
-        patch.object(linear, "linear", of_logits),
+        patch.object(layers_module, "linear", of_logits),
         patch.object(logits, "backward", of_logits.in_backward(logits.backward)),
         patch.object(cross_entropy, "_VocabParallelCrossEntropy", _LossOfHalves),
     ):

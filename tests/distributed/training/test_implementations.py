@@ -41,7 +41,7 @@ def choose(argv: list[str], *more: str, lines: list[str] | None = None) -> str:
 
 
 def chosen_by(config: RunConfig, lines: list[str]) -> str:
-    return choose_library(config, make_runtime(config, Device("cpu")), lines.append).model.cpu_matmul
+    return choose_library(config, make_runtime(config, Device("cpu")), lines.append).model.cpu_gemm_backend
 
 
 def let_measure(
@@ -122,13 +122,15 @@ def test_a_measurement_computes_six_products_by_each_library_and_draws_no_random
 
 
 def test_a_library_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"--cpu-matmul onednn: .* float16 .* give --cpu-matmul auto"):
-        choose(MINIMAL, "--fp16", "--cpu-matmul", "onednn")
-    assert choose(MINIMAL, "--fp16", "--cpu-matmul", "mkl") == "mkl"
+    with pytest.raises(
+        ConfigurationError, match=r"--cpu-gemm-backend onednn: .* float16 .* give --cpu-gemm-backend auto"
+    ):
+        choose(MINIMAL, "--fp16", "--cpu-gemm-backend", "onednn")
+    assert choose(MINIMAL, "--fp16", "--cpu-gemm-backend", "mkl") == "mkl"
 
 
 def test_cuda_runs_choose_nothing() -> None:
-    config = resolve_arguments([*LARGE, "--cpu-matmul", "onednn", "--fp16"], 1).config
+    config = resolve_arguments([*LARGE, "--cpu-gemm-backend", "onednn", "--fp16"], 1).config
     runtime = dataclasses.replace(make_runtime(config, Device("cpu")), device=Device("cuda"))
     assert choose_library(config, runtime, lambda line: None) is config
 
@@ -139,7 +141,7 @@ def choose_against_each_other() -> str:
     runtime = make_runtime(config, Device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         let_measure(patch, 1.0 if runtime.is_reporter else 0.1, 0.5)
-        return choose_library(config, runtime, lambda line: None).model.cpu_matmul
+        return choose_library(config, runtime, lambda line: None).model.cpu_gemm_backend
 
 
 @needs_both
@@ -156,7 +158,7 @@ def test_every_linear_map_of_a_model_takes_the_library(untie: bool, monkeypatch:
         return False
 
     monkeypatch.setattr(gemm, "uses_onednn", note)
-    model = make_model(single_rank_group(("tp",)), cpu_matmul="mkl", untie_embeddings_and_output_weights=untie)
+    model = make_model(single_rank_group(("tp",)), cpu_gemm_backend="mkl", untie_embeddings_and_output_weights=untie)
     tokens = torch.arange(14).view(1, 14)
     model(tokens, tokens, labels=tokens).sum().backward()
     # Two layers of four maps and the output layer: forward, input gradient, weight gradient.
@@ -171,11 +173,11 @@ def test_every_linear_map_of_a_model_takes_the_library(untie: bool, monkeypatch:
 )
 def test_a_run_goes_on_with_the_library_of_its_checkpoint(checkpoint_format: str, tmp_path: Path) -> None:
     flags = f"--train-iters 4 --lr-warmup-iters 1 {checkpoint_format}"
-    whole = fork_training(toy_args(tmp_path / "whole", flags, "--cpu-matmul mkl")).check()
-    fork_training(toy_args(tmp_path / "parts", flags, "--cpu-matmul mkl --exit-interval 2")).check()
+    whole = fork_training(toy_args(tmp_path / "whole", flags, "--cpu-gemm-backend mkl")).check()
+    fork_training(toy_args(tmp_path / "parts", flags, "--cpu-gemm-backend mkl --exit-interval 2")).check()
     second = fork_training(toy_args(tmp_path / "parts", flags)).check()
     assert " > matrix products on CPU: mkl (as in the checkpoint)" in second.stdout
-    assert "configuration changed since the checkpoint: model.cpu_matmul" not in second.stdout
+    assert "configuration changed since the checkpoint: model.cpu_gemm_backend" not in second.stdout
     assert exact_figures(second.metrics)[-2:] == exact_figures(whole.metrics)[-2:]
 
     config = resolve_arguments(toy_args(tmp_path / "parts", flags), 1).config
@@ -195,7 +197,7 @@ def test_a_checkpoint_without_a_record_goes_on_with_the_default(
     fork_training(toy_args(tmp_path, flags)).check()
     index = next(newest(tmp_path / "checkpoints").glob("*.json"))
     stored = json.loads(index.read_text())
-    assert stored["common"]["config"]["model"].pop("cpu_matmul") == "auto"
+    assert stored["common"]["config"]["model"].pop("cpu_gemm_backend") == "auto"
     index.write_text(json.dumps(stored))
     measured = let_measure(monkeypatch, 1.0, 0.1)
     assert (

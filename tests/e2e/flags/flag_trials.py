@@ -18,14 +18,14 @@ from tests.e2e.toy_run import toy_args
 from tests.harness.faults import Faults
 
 _TABLE = Path(__file__).with_name("flag_values.tsv")
-PLAIN = "--train-iters 2 --eval-interval 1 --lr-warmup-iters 0 --cpu-matmul mkl"
+PLAIN = "--train-iters 2 --eval-interval 1 --lr-warmup-iters 0 --cpu-gemm-backend mkl"
 """What every trial begins with, beside the flags of a small run; nothing in it is measured or chosen by chance."""
 _EVENTS = {
     "--exit-duration-in-mins": Faults(hour_passes_at=1),
-    "--exit-warning-seconds": Faults(slow_save_s=1.2),
+    "--preemption-grace-seconds": Faults(slow_save_s=1.2),
     "--max-consecutive-skipped-iterations": Faults(nan_loss_at=(1, 2)),
     "--no-check-for-nan-in-loss-and-grad": Faults(nan_loss_at=(1,)),
-    "--spike-budget": Faults(poisoned=(20,), poison=100.0),
+    "--max-spikes": Faults(poisoned=(20,), poison=100.0),
     "--spike-policy": Faults(nan_loss_at=(1,)),
     "--spike-threshold": Faults(poisoned=(20,), poison=100.0),
     "--spike-window": Faults(poisoned=(20,), poison=100.0),

@@ -36,7 +36,7 @@ SCRIPTS = Path(__file__).with_name("user_scripts")
 SMALL = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 96 --seq-length 64
     --max-position-embeddings 64 --train-iters 2 --lr-decay-iters 2 --lr-warmup-iters 0 --global-batch-size 4 --lr 1e-3
-    --eval-iters 0 --num-workers 0 --initial-loss-scale 4096 --split 100,0,0 --cpu-matmul mkl
+    --eval-iters 0 --num-workers 0 --initial-loss-scale 4096 --split 100,0,0 --cpu-gemm-backend mkl
 """
 """Given at the end of every script: two iterations of a small model."""
 _VALUES = {

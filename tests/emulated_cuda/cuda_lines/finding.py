@@ -122,7 +122,7 @@ class _Marks:
 
     def _read(self, path: str) -> None:
         tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"))
-        scopes = dict(_scopes(tree))
+        scopes = dict(scopes_of(tree))
         for statement in statements_of(tree):
             scope = scopes[id(statement)]
             each = Found(len(self.found), path, statement, scope, _mentioned(statement))
@@ -183,7 +183,7 @@ class _Marks:
                     is_changed = True
 
 
-def _scopes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def scopes_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the id of each statement with the qualified name of the function or class around it."""
 
     def visit(node: ast.AST, scope: tuple[str, ...]) -> Iterator[tuple[int, str]]:

@@ -167,7 +167,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     training("norms of layers", f"--log-layer-norms 1 --log-max-attention-logit {_OVERLAPS}", 2),
     training("empty cache", "--empty-unused-memory-level 2 --log-memory-interval 1 --log-device-memory-used"),
-    training("hang watchdog", "--hang-report-seconds 60", 2),
+    training("hang watchdog", "--hang-timeout-seconds 60", 2),
     training("stragglers", "--log-straggler --log-interval 1", 2),
     training("timers", "--timing-log-level 2 --timing-log-option all --log-throughput", 2),
     training("data parallel", "", 2),
@@ -279,13 +279,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         "texts sampled, experts with capacity, tensor parallel",
         f"{_EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --moe-token-dispatcher-type alltoall "
         "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy probs --bf16 "
-        "--sample-interval 1 --sample-prompts 3 --sample-tokens 3",
+        "--generate-interval 1 --generate-prompts 3 --sample-tokens 3",
         2,
     ),
-    training("texts sampled", "--sample-interval 1 --sample-prompts 3 --sample-tokens 3"),
+    training("texts sampled", "--generate-interval 1 --generate-prompts 3 --sample-tokens 3"),
     training(
         "texts sampled, parameters gathered late",
-        f"--sample-interval 1 --sample-prompts 3 --sample-tokens 3 {_OVERLAPS}",
+        f"--generate-interval 1 --generate-prompts 3 --sample-tokens 3 {_OVERLAPS}",
         2,
     ),
     training(
@@ -296,7 +296,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     faulty("a loss is not a number on two ranks", "nan_loss_at=6", _OVERLAPS, 2, 1, 1),
     faulty("a weight is not a number", "bad_weight_at=3", "--use-distributed-optimizer", 2, 1, 1),
     faulty("a rank fails", "raise_at=3", "", 2, 1, 1),
-    faulty("a rank hangs", "sleep_at=5", "--hang-report-seconds 3", 2, 1, 1),
+    faulty("a rank hangs", "sleep_at=5", "--hang-timeout-seconds 3", 2, 1, 1),
     Scenario("more processes than devices", (Launch(TRAINING, statuses=(2,), variables={"LOCAL_WORLD_SIZE": "5"}),)),
     Scenario("local ranks in another order", (replace(launch(_OVERLAPS, 2), local_ranks=(1, 0)),)),
     faulty("a loss is not a number", "nan_loss_at=3", "--rerun-mode validate_results", 1, 1),
@@ -585,12 +585,12 @@ _MODELS = (
     training("MTP, tensor parallel", f"{_ROPE} {_MTP} {_TENSOR} --sequence-parallel --z-loss-coeff 0.05", 2),
     training(
         "norms before and after",
-        f"{_GROUPED} --norm-placement both --apply-layernorm-1p --scale-embeddings --qk-layernorm {_WINDOWS} "
+        f"{_GROUPED} --norm-placement sandwich --apply-layernorm-1p --scale-embeddings --qk-layernorm {_WINDOWS} "
         "--rotary-base-local 500 --final-logit-softcapping 3 --query-pre-attn-scalar 9 --bf16",
     ),
     training(
         "norms across heads",
-        f"{_GROUPED} --norm-placement after --qk-layernorm --qk-layernorm-across-heads {_TENSOR} --sequence-parallel "
+        f"{_GROUPED} --norm-placement post --qk-layernorm --qk-layernorm-across-heads {_TENSOR} --sequence-parallel "
         "--untie-embeddings-and-output-weights",
         2,
     ),
@@ -815,7 +815,8 @@ _UPDATES = (
         "small pieces everywhere",
         "small",
         f"{_OVERLAPS} --log-max-attention-logit --check-weight-hash-across-dp-replicas-interval 1 --hidden-dropout 0.1 "
-        "--save {folder}/saved --save-interval 2 --async-save --sample-interval 2 --sample-prompts 3 --sample-tokens 3",
+        "--save {folder}/saved --save-interval 2 --async-save --generate-interval 2 --generate-prompts 3 "
+        "--sample-tokens 3",
         2,
         memory=(_LITTLE, _MUCH),
     ),
@@ -888,7 +889,7 @@ _HOST = (
     training("fully sharded stages", f"{_SHARDS} optim_grads_params {_OVERLAPS} {_STAGES} --num-layers 4", 4),
     training(
         "fully sharded, texts sampled",
-        f"{_SHARDS} optim_grads_params {_OVERLAPS} --sample-interval 1 --sample-prompts 3 --sample-tokens 3",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --generate-interval 1 --generate-prompts 3 --sample-tokens 3",
         2,
     ),
     training("fully sharded, fp8", f"{_SHARDS} optim_grads_params {_FP8} tensorwise {_OVERLAPS}", 2),
@@ -926,8 +927,8 @@ _REPLICAS = (
     training("replicas' gradients compared", "--check-gradient-hash-across-dp-replicas-interval 1 --bf16", 2),
     training(
         "fully sharded, untied",
-        f"{_SHARDS} optim_grads_params {_OVERLAPS} --untie-embeddings-and-output-weights --bf16 --sample-interval 1 "
-        "--sample-prompts 3 --sample-tokens 3",
+        f"{_SHARDS} optim_grads_params {_OVERLAPS} --untie-embeddings-and-output-weights --bf16 --generate-interval 1 "
+        "--generate-prompts 3 --sample-tokens 3",
         2,
     ),
     training(
@@ -944,8 +945,8 @@ _REPLICAS = (
     training("sums in float32", f"--bf16 --disable-bf16-reduced-precision-matmul --manual-gc {_GROUPED}"),
     program("inference in windows", "inference.py", 1, "{folder}/inference.jsonl", "1", "1", "windows"),
     program("inference in windows, stages", "inference.py", 2, "{folder}/inference.jsonl", "2", "1", "windows"),
-    prepared("communications of a device", "look-at-device", f"{_OVERLAPS} --hang-report-seconds 0 --bf16", 2),
-    prepared("messages of a device", "look-at-device", f"{_STAGES} --hang-report-seconds 0", 2),
+    prepared("communications of a device", "look-at-device", f"{_OVERLAPS} --hang-timeout-seconds 0 --bf16", 2),
+    prepared("messages of a device", "look-at-device", f"{_STAGES} --hang-timeout-seconds 0", 2),
     training(
         "latent attention, recomputed",
         f"{_LATENT} --recompute-granularity selective --recompute-modules core_attn mla_up_proj --bf16",
@@ -1145,8 +1146,8 @@ _FLAGS = (
         "a spike rewound",
         (
             launch(
-                "--spike-policy rewind --spike-window 8 --train-iters 11 --spike-threshold 0.1 --spike-budget 1 "
-                "--save {folder}/saved --save-interval 2 --known-to-train-after 1 --bf16",
+                "--spike-policy rewind --spike-window 8 --train-iters 11 --spike-threshold 0.1 --max-spikes 1 "
+                "--save {folder}/saved --save-interval 2 --checkpoint-validation-steps 1 --bf16",
                 1,
                 1,
             ),
@@ -1196,19 +1197,23 @@ _PAIRS = (
         f"{_EXPERTS} {_SENT} --fp16 --initial-loss-scale 65536 {_OVERLAPS}",
         2,
     ),
-    training("texts sampled, stages", f"--sample-interval 1 --sample-prompts 3 --sample-tokens 3 {_STAGES} --bf16", 2),
+    training(
+        "texts sampled, stages", f"--generate-interval 1 --generate-prompts 3 --sample-tokens 3 {_STAGES} --bf16", 2
+    ),
     training(
         "texts sampled, virtual stages",
-        f"--sample-interval 1 --sample-prompts 3 --sample-tokens 3 {_VIRTUAL} {_OVERLAPS}",
+        f"--generate-interval 1 --generate-prompts 3 --sample-tokens 3 {_VIRTUAL} {_OVERLAPS}",
         4,
     ),
     training(
         "texts sampled, latent attention and experts",
-        f"--sample-interval 1 --sample-prompts 3 --sample-tokens 3 {_LATENT} {_EXPERTS} {_SENT} --bf16",
+        f"--generate-interval 1 --generate-prompts 3 --sample-tokens 3 {_LATENT} {_EXPERTS} {_SENT} --bf16",
         2,
     ),
     training(
-        "texts sampled, ring of keys", f"--sample-interval 2 --sample-prompts 3 --sample-tokens 3 {_CONTEXT} --bf16", 2
+        "texts sampled, ring of keys",
+        f"--generate-interval 2 --generate-prompts 3 --sample-tokens 3 {_CONTEXT} --bf16",
+        2,
     ),
     training(
         "results compared", f"--rerun-mode report_stats --bf16 --hidden-dropout 0.1 {_OVERLAPS} --train-iters 4", 2
@@ -1376,7 +1381,7 @@ _PAIRS = (
     training("graphs, dropout", f"{_GRAPHS} --hidden-dropout 0.1 --bf16 --global-batch-size 3"),
     training(
         "graphs, norms across heads",
-        f"{_GRAPHS} {_GROUPED} --qk-layernorm --qk-layernorm-across-heads --norm-placement after {_TENSOR}",
+        f"{_GRAPHS} {_GROUPED} --qk-layernorm --qk-layernorm-across-heads --norm-placement post {_TENSOR}",
         2,
     ),
     training("graphs, norms of layers", f"{_GRAPHS} --log-layer-norms 1 --bf16 --log-params-norm"),
@@ -1391,7 +1396,7 @@ _PAIRS = (
         f"{_GRAPHS} --recompute-granularity selective --recompute-modules core_attn layernorm mlp --hidden-dropout 0.1",
     ),
     training("graphs, optimizer in fp8", f"{_GRAPHS} {_NARROW} {_OVERLAPS}", 2),
-    training("graphs, hang watchdog", f"{_GRAPHS} {_TENSOR} --hang-report-seconds 60", 2),
+    training("graphs, hang watchdog", f"{_GRAPHS} {_TENSOR} --hang-timeout-seconds 60", 2),
     training("graphs, results validated again", f"{_GRAPHS} --rerun-mode validate_results --train-iters 5"),
     training("graphs, workers", f"{_GRAPHS} --num-workers 2 --bf16 --empty-unused-memory-level 2"),
     training(

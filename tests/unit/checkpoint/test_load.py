@@ -415,6 +415,18 @@ def test_weights_of_another_precision_are_converted_and_that_is_said(tmp_path: P
     assert "weights are bfloat16, this run's float32: converted from its weights" in line
 
 
+def test_deprecated_names_in_a_checkpoint_are_no_change(tmp_path: Path, lines: list[str]) -> None:
+    old = CONFIG | {"model": CONFIG["model"] | {"norm_placement": "after", "cpu_matmul": "mkl"}}
+    new = CONFIG | {"model": CONFIG["model"] | {"norm_placement": "post", "cpu_gemm_backend": "mkl"}}
+    save_checkpoint(tmp_path, filled_run(STATE), common(10, config=old), STATE, CheckpointConfig(), lines.append)
+    _, loaded = load(tmp_path, lines, config=new)
+    assert loaded is not None
+    assert loaded.config == new
+    assert not any(line.startswith("configuration changed") for line in lines)
+    with pytest.raises(CheckpointError, match=r"model\.norm_placement: post -> pre$"):
+        load(tmp_path, lines, config=CONFIG | {"model": new["model"] | {"norm_placement": "pre"}})
+
+
 def test_more_layers_are_refused_unless_that_is_asked_for(tmp_path: Path, lines: list[str]) -> None:
     save(tmp_path, 10, lines)
     deeper = CONFIG | {"model": {"num_layers": 6, "hidden_size": 5}}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.checkpoint.stored_checkpoint import open_checkpoint
-from megatron.core.dist_checkpointing import index as native_index
+from megatron.core.dist_checkpointing import index
 from megatron.core.errors import InputError
 from tests.harness.bounded import bad_cases
 from tests.harness.mutations import (
@@ -35,7 +35,7 @@ def forged_index(data: bytes, draw: Random) -> bytes:
         content = json.loads(changed)
         if draw.random() < 0.67:
             rest = {name: value for name, value in content.items() if name not in ("checksum", "format_version")}
-            content["checksum"] = native_index._content_checksum(rest)
+            content["checksum"] = index._content_checksum(rest)
         return json.dumps(content).encode()
     except (ValueError, AttributeError, TypeError, RecursionError):
         return changed

@@ -8,26 +8,34 @@ import signal
 import subprocess
 import sys
 import zipfile
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from megatron.cli import plan
-from megatron.cli.__main__ import COMMANDS, main
-from megatron.cli.arguments import exit_status_of
+from megatron.cli import chat, explain, plan, serve, simulate, text_generation_cli, train
+from megatron.cli.__main__ import COMMANDS, DEPRECATED, GROUPS, SCRIPTS, main
+from megatron.cli.arguments import Parser, exit_status_of
 from megatron.cli.completion import print_completion
 from tests.harness.training_run import REPOSITORY, CommandResult, run_command
 
 FRONT = ("train", "preprocess", "generate", "serve", "convert", "inspect", "plan", "verify", "doctor", "adopt")
 
 
-def test_help_has_a_line_for_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["megatron", "--help"])
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_help_has_a_line_for_every_command_once_in_its_group(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron", *words])
     assert main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("usage: megatron NAME …")
+    assert lines[0].startswith("usage: megatron COMMAND …")
+    assert [line for line in lines if line.endswith(":")] == [f"{title}:" for title in GROUPS]
     listed = [line.split()[0] for line in lines if line.startswith("  ")]
     assert listed == list(COMMANDS)
+    assert len(set(COMMANDS.values())) == len(COMMANDS) == len(set(listed))
+    assert not any("_" in name or "." in name for name in listed)
+    assert max(map(len, lines)) <= 135
     assert set(FRONT) <= set(listed)
     assert all(len(line.split()) > 3 for line in lines if line.startswith("  "))
 
@@ -53,12 +61,14 @@ def test_help_of_a_command_names_it_as_it_was_called(
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("megatron veri", {"verify", "verify_parallelism"}),
+        ("megatron veri", {"verify"}),
         ("megatron train --tensor-model-p", {"--tensor-model-parallel-size"}),
-        ("megatron train --npr", {"--nproc"}),
+        ("megatron train --npr", {"--nproc", "--nproc-per-node"}),
+        ("megatron train --resum", {"--resume"}),
         ("megatron doctor --js", {"--json"}),
         ("megatron serve --load", {"--load", "--load-hf"}),
-        ("megatron run_text_generation_server --hang", {"--hang-report-seconds"}),
+        ("megatron simulate --memory-p", {"--memory-plot"}),
+        ("megatron run-text-generation-server --hang", {"--hang-timeout-seconds"}),
         ("megatron evaluate --rotary-int", {"--rotary-interleaved"}),
         ("megatron preprocess --vocab-f", {"--vocab-file"}),
     ],
@@ -107,6 +117,66 @@ def test_wrong_usage_is_one_line_that_names_the_flag_that_was_meant(
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_deprecated_names_of_a_command_work_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="program")
+    parser.add_argument("--size", type=int)
+    parser.add_argument("--kind", choices=["small", "large"])
+    parser.add_deprecated_flag("--extent", "--size")
+    parser.add_deprecated_value("--kind", "big", "large")
+    assert parser.parse_args(["--extent=3"]).size == 3
+    end = "; the next release removes the old name\n"
+    assert capsys.readouterr().err == f"WARNING: --extent is now --size{end}"
+    known, others = parser.parse_known_args(["--kind", "big", "--further", "--", "--extent"])
+    assert (known.kind, [word for word in others if word != "--"]) == ("large", ["--further", "--extent"])
+    assert capsys.readouterr().err == f"WARNING: --kind big is now --kind large{end}"
+    assert "--extent" not in parser.format_help()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--extent", "3", "--kidn", "large"])
+    assert capsys.readouterr().err.endswith("there is no --kidn, did you mean --kind?\n")
+
+
+def test_the_deprecated_name_of_the_memory_plot_works(capsys: pytest.CaptureFixture[str]) -> None:
+    found, _ = simulate.build_parser().parse_known_args(["--memory-picture", "step.svg"])
+    assert found.memory_plot == Path("step.svg")
+    assert capsys.readouterr().err.startswith("WARNING: --memory-picture is now --memory-plot; ")
+
+
+@pytest.mark.parametrize(
+    ("parser", "name", "flags"),
+    [
+        (train.build_parser(), "nproc", ("--nproc", "--nproc-per-node")),
+        (train.build_parser(), "continue", ("--continue", "--resume")),
+        (plan.build_parser(), "gpus", ("--gpus", "--world-size")),
+        (explain.build_parser(1), "world_size", ("--world-size", "--gpus")),
+        (chat.build_parser(), "max_tokens", ("--max-tokens", "--tokens-to-generate")),
+        (text_generation_cli.build_parser(), "tokens_to_generate", ("--tokens-to-generate", "--max-tokens")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_both_names_of_a_flag_are_accepted(
+    parser: ArgumentParser, name: str, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in flags:
+        found, others = parser.parse_known_args([flag, "7", "--load", "runs", "--prompt", "text"])
+        assert str(getattr(found, name)) == "7"
+        assert flag not in others
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_a_server_prints_the_warning(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    arguments = serve.build_parser().parse_args(["--load", "runs", "--hang-report-seconds", "5"])
+    assert arguments.hang_timeout_seconds == 5
+    warning = "WARNING: --hang-report-seconds is now --hang-timeout-seconds; the next release removes the old name\n"
+    assert capsys.readouterr().err == ("" if rank else warning)
 
 
 PRINTED = (
@@ -222,6 +292,34 @@ def test_every_script_of_the_tools_has_a_command_and_new_commands_have_no_script
     without_a_script = {COMMANDS[name] for name in ("train", "serve", "chat", "evaluate", "plot", "dashboard")}
     assert not named & without_a_script
     assert named | without_a_script == set(COMMANDS.values())
+
+
+@pytest.mark.parametrize(("script", "command"), SCRIPTS.items())
+def test_the_name_of_a_script_is_accepted_as_a_command(
+    script: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (ROOT / "tools" / f"{script.replace('.', '/')}.py").is_file()
+    assert script not in COMMANDS
+    monkeypatch.setattr(sys, "argv", ["megatron", script, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert " ".join(said.out.split()).startswith(f"usage: megatron {command} ")
+
+
+@pytest.mark.parametrize(("old", "new"), DEPRECATED.items())
+def test_a_deprecated_command_works_with_one_warning(
+    old: str, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert old not in COMMANDS
+    monkeypatch.setattr(sys, "argv", ["megatron", old, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    said = capsys.readouterr()
+    assert said.err == f"WARNING: megatron {old} is now megatron {new}; the next release removes the old name\n"
+    assert said.out.startswith(f"usage: megatron {new} ")
+    assert (ROOT / "tools" / f"{old}.py").is_file()
 
 
 def test_an_unknown_command_is_one_line_and_status_2() -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli import calibrate, planner_arguments
+from megatron.cli import calibrate, plan, planner_arguments
+from megatron.cli.arguments import Parser
 from megatron.cli.doctor import benchmarks
+from megatron.cli.explain import build_parser as explain_parser
 from megatron.cli.explain import main as explain
 from megatron.cli.plan import main
 from megatron.cli.planner_arguments import check_agreement, describe_verified, read_planned_run, verify_fitting_plan
@@ -142,7 +144,17 @@ def test_another_program_is_not_verified(capsys: pytest.CaptureFixture[str]) -> 
     words = (*MODEL, "--gpus", "2", "--global-batch-size", "2", "--verify", "--implementation", "megatron-te")
     assert main([*words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--implementation is megatron-te; use --implementation ours" in line
+    assert "--implementation is megatron-te; use --implementation native" in line
+
+
+@pytest.mark.parametrize("parser", [plan.build_parser(), explain_parser(1)], ids=["plan", "explain"])
+def test_the_deprecated_name_of_the_implementation_works_with_one_warning(
+    parser: Parser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, _ = parser.parse_known_args(["--implementation", "ours"])
+    assert found.implementation == "native"
+    said = "WARNING: --implementation ours is now --implementation native; the next release removes the old name\n"
+    assert capsys.readouterr().err == said
 
 
 def test_each_difference_fails_and_is_named() -> None:

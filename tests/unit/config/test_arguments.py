@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.arguments import all_flags, parse_arguments, resolve_arguments
+from megatron.config.deprecated_names import deprecated_flags
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, REASONS, ForeignFlag, foreign_flags, refusal_reason
 from megatron.config.printed_config import format_arguments
 from megatron.config.run_config import RunConfig, command_line_fields, config_parts
@@ -453,7 +454,9 @@ def test_no_flag_is_in_two_classes() -> None:
     assert (
         fields & NO_EFFECT.keys() == fields & NOT_SUPPORTED.keys() == NO_EFFECT.keys() & NOT_SUPPORTED.keys() == set()
     )
-    assert all_flags().keys() == fields | NO_EFFECT.keys() | NOT_SUPPORTED.keys()
+    deprecated = deprecated_flags().keys()
+    assert deprecated.isdisjoint(fields | NO_EFFECT.keys() | NOT_SUPPORTED.keys())
+    assert all_flags().keys() == fields | deprecated | NO_EFFECT.keys() | NOT_SUPPORTED.keys()
 
 
 @pytest.mark.parametrize("name", NO_EFFECT)

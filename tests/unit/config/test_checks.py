@@ -100,7 +100,7 @@ WRONG = [
         ("--recompute-granularity selective",),
     ),
     (
-        "--recompute-activations --recompute-modules layernorm mlp --norm-placement after",
+        "--recompute-activations --recompute-modules layernorm mlp --norm-placement post",
         1,
         "--recompute-modules",
         ("--recompute-modules mlp",),
@@ -116,7 +116,7 @@ WRONG = [
     ("--activation-func-clamp-value 7", 1, "--activation-func-clamp-value", ()),
     ("--swiglu --activation-func-clamp-value 0", 1, "--activation-func-clamp-value", ()),
     (
-        "--apply-residual-connection-post-layernorm --norm-placement both",
+        "--apply-residual-connection-post-layernorm --norm-placement sandwich",
         1,
         "--apply-residual-connection-post-layernorm",
         (),
@@ -390,9 +390,9 @@ FIRST_BAD_GRADIENT = (
     ("words", "remedy", "note"),
     [
         (
-            "--spike-policy stop --spike-budget 3",
+            "--spike-policy stop --max-spikes 3",
             "--spike-policy skip",
-            "--spike-budget 3 has no effect with --spike-policy stop: the first spike ends the run",
+            "--max-spikes 3 has no effect with --spike-policy stop: the first spike ends the run",
         ),
         ("--max-consecutive-skipped-iterations 5", "--no-check-for-nan-in-loss-and-grad", FIRST_BAD_GRADIENT),
         ("--max-consecutive-skipped-iterations 5", "--fp16", FIRST_BAD_GRADIENT),

@@ -159,10 +159,10 @@ def test_a_flag_without_effect_beside_others_is_said_in_one_line(flags: str, not
 
 
 def test_a_trial_of_checkpoints_that_are_not_saved_is_refused() -> None:
-    assert problems_of("--known-to-train-after 5") == (
-        "--known-to-train-after 5 has no effect without --save DIR; add it",
+    assert problems_of("--checkpoint-validation-steps 5") == (
+        "--checkpoint-validation-steps 5 has no effect without --save DIR; add it",
     )
-    assert parse("--save checkpoints --known-to-train-after 5").notes == ()
+    assert parse("--save checkpoints --checkpoint-validation-steps 5").notes == ()
 
 
 @pytest.mark.parametrize(

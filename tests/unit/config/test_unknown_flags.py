@@ -171,7 +171,7 @@ def test_the_command_line_that_they_change_is_right() -> None:
     assert len(set(ALL)) == len(ALL)
 
 
-@pytest.mark.parametrize("mistake", ALL, ids=[mistake.title for mistake in ALL])
+@pytest.mark.parametrize("mistake", ALL, ids=str)
 def test_each_is_answered_in_one_line_that_names_a_flag(mistake: Mistake) -> None:
     with workplace():
         (answer,) = mistake.answers()

@@ -23,6 +23,7 @@ from megatron.core.config_base import (
     flag,
     idle_with,
     idle_without,
+    with_current_names,
 )
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt.gpt_config import GPTConfig, padded_vocab_size
@@ -288,6 +289,24 @@ def test_numbers_that_are_too_large_are_found_wherever_they_come_from() -> None:
         config_from_dict(Sized, {"rate": 10**400})
     with pytest.raises(ConfigurationError, match=r"Sized\.rate: True is not a value of type float"):
         config_from_dict(Sized, {"rate": True})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Renamed(Config, role="run"):
+    """Hold fields that had other names."""
+
+    width: int = flag(1, deprecated=("--breadth", "--full-breadth"))
+    order: str = flag("pre", deprecated_values=(("before", "pre"), ("after", "post")), choices=("pre", "post"))
+
+
+def test_stored_names_of_an_earlier_release_are_replaced() -> None:
+    assert config_from_dict(Renamed, {"full_breadth": 3, "order": "after"}) == Renamed(width=3, order="post")
+    stored = {"order": "before", "breadth": 2}
+    assert list(with_current_names(Renamed, stored).items()) == [("order", "pre"), ("width", 2)]
+    assert list(stored) == ["order", "breadth"]
+    with pytest.raises(ConfigurationError, match="unknown field breadth"):
+        config_from_dict(Renamed, {"breadth": 2, "width": 3})
+    assert all("--breadth" not in spec.flags for spec in field_specs(Renamed))
 
 
 def test_help_names_what_stands_for_a_value() -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from tests.emulated_cuda.build import BuildError, built_libraries
 from tests.emulated_cuda.cuda_lines import __main__ as cuda_lines
-from tests.emulated_cuda.cuda_lines.finding import truth_on_cuda
-from tests.emulated_cuda.scenarios.changed_source import statements_of, with_probes
+from tests.emulated_cuda.cuda_lines.argued import ARGUED
+from tests.emulated_cuda.cuda_lines.finding import scopes_of, truth_on_cuda
+from tests.emulated_cuda.scenarios.changed_source import REPOSITORY, statements_of, with_probes
 from tests.emulated_cuda.scenarios.listed import SCENARIOS, training
 from tests.emulated_cuda.scenarios.observed_calls import with_observed_calls
 from tests.emulated_cuda.scenarios.running import CALLS, Result, Scenario, Servers, difference
@@ -109,6 +110,16 @@ def test_every_call_has_a_result_or_a_reason() -> None:
 
 def test_every_line_for_cuda_that_does_not_run_has_a_reason() -> None:
     assert cuda_lines.unexplained(json.loads(cuda_lines.RESULTS.read_text())) == []
+
+
+def test_reasons_and_results_name_functions_that_exist() -> None:
+    missing = json.loads(cuda_lines.RESULTS.read_text())["missing"]
+    named = {*ARGUED, *map(cuda_lines.key_of, missing)}
+    paths = {key.partition(":")[0] for key in named}
+    existing = {f"{path}:" for path in paths} | {
+        f"{path}:{scope}" for path in paths for _, scope in scopes_of(ast.parse((REPOSITORY / path).read_text()))
+    }
+    assert sorted(named - existing) == []
 
 
 @pytest.mark.full

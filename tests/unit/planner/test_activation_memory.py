@@ -241,7 +241,7 @@ def configure(flags: str, world_size: int) -> RunConfig:
         (f"{LLAMA} {RECOMPUTE} layernorm", 1),
         (f"{LLAMA} {RECOMPUTE} mlp layernorm core_attn", 1),
         (f"{LLAMA} --qk-layernorm", 1),
-        (f"{LLAMA} --norm-placement both", 1),
+        (f"{LLAMA} --norm-placement sandwich", 1),
         (f"{LLAMA} --context-parallel-size 4 --cp-comm-type p2p", 4),
         (f"{LLAMA} --context-parallel-size 4 --cp-comm-type a2a", 4),
         (f"{LLAMA} --context-parallel-size 4 --cp-comm-type all_gather", 4),

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planner.beside_dry_run import SHARDED, TWO_CHUNKS, ZERO_BUBBLE, LayoutCase, layout_cases
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import OURS
+from megatron.planner.implementations import NATIVE
 from megatron.planner.memory import model_pieces, stage_memory
 from megatron.planner.plan import Plan
 from megatron.planner.simulation.fake_cuda import find_compiler
@@ -65,4 +65,4 @@ def pipeline_size(case: LayoutCase) -> int:
 
 def planned(case: LayoutCase, stage: int) -> int:
     plan = Plan.of(case.config())
-    return stage_memory(plan, stage, OURS, model_pieces(plan, OURS, H100)).total
+    return stage_memory(plan, stage, NATIVE, model_pieces(plan, NATIVE, H100)).total

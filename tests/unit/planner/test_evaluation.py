@@ -147,7 +147,7 @@ def test_experts_of_a_published_recipe_without_recompute_fit() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"recompute": "cpu_offload"}, "use pp 1, recompute, or the implementation ours"),
+        ({"recompute": "cpu_offload"}, "use pp 1, recompute, or the implementation native"),
         ({"layers_per_virtual_stage": 3}, "use 1, 2, 4 or 8"),
         ({"vpp": 2, "global_batch": 1016, "dp": 8}, "127 micro-batches are not divisible by pp 4"),
         ({"pp": 3, "world_size": 24}, "32 layers"),
@@ -173,11 +173,11 @@ def test_plans_that_cannot_run_are_refused_with_what_would_work(
     assert each.ms_per_iter is None
 
 
-def test_offload_in_a_pipeline_runs_under_ours(tmp_path: Path) -> None:
+def test_offload_in_a_pipeline_runs_under_native(tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
     path.write_text(json.dumps({"runs": [{**RECORD, "recompute": "cpu_offload"}]}))
     output = tmp_path / "predictions.json"
-    assert main(["--evaluate", str(path), "--implementation", "ours", "--output", str(output)]) == 0
+    assert main(["--evaluate", str(path), "--implementation", "native", "--output", str(output)]) == 0
     (prediction,) = json.loads(output.read_text())["runs"]
     assert prediction["outcome"] == "ok"
     assert prediction["reason"] is None
@@ -275,7 +275,7 @@ def test_the_command_prints_errors_and_writes_every_prediction(
     ("flags", "words"),
     [
         (["--gpu", "abacus"], "no figures are known"),
-        (["--implementation", "abacus"], "possible: ours, megatron-te"),
+        (["--implementation", "abacus"], "possible: native, megatron-te"),
         (["--output", "/no/such/folder/file"], "cannot be written"),
     ],
 )
@@ -323,7 +323,7 @@ def test_experts_in_fp8_are_planned_with_the_recipe_that_is_named(tmp_path: Path
     for precision in ("fp8", "fp8 current scaling"):
         each = predicted(tmp_path, **EXPERTS, precision=precision)
         path.write_text(json.dumps({"runs": [each.run.fields.values]}))
-        assert main(["--evaluate", str(path), "--implementation", "ours", "--output", str(output)]) == 0
+        assert main(["--evaluate", str(path), "--implementation", "native", "--output", str(output)]) == 0
         (outcomes[precision],) = json.loads(output.read_text())["runs"]
     assert [outcome["reason"] for outcome in outcomes.values()] == [None, None]
     # Delayed scaling, which is meant where none is named, does not read an operand for its amax first.

@@ -17,7 +17,7 @@ from megatron.cli.planner_arguments import read_planned_run
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.planner.explanation import Explanation, explain, first_rank
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import OURS
+from megatron.planner.implementations import NATIVE
 from megatron.planner.memory import MEMORY_PARTS
 from megatron.planner.report import to_page, to_text
 from megatron.training.theoretical_memory_usage import model_size
@@ -32,7 +32,7 @@ WORLD_SIZE = 12
 @pytest.fixture(scope="module")
 def explanation() -> Explanation:
     parsed = read_planned_run(SMALL, WORLD_SIZE)
-    return explain(parsed.config, parsed.notes, H100, OURS)
+    return explain(parsed.config, parsed.notes, H100, NATIVE)
 
 
 def test_ranks_layers_parameters_and_traffic_are_those_of_the_code(explanation: Explanation) -> None:
@@ -59,7 +59,7 @@ def test_the_bubble_is_that_of_all_micro_batches_of_the_schedule(explanation: Ex
     few = dataclasses.replace(
         explanation.config, training=dataclasses.replace(explanation.config.training, global_batch_size=12 * 48)
     )
-    more = explain(few, (), H100, OURS)
+    more = explain(few, (), H100, NATIVE)
     assert more.plan.num_microbatches == 96
     assert more.timeline.num_microbatches == 8
     assert more.bubble == pytest.approx(1 / (96 * 2))
@@ -113,7 +113,7 @@ def test_epochs_are_counted_against_token_files(tmp_path: Path) -> None:
         builder.finalize()
     words = [word for word in SMALL if word != "--mock-data"]
     parsed = read_planned_run([*words, "--data-path", str(prefix), "--split", "9,1,0"], WORLD_SIZE)
-    (need,) = explain(parsed.config, parsed.notes, H100, OURS).data.data_sets
+    (need,) = explain(parsed.config, parsed.notes, H100, NATIVE).data.data_sets
     assert (need.tokens, need.samples, need.samples_wanted) == (2880, 89, 20 * 48)
     assert need.epochs == 11  # 960 samples of 32 tokens and one more, in epochs of 2880
 

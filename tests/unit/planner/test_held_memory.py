@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.errors import ConfigurationError
-from megatron.planner.implementations import OURS
+from megatron.planner.implementations import NATIVE
 from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan, megatron_step_flops
 from megatron.verification.cells import MODULES, Cell, Layout, make_cell
@@ -128,7 +128,7 @@ def norm_cells() -> Iterator[Cell]:
         ("gemma3", Layout(), two_groups),
         ("gpt2", Layout(), layernorm),
         ("gpt2", Layout(), (*layernorm, *two_groups)),
-        ("gpt2", Layout(tp=2, sequence_parallel=True), ("--norm-placement", "both")),
+        ("gpt2", Layout(tp=2, sequence_parallel=True), ("--norm-placement", "sandwich")),
         *(("qwen", Layout(cp=2, cp_comm_type=exchange), ()) for exchange in EXCHANGES),
         *(("gpt2", Layout(cp=2, cp_comm_type=exchange), layernorm) for exchange in EXCHANGES),
         *(("qwen", Layout(recompute=("selective", module)), ()) for module in ("core_attn", "layernorm", "mlp")),
@@ -151,7 +151,7 @@ def attention_kind_cells() -> Iterator[Cell]:
 
 
 def latent_fp8_cells() -> Iterator[Cell]:
-    fp8 = ("--bf16", "--cpu-matmul", "mkl", "--fp8-format", "hybrid")
+    fp8 = ("--bf16", "--cpu-gemm-backend", "mkl", "--fp8-format", "hybrid")
     narrow = (*NARROW_LATENT, "--q-lora-rank", "48", *fp8, "--fp8-recipe")
     layouts = (
         ("latent", Layout(tp=2, sequence_parallel=True, recompute=UP_PROJECTIONS), (*narrow, "delayed")),
@@ -298,7 +298,7 @@ def test_full_buckets_of_sharded_gradients_are_counted(layout: Layout, shape: st
     config = resolve_cell(cell.flags, cell.world_size, "bfloat16")
     plan = Plan.of(config)
     for stage in range(plan.parallel_sizes.pp):
-        state = stage_state(plan, stage, OURS)
+        state = stage_state(plan, stage, NATIVE)
         held = held_by_step(config, stage * layout.dp, cell.data)
         assert held.gradients == state.gradients + state.gradient_pool
 

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
-from megatron.planner.implementations import OURS
+from megatron.planner.implementations import NATIVE
 from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan
 from megatron.training.theoretical_memory_usage import model_size
@@ -89,9 +89,9 @@ def test_a_new_parameter_is_counted(
 ) -> None:
     config = config_of(layout)
     plan, stages = Plan.of(config), range(config.parallel_sizes.pp)
-    before = model_size(config), [stage_state(plan, stage, OURS) for stage in stages]
+    before = model_size(config), [stage_state(plan, stage, NATIVE) for stage in stages]
     add_parameter(monkeypatch, kind, SIZE)
-    after = model_size(config), [stage_state(plan, stage, OURS) for stage in stages]
+    after = model_size(config), [stage_state(plan, stage, NATIVE) for stage in stages]
     for stage in stages:
         # A model is a chunk of a stage; its last norm is on the last one.
         more = in_layer * 4 // len(stages) + (in_model if kind is GPTModel or stage == len(stages) - 1 else 0)

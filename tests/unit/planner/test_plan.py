@@ -11,7 +11,7 @@ from megatron.config.run_config import RunConfig
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, Action, Pass, build_schedule
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import IMPLEMENTATIONS, MEGATRON_TE, OURS
+from megatron.planner.implementations import IMPLEMENTATIONS, MEGATRON_TE, NATIVE
 from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
@@ -63,7 +63,7 @@ def test_a_plan_of_flags_is_predicted_under_every_implementation() -> None:
         assert prediction.time is not None
         assert prediction.time.total > prediction.time.busy > 0
         assert len(prediction.stages) == 4
-    stages = predict(plan, OURS, H100).stages
+    stages = predict(plan, NATIVE, H100).stages
     # Fewer micro-batches wait for their backward passes on later stages.
     kept = [stage.activations for stage in stages[:-1]]
     assert kept[1:] == pytest.approx([kept[0] * in_flight / 4 for in_flight in (3, 2)], rel=0.05)
@@ -83,8 +83,8 @@ def test_exchanges_beside_interleaved_chunks_show_less_than_those_that_are_waite
 
 def test_offload_beside_recompute_is_refused_but_of_our_own() -> None:
     plan = plan_of("--global-batch-size 8 --recompute-activations --cpu-offloading --cpu-offloading-num-layers 1")
-    outcomes = {each.name: predict(plan, each, H100).outcome for each in (OURS, MEGATRON_TE)}
-    assert outcomes == {"ours": "ok", "megatron-te": "error"}
+    outcomes = {each.name: predict(plan, each, H100).outcome for each in (NATIVE, MEGATRON_TE)}
+    assert outcomes == {"native": "ok", "megatron-te": "error"}
 
 
 def test_the_first_and_the_last_layers_in_bf16_take_their_own_time_and_no_copies_in_fp8() -> None:
@@ -117,8 +117,8 @@ def test_frozen_weights_have_two_products_and_no_gradients_to_reduce_or_weights_
         "--num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 --global-batch-size 8 "
         "--use-distributed-optimizer"
     )
-    plain = predict(plan_of(shape), OURS, H100)
-    adapted = predict(plan_of(f"{shape} --lora-rank 8 --load somewhere --finetune"), OURS, H100)
+    plain = predict(plan_of(shape), NATIVE, H100)
+    adapted = predict(plan_of(f"{shape} --lora-rank 8 --load somewhere --finetune"), NATIVE, H100)
     assert plain.time is not None
     assert adapted.time is not None
     assert 0.6 < adapted.time.layer.products / plain.time.layer.products < 0.81
@@ -139,10 +139,10 @@ LONG = (
 @pytest.mark.parametrize("flags", ["", "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 3"])
 def test_the_bubble_of_stages_of_unlike_lengths_is_that_of_their_action_lists(flags: str) -> None:
     plan = plan_of(f"{LONG} {flags} --global-batch-size 32")
-    time = predict(plan, OURS, H100).time
+    time = predict(plan, NATIVE, H100).time
     assert time is not None
     numbers = [len(plan.stage_layout.contents(stage).layer_numbers) for stage in range(4)]
-    ends = [end_times(plan, H100, OURS)[0], 0.0, 0.0, time.output_layer]
+    ends = [end_times(plan, H100, NATIVE)[0], 0.0, 0.0, time.output_layer]
     seconds = [time.layer.total * number + end for number, end in zip(numbers, ends)]
     durations = [Durations(forward=total / 3, backward=2 * total / 3) for total in seconds]
     timeline = simulate(build_schedule("1f1b", 4, 32), 1, durations)
@@ -151,7 +151,7 @@ def test_the_bubble_of_stages_of_unlike_lengths_is_that_of_their_action_lists(fl
 
 def test_a_zero_bubble_is_that_of_its_action_lists_and_less_with_more_to_put_off() -> None:
     def bubble(flags: str) -> float:
-        time = predict(plan_of(f"{LONG} {flags}"), OURS, H100).time
+        time = predict(plan_of(f"{LONG} {flags}"), NATIVE, H100).time
         assert time is not None
         return time.bubble
 
@@ -169,13 +169,13 @@ def test_megatron_has_no_zero_bubble_schedule() -> None:
     prediction = predict(plan, MEGATRON_TE, H100)
     assert prediction.outcome == "error"
     assert "megatron-te has no zero-bubble schedule; use 1f1b or interleaved" in (prediction.reason or "")
-    assert predict(plan, OURS, H100).outcome == "ok"
+    assert predict(plan, NATIVE, H100).outcome == "ok"
 
 
 def test_keys_and_values_that_are_gathered_are_kept_whole() -> None:
     def kept(flags: str) -> int:
         shape = "--pipeline-model-parallel-size 1 --context-parallel-size 4 --seq-length 64 --global-batch-size 8"
-        return predict(plan_of(f"{shape} --max-position-embeddings 64 {flags}"), OURS, H100).stages[0].activations
+        return predict(plan_of(f"{shape} --max-position-embeddings 64 {flags}"), NATIVE, H100).stages[0].activations
 
     every, one, none = (kept(f"--cp-comm-type {names}") for names in ("all_gather", f"{'p2p ' * 7}all_gather", "p2p"))
     assert every > one > none

@@ -18,7 +18,7 @@ from megatron.config.run_config import RunConfig
 from megatron.planner.bounds import Bounds
 from megatron.planner.choice import Choice
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import MEGATRON_TE, OURS
+from megatron.planner.implementations import MEGATRON_TE, NATIVE
 from megatron.planner.memory import stage_state
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
@@ -67,7 +67,7 @@ def test_the_best_command_parses_and_is_predicted_as_the_table_says(
     assert launched[:4] == ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py"]
     config = resolve_arguments(launched[4:], 8, needs_files=False).config
     plan = Plan.of(read_planned_run(launched[4:], 8).config)
-    prediction = predict(plan, OURS, H100)
+    prediction = predict(plan, NATIVE, H100)
     assert prediction.time is not None
     assert 1e3 * prediction.time.total == pytest.approx(best["ms_per_step"])
     assert config.parallel_sizes.tp == best["tp"]
@@ -206,7 +206,7 @@ def test_experts_are_spread_over_every_number_of_ranks_that_divides_them(
     launched = next(shlex.split(line) for line in lines if line.startswith("torchrun"))
     best, config = ranking["ranked"][0], resolve_arguments(launched[4:], 2, needs_files=False).config
     assert config.model.expert_model_parallel_size == best["ep"]
-    prediction = predict(Plan.of(read_planned_run(launched[4:], 2).config), OURS, H100)
+    prediction = predict(Plan.of(read_planned_run(launched[4:], 2).config), NATIVE, H100)
     assert prediction.time is not None
     assert 1e3 * prediction.time.total == pytest.approx(best["ms_per_step"])
 
@@ -366,15 +366,15 @@ def test_no_choice_is_faster_than_its_bound_and_the_fastest_are_found(
     flags: tuple[str, ...], world_size: int, precisions: tuple[str, ...]
 ) -> None:
     config = config_of(*flags, world_size=world_size)
-    every = search(config, H100, OURS, precisions, lambda config: ())
-    bounded = search(config, H100, OURS, precisions, lambda config: (), wanted=_WANTED)
+    every = search(config, H100, NATIVE, precisions, lambda config: ())
+    bounded = search(config, H100, NATIVE, precisions, lambda config: (), wanted=_WANTED)
     assert fastest(bounded) == fastest(every)
     assert bounded.num_predicted < every.num_predicted
     assert any(each.reason.startswith("a step takes at least") for each in bounded.dropped)
-    bounds = Bounds(H100, OURS)
+    bounds = Bounds(H100, NATIVE)
     for each in every.candidates:
         plan = Plan.of(each.config)
-        states = [stage_state(plan, stage, OURS) for stage in range(plan.parallel_sizes.pp)]
+        states = [stage_state(plan, stage, NATIVE) for stage in range(plan.parallel_sizes.pp)]
         assert bounds.seconds(plan, states) <= each.seconds * (1 + 1e-9), each.choice
         assert bounds.seconds(plan, states, 0.0) <= bounds.seconds(plan, states) * (1 + 1e-9), each.choice
         assert bounds.first_stage_bytes(plan, states[0]) <= each.prediction.stages[0].total, each.choice
@@ -385,9 +385,9 @@ def test_attention_whose_keys_travel_round_a_ring_is_not_slower_than_predicted()
     length = "65536"
     flags = ("--seq-length", length, "--max-position-embeddings", length, "--context-parallel-size", "2")
     plan = Plan.of(read_planned_run([*BOUNDED_MODEL, *flags, "--bf16"], 2).config)
-    time = predict(plan, OURS, H100).time
+    time = predict(plan, NATIVE, H100).time
     assert time is not None
-    assert Bounds(H100, OURS).seconds(plan, [stage_state(plan, 0, OURS)]) <= time.total
+    assert Bounds(H100, NATIVE).seconds(plan, [stage_state(plan, 0, NATIVE)]) <= time.total
 
 
 def test_no_layout_of_another_program_is_faster_than_its_bound() -> None:

@@ -12,7 +12,7 @@ from megatron.core.errors import ConfigurationError
 from megatron.planner.communication import Links, exposed_replica_seconds
 from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import MEGATRON_TE, OURS, find_implementation
+from megatron.planner.implementations import MEGATRON_TE, NATIVE, find_implementation
 from megatron.planner.memory import layer_trace, stage_state
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
@@ -34,7 +34,7 @@ def test_attention_looks_no_further_than_its_window() -> None:
     whole = dataclasses.replace(
         plan, model=dataclasses.replace(plan.model, window_size=None, window_attn_skip_freq=None)
     )
-    both = [predict(each, OURS, H100) for each in (whole, plan)]
+    both = [predict(each, NATIVE, H100) for each in (whole, plan)]
     times = [each.time for each in both]
     assert times[0] is not None
     assert times[1] is not None
@@ -72,14 +72,14 @@ def test_layers_without_rotary_positions_rotate_nothing() -> None:
 
 
 def time_of_step(plan: Plan) -> float:
-    time = predict(plan, OURS, H100).time
+    time = predict(plan, NATIVE, H100).time
     assert time is not None
     return time.total
 
 
 def layer_of(layout: Layout, more: tuple[str, ...]) -> LayerTime:
     cell = make_latent_cell("latent", layout, extra=more)
-    time = predict(Plan.of(resolve_cell(cell.flags, cell.world_size, "bfloat16")), OURS, H100).time
+    time = predict(Plan.of(resolve_cell(cell.flags, cell.world_size, "bfloat16")), NATIVE, H100).time
     assert time is not None
     return time.layer
 
@@ -113,7 +113,7 @@ def test_host_launches_every_operator_program_and_autograd_function() -> None:
     # Two norms with the sums before them, four linear layers, the split of the projection, and the activation.
     assert functions == 8
     assert programs > 0
-    time = predict(plan, OURS, H100).time
+    time = predict(plan, NATIVE, H100).time
     assert time is not None
     seconds = operators * 9.7e-6 + programs * 56.5e-6 + functions * 147.6e-6
     assert time.layer.host == pytest.approx(seconds)
@@ -124,7 +124,7 @@ def test_host_launches_every_operator_program_and_autograd_function() -> None:
 
 def test_replayed_layers_need_no_host() -> None:
     graphs, launched = (
-        predict(plan_of_layers("--cuda-graph-impl", kind), OURS, H100).time for kind in ("local", "none")
+        predict(plan_of_layers("--cuda-graph-impl", kind), NATIVE, H100).time for kind in ("local", "none")
     )
     assert graphs is not None
     assert launched is not None
@@ -147,7 +147,7 @@ def test_replayed_layers_need_no_host() -> None:
 )
 def test_unbalanced_experts_take_the_time_of_the_most_loaded_rank(more: tuple[str, ...], num_ranks: int) -> None:
     plan = plan_of_layers(*EXPERT_FLAGS, *more, "--expert-model-parallel-size", str(num_ranks), world_size=num_ranks)
-    even, uneven = (predict(plan, find_implementation("ours", factor), H100).time for factor in (1.0, 3.0))
+    even, uneven = (predict(plan, find_implementation("native", factor), H100).time for factor in (1.0, 3.0))
     assert even is not None
     assert uneven is not None
     assert uneven.layer.expert_parallel == pytest.approx(3 * even.layer.expert_parallel)
@@ -166,14 +166,14 @@ def test_unbalanced_experts_take_the_time_of_the_most_loaded_rank(more: tuple[st
 @pytest.mark.parametrize("factor", [0.5, math.inf, math.nan])
 def test_load_of_experts_is_not_below_the_mean(factor: float) -> None:
     with pytest.raises(ConfigurationError, match=f"--expert-imbalance {factor:g} is below 1 or not finite"):
-        find_implementation("ours", factor)
+        find_implementation("native", factor)
 
 
 def test_hidden_reductions_slow_the_overlapped_matmuls() -> None:
     sizes = ("--use-distributed-optimizer", "--global-batch-size", "8")
     plan = plan_of_layers(*sizes, "--overlap-grad-reduce", "--overlap-param-gather", world_size=2)
     links = Links(H100, plan.parallel_sizes)
-    state = stage_state(plan, 0, OURS)
+    state = stage_state(plan, 0, NATIVE)
     sent = links.replica_seconds(state.gradients) + links.replica_seconds(state.gathered_bytes)
     hidden = exposed_replica_seconds(plan, links, state, slowest=1.0)
     assert hidden == pytest.approx(20 / 132 * sent)
@@ -185,7 +185,7 @@ def test_hidden_reductions_slow_the_overlapped_matmuls() -> None:
 def test_recomputed_layers_are_launched_again() -> None:
     blocks = ("--num-layers", "4", "--recompute-granularity", "full", "--recompute-method", "block")
     none, one, four = (
-        predict(plan_of_layers("--num-layers", "4", *flags), OURS, H100).time
+        predict(plan_of_layers("--num-layers", "4", *flags), NATIVE, H100).time
         for flags in ((), (*blocks, "--recompute-num-layers", "1"), (*blocks, "--recompute-num-layers", "4"))
     )
     assert none is not None
@@ -202,7 +202,7 @@ SHAPE = (
 
 
 def float8_layer_of(flags: str) -> LayerTime:
-    time = predict(plan_of(f"{SHAPE} {flags}"), OURS, H100).time
+    time = predict(plan_of(f"{SHAPE} {flags}"), NATIVE, H100).time
     assert time is not None
     return time.layer
 
@@ -232,7 +232,7 @@ def test_adapters_exchange_and_frozen_weights_turn_nothing() -> None:
 
 def test_weights_that_travel_in_fp8_take_half_the_time() -> None:
     flags = f"{SHAPE.replace('-size 4 --seq', '-size 2 --seq')} --fp8-format hybrid --use-distributed-optimizer"
-    half, float8 = (predict(plan_of(f"{flags} {more}"), OURS, H100).time for more in ("", "--fp8-param-gather"))
+    half, float8 = (predict(plan_of(f"{flags} {more}"), NATIVE, H100).time for more in ("", "--fp8-param-gather"))
     assert half is not None
     assert float8 is not None
     assert float8.exposed_data_parallel < half.exposed_data_parallel

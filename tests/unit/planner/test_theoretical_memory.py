@@ -22,7 +22,7 @@ from megatron.core.sharding import spec_of
 from megatron.core.tensor_parallel.random import RngStreams
 from megatron.planner.explanation import with_known_vocabulary
 from megatron.planner.gpu import H100
-from megatron.planner.implementations import OURS
+from megatron.planner.implementations import NATIVE
 from megatron.planner.plan import Plan
 from megatron.planner.prediction import predict
 from megatron.training.initialize import Runtime
@@ -259,7 +259,7 @@ def test_further_tokens_take_memory_and_time_on_the_last_stage() -> None:
     assert plan.model.mtp_depth > 0
     without = dataclasses.replace(plan, model=dataclasses.replace(plan.model, mtp_num_layers=None))
     assert plan.num_predictions == without.num_predictions * (1 + plan.model.mtp_depth)
-    more, fewer = (predict(each, OURS, H100) for each in (plan, without))
+    more, fewer = (predict(each, NATIVE, H100) for each in (plan, without))
     for part in ("weights", "activations", "logits"):
         assert getattr(more.stages[-1], part) > getattr(fewer.stages[-1], part), part
     assert more.time is not None

@@ -33,7 +33,7 @@ from megatron.core.precision import dtype_from_name
 from megatron.core.tensor_parallel.layers import make_parameter, replicated_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.cli.planner_arguments import read_planned_run
-from megatron.planner import memory as pieces
+from megatron.planner import memory
 from megatron.planner import trace_store
 from megatron.planner.plan import Plan
 from tests.closed_forms.saved_activations import saved_bytes
@@ -41,7 +41,7 @@ from tests.closed_forms.saved_activations import saved_bytes
 folder, words, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 results = {}
 store = trace_store.TraceStore(folder / "plain")
-pieces.default_store = lambda: store
+memory.default_store = lambda: store
 
 def explained():
     output = io.StringIO()
@@ -60,7 +60,7 @@ results["plain"], results["plain plan"] = explained(), planned()
 results["saved"] = {}
 for name, (flags, world_size) in cases.items():
     plan = Plan.of(read_planned_run([*words, *flags], world_size).config)
-    trace = pieces.layer_trace(plan, (9, 0), 1)
+    trace = memory.layer_trace(plan, (9, 0), 1)
     closed = sum(saved_bytes(plan.model, plan.seq_length, plan.micro_batch_size, 1).values())
     results["saved"][name] = [trace.memory.kept, closed]
 

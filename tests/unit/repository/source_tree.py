@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PACKAGE = REPOSITORY / "megatron"
+IMPORTING_FUNCTIONS = ("import_module", "load_package")
+"""Ends of the names of functions that import the module that their first argument names."""
 
 
 def package_files() -> list[Path]:
@@ -77,23 +79,55 @@ def dotted_name(node: ast.AST) -> str | None:
 
 def used_names(path: Path) -> set[str]:
     """Return the dotted names that a file imports or reaches through its imports, aliases resolved."""
-    nodes = list(runtime_nodes(syntax_tree(path)))
+    return set().union(*names_by_definition(path).values())
+
+
+@functools.cache
+def names_by_definition(path: Path) -> dict[str, set[str]]:
+    """Return the names of `used_names` by the function or class at the top of the file that uses them.
+
+    The key of the file's imports is "import", and the key of its other statements is "".
+    """
+    tree = syntax_tree(path)
+    aliases = _aliases(runtime_nodes(tree))
+    found: dict[str, set[str]] = {}
+    for statement in tree.body:
+        if is_for_type_checkers(statement):
+            # What its `else` has is a statement of the file.
+            nodes = [node for each in statement.orelse for node in (each, *runtime_nodes(each))]
+        else:
+            nodes = [statement, *runtime_nodes(statement)]
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            key = statement.name
+        else:
+            key = "import" if isinstance(statement, ast.Import | ast.ImportFrom) else ""
+        found.setdefault(key, set()).update(_names(nodes, aliases))
+    return found
+
+
+def _aliases(nodes: Iterable[ast.AST]) -> dict[str, str]:
     aliases: dict[str, str] = {}
-    names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                names.add(alias.name)
                 aliases[alias.asname or alias.name.split(".")[0]] = (
                     alias.name if alias.asname else alias.name.split(".")[0]
                 )
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
-                names.add(f"{node.module}.{alias.name}")
                 aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Call) and (dotted_name(node.func) or "").endswith("import_module"):
-            names |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+    return aliases
+
+
+def _names(nodes: Iterable[ast.AST], aliases: Mapping[str, str]) -> set[str]:
+    names: set[str] = set()
     for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and (dotted_name(node.func) or "").endswith(IMPORTING_FUNCTIONS):
+            names |= {argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)}
         name = dotted_name(node)
         if name is not None:
             first, _, rest = name.partition(".")

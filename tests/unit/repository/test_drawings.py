@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from types import ModuleType
 
@@ -13,17 +14,22 @@ import torch
 from megatron.core.model_parallel_config import ParallelSizes
 from tests.unit.repository.source_tree import REPOSITORY, relative, tracked_files
 
-SCRIPT = REPOSITORY / "docs" / "scripts" / "draw_parallelism.py"
+SCRIPTS = REPOSITORY / "docs" / "scripts"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"drawings_of_{name}", SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def drawings() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("parallelism_drawings", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("draw_parallelism")
 
 
 def test_the_pictures_are_what_the_code_divides(
@@ -35,6 +41,19 @@ def test_the_pictures_are_what_the_code_divides(
         monkeypatch.setattr(ParallelSizes, "grid", property(lambda sizes: {"tp": 2, "cp": 2, "dp": 2, "pp": 2}))
         assert drawings.main(["--check"]) == 1
     assert "rank_grid.svg" in capsys.readouterr().err
+
+
+def test_the_plot_of_the_planner_shows_the_results_and_each_compared_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load("draw_planner")
+    assert script.main(["--check"]) == 0, "run python docs/scripts/draw_planner.py"
+    memory, time = list(script.points("GiB")), list(script.points("s"))
+    assert (len(memory), len(time)) == (19, 16)
+    assert all(abs(point.predicted / point.measured - 1) < 0.04 for point in (*memory, *time))
+    monkeypatch.setitem(script.COLORS, "GPT-2-345M", "#000000")
+    assert script.main(["--check"]) == 1
+    assert "planner.svg" in capsys.readouterr().err
 
 
 def test_every_picture_is_shown_and_is_small_and_well_formed() -> None:

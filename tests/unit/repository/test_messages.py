@@ -1,59 +1,36 @@
-"""The page of messages: it is what the code has, and what users are answered is on it."""
+"""The page of error messages: it lists every message of the code and every message of the typical mistakes."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
+import json
 import re
-import sys
-from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
 
-import pytest
-
-from tests.unit.config.mistakes import MISTAKES, workplace
-from tests.unit.repository.source_tree import REPOSITORY
+from docs.scripts import list_refusals
+from tests.unit.config.mistakes import FROZEN
+from tests.unit.config.mistakes import messages as messages_of_mistakes
 
 
-@pytest.fixture(scope="module")
-def refusals() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("list_refusals", REPOSITORY / "docs" / "scripts" / "list_refusals.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its module up by name.
-    sys.modules["list_refusals"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["list_refusals"]
-
-
-@pytest.fixture(scope="module")
-def messages(refusals: ModuleType) -> list[Any]:
-    found: list[Any] = refusals.all_messages()
-    return found
-
-
-def test_the_page_is_what_the_code_has(refusals: ModuleType, messages: list[Any]) -> None:
-    page = refusals.DOCUMENT.read_text(encoding="utf-8")
-    assert page == refusals.document(messages), "run python docs/scripts/list_refusals.py"
-    anchors = re.findall(r'<a id="([^"]+)">', page)
-    assert len(anchors) > 800
+def test_every_message_has_an_anchor_and_advice() -> None:
+    page, messages = list_refusals.page(), list_refusals.all_messages()
+    anchors = re.findall(r" \{#(m-[^}]+)\}$", page, re.MULTILINE)
+    assert len(anchors) == len(messages) > 800
     assert len(set(anchors)) == len(anchors)
     assert all(message.advice for message in messages)
-    assert "| what the message says |" not in page
-    # Advice on messages that are gone is taken out, or written for what took their place.
+    assert ":   what the message says" not in page
+    # Advice for a message that no longer exists must be removed or rewritten for the message that replaced it.
     texts = {message.text.partition("; ")[0] for message in messages}
-    assert [text for text in refusals.PARTICULAR if text not in texts] == []
+    assert [text for text in list_refusals.PARTICULAR if text not in texts] == []
 
 
-def test_every_answer_to_a_typical_mistake_is_on_it(messages: list[Any]) -> None:
-    patterns = [message.pattern for message in messages]
-    with workplace():
-        answers = [answer for mistakes in MISTAKES.values() for each in mistakes for answer in each.answers()]
-    assert len(answers) > 100
-    assert [each for each in answers if not any(pattern.search(each) for pattern in patterns)] == []
+def test_the_frozen_mistakes_have_the_messages_of_the_parser() -> None:
+    frozen = json.loads(FROZEN.read_text(encoding="utf-8"))
+    # Compare what JSON stores: tuples become lists.
+    assert frozen == json.loads(json.dumps(messages_of_mistakes())), "run python -m tests.unit.config.mistakes"
+    patterns = [message.pattern for message in list_refusals.all_messages()]
+    reported = [text for mistakes in frozen["mistakes"].values() for each in mistakes for text in each["messages"]]
+    assert len(reported) > 100
+    assert [text for text in reported if not any(pattern.search(text) for pattern in patterns)] == []
 
 
 CODE = """
@@ -71,11 +48,11 @@ def size():
 """
 
 
-def test_messages_are_found_wherever_they_are_made(refusals: ModuleType) -> None:
+def test_messages_are_found_wherever_they_are_made() -> None:
     tree = ast.parse(CODE)
-    errors = refusals.error_names({"x": tree})
+    errors = list_refusals.error_names({"x": tree})
     assert errors == {"InputError", "TrainingError", "ValueError", "DataError", "OwnError"}
-    found = {message.text for message in refusals.messages_of("megatron/x.py", tree, errors)}
+    found = {message.text for message in list_refusals.messages_of("megatron/x.py", tree, errors)}
     assert {text for text in found if " " in text} == {
         "… cannot be read; give a longer one",
         "… cannot be read; it has … bytes",
@@ -83,9 +60,9 @@ def test_messages_are_found_wherever_they_are_made(refusals: ModuleType) -> None
         "one thing is wrong",
     }
     said, unsaid = (
-        refusals.Message(text, "megatron/training/data_plan.py").advice
+        list_refusals.Message(text, "megatron/training/data_plan.py").advice
         for text in ("… is short; give more", "… is short")
     )
     assert said == "`give more`"
     assert "(datasets.md)" in unsaid
-    assert refusals.code("… do not divide | at all") == "<code>… do not divide &#124; at all</code>"
+    assert list_refusals.code("… do not divide | at all") == "<code>… do not divide &#124; at all</code>"

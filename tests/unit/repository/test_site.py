@@ -1,4 +1,4 @@
-"""The site of the documentation: its navigation has every page, and links out of docs/ become names of files."""
+"""The documentation's site: its navigation, the pages that its build adds, and links to files outside docs/."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ import pytest
 import yaml
 
 from tests.unit.repository.source_tree import REPOSITORY, tracked_files
+from tests.unit.repository.test_documents import BUILT_PAGES
+
+
+class SiteLoader(yaml.SafeLoader):
+    """A loader that reads the tag !ENV of MkDocs as a plain list: environment variables and the default value."""
+
+
+SiteLoader.add_constructor("!ENV", lambda loader, node: loader.construct_sequence(node))
 
 
 def navigated(entry: Any) -> Iterator[str]:
@@ -22,20 +30,32 @@ def navigated(entry: Any) -> Iterator[str]:
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    settings = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
+    settings = yaml.load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), SiteLoader)
     pages = sorted(navigated(settings["nav"]))
     there = {path.relative_to(REPOSITORY / "docs").as_posix() for path in tracked_files("docs/*.md", "docs/**/*.md")}
-    assert pages == sorted(page for page in there if not page.startswith("adr/0"))
+    assert pages == sorted({page for page in there if not page.startswith("adr/0")} | BUILT_PAGES)
 
 
-@pytest.fixture(scope="module")
-def site_links() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_links", REPOSITORY / "docs" / "hooks" / "site_links.py")
+def hook(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "docs" / "hooks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def site_links() -> ModuleType:
+    return hook("site_links")
+
+
+def test_the_build_adds_the_page_of_messages() -> None:
+    pages = hook("built_pages").PAGES
+    assert set(pages) == BUILT_PAGES
+    # A page in docs/ with the same name would shadow the built one.
+    assert [path for path in pages if (REPOSITORY / "docs" / path).exists()] == []
+    assert "# Error messages\n" in pages["messages.md"]()
 
 
 @pytest.mark.parametrize(

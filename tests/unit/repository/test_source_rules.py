@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from megatron.cli.__main__ import DEPRECATED
 from tests.unit.repository.source_tree import (
     PACKAGE,
     REPOSITORY,
@@ -57,9 +58,8 @@ def test_a_tool_is_the_name_of_a_command_and_no_more() -> None:
         text = path.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= LONGEST_SCRIPT, relative(path)
         # The GPU window takes the tests along, which the package has not: its command is theirs.
-        command = (
-            r"tests\.gpu\.window\.command" if path.stem == "gpu_window" else rf"megatron\.cli\.([a-z]+\.)?{path.stem}"
-        )
+        name = DEPRECATED.get(path.stem, path.stem).replace("-", "_")
+        command = r"tests\.gpu\.window\.command" if name == "gpu_window" else rf"megatron\.cli\.([a-z]+\.)?{name}"
         assert re.search(rf"^from {command} import main$", text, re.MULTILINE), path
 
 

@@ -332,7 +332,8 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected", "num_left_out"), [((), [2, 4], 0), (("--save", "x", "--exit-warning-seconds", "60"), [2], 1)]
+    ("words", "expected", "num_left_out"),
+    [((), [2, 4], 0), (("--save", "x", "--preemption-grace-seconds", "60"), [2], 1)],
 )
 def test_evaluations_come_at_intervals_and_not_where_a_signal_leaves_no_time(
     make: Make, evaluated: list[int], words: tuple[str, ...], expected: list[int], num_left_out: int
@@ -347,14 +348,14 @@ def test_evaluations_come_at_intervals_and_not_where_a_signal_leaves_no_time(
 
 
 def test_with_time_for_it_an_evaluation_is_not_left_out(make: Make, evaluated: list[int]) -> None:
-    loop = make("--train-iters", "4", "--eval-interval", "2", "--save", "x", "--exit-warning-seconds", "60")
+    loop = make("--train-iters", "4", "--eval-interval", "2", "--save", "x", "--preemption-grace-seconds", "60")
     loop.train()
     assert evaluated == [2, 4]
 
 
 @pytest.mark.parametrize("seconds", [None, 0.5, 61.0])
 def test_a_checkpoint_that_takes_longer_than_a_signal_leaves_is_told_once(make: Make, seconds: float | None) -> None:
-    loop = make("--train-iters", "3", "--save", "x", "--exit-warning-seconds", "60")
+    loop = make("--train-iters", "3", "--save", "x", "--preemption-grace-seconds", "60")
     loop.run.checkpoints.__dict__["last_seconds"] = seconds
     loop.train()
     assert loop.count("WARNING: from a signal to a complete checkpoint") == (seconds == 61.0)
@@ -543,6 +544,21 @@ def test_attention_logits_are_kept_in_the_iterations_that_are_logged(
     assert loop.of("logits.take") == [(loop.run.runtime.state.world,)] * len(measured)
     found = [report.iteration for (report,) in loop.of("metrics.write_step") if report.max_attention_logit == 8.0]
     assert found == measured
+
+
+def test_gradients_are_not_observed_by_default(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make("--train-iters", "2", "--log-interval", "1")
+    observed: list[str] = []
+    for module, name in (
+        (layer_statistics, "measure_layer_norms"),
+        (configured, "compare_over_replicas"),
+        (configured, "check_replicas_equal"),
+    ):
+        monkeypatch.setattr(module, name, lambda *arguments, name=name: observed.append(name))
+    loop.train()
+    assert loop.observer is not None
+    assert observed == []
+    assert not [each for each in loop.run.callbacks.callbacks if isinstance(each, AttentionLogits)]
 
 
 def test_norms_of_layers_are_logged_at_their_interval(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import pretrain_gpt
 from megatron.config.arguments import resolve_arguments
 from megatron.core.device import Device
 from megatron.core.errors import ConfigurationError
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.training.initialize import make_runtime
@@ -108,6 +110,26 @@ def test_delayed_scaling_needs_two_steps_before_a_capture(flags: str, steps: int
 def test_without_graphs_no_step_is_added() -> None:
     flags = "--bf16 --cuda-graph-warmup-steps 1 --fp8-format hybrid --fp8-recipe delayed"
     assert resolve_arguments([*MINIMAL, *flags.split()], 1).config.training.cuda_graph_warmup_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "function"), [("--log-params-norm", "params_norm"), ("--log-num-zeros-in-grad", "_num_zeros")]
+)
+def test_statistics_of_all_parameters_are_computed_only_if_a_flag_asks(
+    monkeypatch: pytest.MonkeyPatch, flag: str, function: str
+) -> None:
+    owner = MegatronOptimizer if function == "params_norm" else clip_grads
+    compute, calls = getattr(owner, function), []
+
+    def count(argument: object) -> object:
+        calls.append(argument)
+        return compute(argument)
+
+    monkeypatch.setattr(owner, function, count)
+    cell = make_cell("gpt2", Layout(), num_layers=1)
+    for flags, is_computed in ((cell.flags, False), ((*cell.flags, flag), True)):
+        run_cell(flags, 1, cell.data, "float32", pretrain_gpt.provide_model, pretrain_gpt.forward_step)
+        assert bool(calls) == is_computed
 
 
 def test_a_run_drops_what_it_dropped_in_earlier_versions() -> None:

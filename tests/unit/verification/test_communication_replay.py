@@ -29,7 +29,7 @@ from megatron.verification.collective_recorder import CollectiveRecorder, record
 from megatron.verification.communication_replay import (
     INDEPENDENT_PROGRESS,
     Call,
-    Log,
+    CallLog,
     Operation,
     communication_problems,
 )
@@ -164,7 +164,7 @@ def test_two_sends_to_each_other_need_buffers() -> None:
     (problem,) = communication_problems(logs)
     assert problem.startswith(f"{INDEPENDENT}2 of 2 ranks wait for ever")
     # Called together they progress together, also where they are the first of all.
-    together: list[Log] = [[(*message("send", 1 - rank), *message("recv", 1 - rank))] for rank in WORLD]
+    together: list[CallLog] = [[(*message("send", 1 - rank), *message("recv", 1 - rank))] for rank in WORLD]
     assert communication_problems(together) == []
 
 

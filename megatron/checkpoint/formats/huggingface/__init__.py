@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.formats.huggingface.families import describe_missing_family, recorded_config
+    from megatron.checkpoint.formats.huggingface.families import describe_missing_family, recorded_hugging_face_config
     from megatron.checkpoint.formats.huggingface.family import Family, TensorLink, query_key_value_rows, shapes_of
     from megatron.checkpoint.formats.huggingface.linked_tensors import LinkTable
     from megatron.checkpoint.formats.huggingface.llama import LlamaFamily
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        "families": "describe_missing_family recorded_config",
+        "families": "describe_missing_family recorded_hugging_face_config",
         "family": "Family TensorLink query_key_value_rows shapes_of",
         "linked_tensors": "LinkTable",
         "llama": "LlamaFamily",

@@ -120,7 +120,7 @@ def _family_of(settings: Settings) -> Family:
     return found[0]
 
 
-def recorded_config(folder: Path) -> dict[str, dict[str, Any]]:
+def recorded_hugging_face_config(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what a folder says of a run's configuration: the model, and the tokenizer where it has one.
 
     Raises:

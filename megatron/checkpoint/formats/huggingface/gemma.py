@@ -49,7 +49,7 @@ class Gemma2Family(RotaryDecoderFamily):
         by_default = [(layer + 1) % period != 0 for layer in range(settings.integer("num_hidden_layers"))]
         return {
             "apply_layernorm_1p": True,
-            "norm_placement": "both",
+            "norm_placement": "sandwich",
             "scale_embeddings": True,
             "query_pre_attn_scalar": settings.integer("query_pre_attn_scalar", 256),
             "attn_logit_softcapping": settings.positive_or_none("attn_logit_softcapping", self.default_attention_cap),

@@ -38,7 +38,7 @@ class Olmo2Family(RotaryDecoderFamily):
     def own_fields(self, settings: Settings) -> dict[str, Any]:
         """Return where the norms are; note biases."""
         settings.require("attention_bias", False, False, "attention has no biases")
-        return {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_across_heads": True}
+        return {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True}
 
     def write_settings(self, config: GPTConfig) -> dict[str, Any]:
         return super().write_settings(config) | {"attention_bias": False}

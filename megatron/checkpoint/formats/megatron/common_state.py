@@ -216,7 +216,7 @@ def stored_schedule(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def recorded_config(folder: Path) -> dict[str, dict[str, Any]]:
+def recorded_torch_config(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the sections of the configuration that ``args`` tell, or that the shapes of tensors do without ``args``.
 
     Raises:

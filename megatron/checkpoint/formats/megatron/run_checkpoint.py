@@ -50,9 +50,9 @@ from megatron.core.dist_checkpointing import (
     Strictness,
     dtype_name,
     find_misfits,
+    ignore_progress,
     rng_name,
     sync_folder,
-    untold,
     write_error,
 )
 from megatron.core.errors import CheckpointError
@@ -115,7 +115,7 @@ class SourceCheckpoint:
         namespaces: Sequence[str],
         strictness: Strictness = STRICT,
         allow_cast: bool = False,
-        progress: Progress = untold,
+        progress: Progress = ignore_progress,
     ) -> LoadedTensors:
         """Fill every rank's tensors in place.
 

@@ -320,7 +320,7 @@ def read_common(folder: Path) -> dict[str, Any]:
     return values
 
 
-def recorded_config(folder: Path) -> dict[str, dict[str, Any]]:
+def recorded_torch_dist_config(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the sections of the configuration that ``args`` of a folder tell.
 
     Raises:

@@ -44,7 +44,7 @@ _MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
-class StoredBox:
+class RankFileBox:
     """Locate the values of one box of a global tensor."""
 
     box: Box
@@ -93,7 +93,7 @@ class MegatronTorchSource:
             self._check_vocabulary(vocab_size)
         self.model = _build_model_config(self.config["model"], first)
         self.common: Mapping[str, Any] = common_state(self.ranks, self.config, self.model, self.has_optimizer)
-        self._boxes: dict[str, list[StoredBox]] = {}
+        self._boxes: dict[str, list[RankFileBox]] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self._describer = StageDescriber(self.model, self.padded_vocab_size, cuts_narrow=self._cuts_narrow())
         for rank in (*self.ranks.values(), *self._expert_ranks):
@@ -244,7 +244,7 @@ class MegatronTorchSource:
 
 def _stored_boxes(
     parameter: LocalParameter, blocks: Sequence[tuple[int, LazyTensor]], file: TorchFile
-) -> Iterator[StoredBox]:
+) -> Iterator[RankFileBox]:
     """Yield what each block of rows (its first row, its values) holds of the global tensor; padding is left out."""
     for first_row, tensor in blocks:
         local = Box((first_row, *(0 for _ in tensor.shape[1:])), tensor.shape)
@@ -252,7 +252,7 @@ def _stored_boxes(
             common = shard.local_box.intersect(local)
             if common is not None:
                 values = tensor.box(common.relative_to(local.offset).offset, common.shape)
-                yield StoredBox(common.rebased(shard.local_offset, shard.global_box.offset), file, values)
+                yield RankFileBox(common.rebased(shard.local_offset, shard.global_box.offset), file, values)
 
 
 def _build_model_config(values: Mapping[str, Any], rank: RankFile) -> GPTConfig:

@@ -399,7 +399,7 @@ class GPTModel(Model):
             logits: torch.Tensor = self.output_layer(hidden, memory=memory)
             return logits
         region = InputRegion.SEQUENCE if self.config.sequence_parallel else InputRegion.REPLICATED
-        library, overlap = self.config.cpu_matmul, linear_overlap(self.config, "output")
+        library, overlap = self.config.cpu_gemm_backend, linear_overlap(self.config, "output")
         return tensor_parallel_linear(
             hidden, self.output_weight, None, region, self.tp, library=library, overlap=overlap, memory=memory
         )

@@ -7,19 +7,23 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron.core.ops.triton.activation import PLAIN_KINDS, activate_with_bias
+    from megatron.core.ops.triton.activation import GATED_KINDS, PLAIN_KINDS, activate_with_bias, gated_activation
     from megatron.core.ops.triton.column_sums import sum_parts
+    from megatron.core.ops.triton.cross_entropy import normalizer_and_label_logits, overwrite_with_gradient
     from megatron.core.ops.triton.fp8_cast import cast_and_transpose
     from megatron.core.ops.triton.probe import probe_float8
-    from megatron.core.ops.triton.query_key_value import split_with_bias
+    from megatron.core.ops.triton.query_key_value import rotate_query_and_key, split_and_rotate, split_with_bias
+    from megatron.core.ops.triton.residual import MAX_WIDTH, add_and_normalize, drop_hidden
 
 __getattr__ = lazy_exports(
     __name__,
     {
-        "activation": "PLAIN_KINDS activate_with_bias",
+        "activation": "GATED_KINDS PLAIN_KINDS activate_with_bias gated_activation",
         "column_sums": "sum_parts",
+        "cross_entropy": "normalizer_and_label_logits overwrite_with_gradient",
         "fp8_cast": "cast_and_transpose",
         "probe": "probe_float8",
-        "query_key_value": "split_with_bias",
+        "query_key_value": "rotate_query_and_key split_and_rotate split_with_bias",
+        "residual": "MAX_WIDTH add_and_normalize drop_hidden",
     },
 )

@@ -325,7 +325,7 @@ class GroupedExperts(nn.Module):
             init_std=config.init_method_std,
             dtype=dtype,
             device=device,
-            library=config.cpu_matmul,
+            library=config.cpu_gemm_backend,
         )
         self.linear_fc2 = GroupedLinear(
             config.num_experts,
@@ -336,7 +336,7 @@ class GroupedExperts(nn.Module):
             init_std=config.output_init_method_std,
             dtype=dtype,
             device=device,
-            library=config.cpu_matmul,
+            library=config.cpu_gemm_backend,
         )
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from megatron.checkpoint.save import CommonState, prepare_save_directory
 from megatron.checkpoint.train_state import TrainProgress
 from megatron.config.run_config import CheckpointConfig
 from megatron.core.dist_checkpointing import disk, shard_file
-from megatron.core.dist_checkpointing import planner as save_plan
+from megatron.core.dist_checkpointing import planner as planner_module
 from megatron.core.dist_checkpointing.load import load_index, load_tensors
 from megatron.core.dist_checkpointing.planner import SavePlanner, whole_tensor
 from megatron.core.dist_checkpointing.shard_file import shard_name
@@ -213,13 +213,13 @@ def plan_three_times() -> list[tuple[int, list[int], int]]:
     """Plan at TP 2 and DP 2: twice the same, then with one more tensor on the first two ranks."""
     state = create_parallel_state(ParallelSizes(tp=2))
     groups: list[int] = []
-    real = save_plan.all_gather_objects
+    real = planner_module.all_gather_objects
 
     def counting(value: Any, group: Any) -> list[Any]:
         groups.append(group.size)
         return real(value, group)
 
-    save_plan.all_gather_objects = counting  # type: ignore[attr-defined]
+    planner_module.all_gather_objects = counting  # type: ignore[attr-defined]
     planner = SavePlanner(state)
     tensors = toy_tensors(state.tp.rank, 2)
     found, plans = [], []

@@ -107,7 +107,7 @@ def test_olmo_core(tmp_path: Path) -> None:
     assert set(command.placeholders) == {"DATA_PREFIX", "TOKENIZER_FOLDER"}
     assert command.refused == ()
     # The norms of OLMo 2.
-    assert values["--norm-placement"] == ("after",)
+    assert values["--norm-placement"] == ("post",)
     assert {"--qk-layernorm", "--qk-layernorm-across-heads"} <= set(values)
     assert not any(finding.needs_decision for finding in command.findings)
     assert "tools/merge_datasets.py --eod-id" in command.placeholders["DATA_PREFIX"]

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.ops import dropout as dropout_keys
-from megatron.core.ops import dropout as module
+from megatron.core.ops import dropout as dropout_module
 from megatron.core.ops.attention_pattern import CAUSAL
 from megatron.core.ops.dot_product_attention import AttentionInputs, fused_attention, plain_attention
 from megatron.core.ops.dropout import (
@@ -73,7 +72,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, keys = torch.randn(23, 3, 11), make_keys(23, 3)
     whole = drop_elements(x, keys, 0.3)
     for size in (1, 40, 121):
-        monkeypatch.setattr(module, "_CPU_BLOCK", size)
+        monkeypatch.setattr(dropout_module, "_CPU_BLOCK", size)
         assert torch.equal(drop_elements(x, keys, 0.3), whole), size
     assert torch.equal(drop_elements(x.transpose(0, 1), RowKeys(keys.k0.t(), keys.k1.t()), 0.3), whole.transpose(0, 1))
 
@@ -285,7 +284,7 @@ def test_numbers_in_place_of_logits_are_the_same_wherever_a_token_is() -> None:
 
 
 def test_the_ends_of_the_draw_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout_keys, "_LARGEST_DRAWN", 1)
+    monkeypatch.setattr(dropout_module, "_LARGEST_DRAWN", 1)
     drawn = make_element_keys().of_router(1, 16, slice(None))
     quartile = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.75)))
     assert drawn.unique().tolist() == pytest.approx([-quartile, quartile])

@@ -10,7 +10,7 @@ from torch.nn.functional import ScalingType
 
 from megatron.core.model_parallel_config import Float8Config, Fp8TensorIndex
 from megatron.core.ops import fp8_quantizers, fp8_tensor
-from megatron.core.ops import fp8_tensor as products
+from megatron.core.ops import fp8_tensor as fp8_tensor_module
 from megatron.core.ops.fp8_quantizers import Float8Recipe, Float8State, Fp8Quantizers
 from megatron.core.ops.fp8_tensor import (
     E4M3,
@@ -69,7 +69,7 @@ def test_products_are_those_of_the_quantized_operands(
 def test_a_cpu_multiplies_numbers_in_float32_though_it_has_products_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert has_scaled_products(WHOLE, WHOLE, "cpu")
     assert not has_scaled_products(SEGMENTS_OF_32, SEGMENTS_OF_32, "cpu")
-    monkeypatch.setattr(products, "device_product", lambda *given: pytest.fail("a product of the device's own"))
+    monkeypatch.setattr(fp8_tensor_module, "device_product", lambda *given: pytest.fail("a GEMM of the device"))
     assert scaled_product(*operands("tensorwise", SHAPES[0], E4M3), torch.float32).shape == (48, 144)
 
 
@@ -79,9 +79,9 @@ def test_a_cpu_multiplies_numbers_in_float32_though_it_has_products_of_its_own(m
 def test_a_device_is_given_whole_blocks_only(
     monkeypatch: pytest.MonkeyPatch, left_size: int, right_size: int, expected: bool
 ) -> None:
-    monkeypatch.setattr(products, "_probed", lambda *given: True)
+    monkeypatch.setattr(fp8_tensor_module, "_probed", lambda *given: True)
     left, right = (quantize(torch.ones(128, size), E4M3, SEGMENTS_OF_128) for size in (left_size, right_size))
-    assert products._has_scaled_product(left, right) is expected
+    assert fp8_tensor_module._has_scaled_product(left, right) is expected
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])

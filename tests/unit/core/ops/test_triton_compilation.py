@@ -37,13 +37,7 @@ class Compiled:
 
 def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
     """Yield name, program, types of the arguments that are no bf16 pointers, compile-time sizes, warps."""
-    from megatron.core.ops.triton import activation, column_sums, cross_entropy
-    from megatron.core.ops.triton import activation as gated_activation
-    from megatron.core.ops.triton import fp8_cast as float8_cast
-    from megatron.core.ops.triton import query_key_value as rotary
-    from megatron.core.ops.triton import query_key_value as split
-    from megatron.core.ops.triton import residual as dropout
-    from megatron.core.ops.triton import residual as residual_norm
+    from megatron.core.ops.triton import activation, column_sums, cross_entropy, fp8_cast, query_key_value, residual
 
     rows = {"labels": "*i64", "width": "i32", "num_columns": "odd", "normalizer": "*fp32", "label_logit": "*fp32"}
     rows |= {"log_normalizer": "*fp32", "row_grad": "*fp32"}
@@ -51,24 +45,24 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
     yield "cross-entropy", cross_entropy.normalizer_program, rows, {"BLOCK": block}, 8
     block = cross_entropy._BACKWARD_BLOCK
     yield "cross-entropy gradient", cross_entropy.gradient_program, rows, {"BLOCK": block}, 4
-    for kind in gated_activation.GATED_KINDS:
-        sizes = {"BLOCK": gated_activation._BLOCK, "KIND": kind}
-        yield kind, gated_activation.gated_forward_program, {"width": "i32"}, sizes, 4
-        yield f"{kind} gradient", gated_activation.gated_backward_program, {"width": "i32"}, sizes, 4
-    kinds = dict.fromkeys(rotary.rotate_program.arg_names[8:], "i32")
+    for kind in activation.GATED_KINDS:
+        sizes = {"BLOCK": activation._BLOCK, "KIND": kind}
+        yield kind, activation.gated_forward_program, {"width": "i32"}, sizes, 4
+        yield f"{kind} gradient", activation.gated_backward_program, {"width": "i32"}, sizes, 4
+    kinds = dict.fromkeys(query_key_value.rotate_program.arg_names[8:], "i32")
     kinds |= {"cos": "*fp32", "sin": "*fp32", "batch": "odd", "num_groups": "odd", "heads_per_group": "odd"}
     for rotary_dim, head_dim in ((128, 128), (32, 80)):
         for is_interleaved in (False, True):
-            sizes = rotary.block_sizes(rotary_dim, head_dim)
+            sizes = query_key_value.block_sizes(rotary_dim, head_dim)
             sizes |= {"IS_INTERLEAVED": is_interleaved, "IS_INVERSE": True}
             name = f"rotary {rotary_dim} {is_interleaved}"
-            yield name, rotary.rotate_program, kinds | {"value": None, "value_out": None}, sizes, 4
-            yield f"{name} of a projection", rotary.rotate_program, kinds, sizes, 4
-    kinds = dict.fromkeys(split.join_program.arg_names[6:], "i32") | {"bias_parts": "*fp32"}
+            yield name, query_key_value.rotate_program, kinds | {"value": None, "value_out": None}, sizes, 4
+            yield f"{name} of a projection", query_key_value.rotate_program, kinds, sizes, 4
+    kinds = dict.fromkeys(query_key_value.join_program.arg_names[6:], "i32") | {"bias_parts": "*fp32"}
     kinds |= dict.fromkeys(("num_tokens", "tokens_per_part", "batch", "num_groups", "heads_per_group"), "odd")
     for head_dim, channels in ((64, 64), (80, 128)):
-        sizes = {"HEAD_DIM": head_dim, "HEADS": split._TILE // channels, "CHANNELS": channels}
-        yield f"joined heads of {head_dim}", split.join_program, kinds, sizes, 4
+        sizes = {"HEAD_DIM": head_dim, "HEADS": query_key_value._TILE // channels, "CHANNELS": channels}
+        yield f"joined heads of {head_dim}", query_key_value.join_program, kinds, sizes, 4
     kinds = {"bias_parts": "*fp32", "num_rows": "odd", "rows_per_part": "odd", "width": "i32"}
     for kind in activation.PLAIN_KINDS:
         sizes = {"BLOCK": activation._BLOCK, "KIND": kind}
@@ -88,27 +82,27 @@ def programs(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         "threshold": "odd",
     }
     for name, arguments in [("dropout", kinds | {"residual": None}), ("dropout and sum", kinds)]:
-        yield name, dropout.dropout_program, arguments, {"BLOCK": dropout._BLOCK}, 4
+        yield name, residual.dropout_program, arguments, {"BLOCK": residual._BLOCK}, 4
     rms = kinds | {"means": None, "first_key": None, "bias": None, "bias_parts": None, "branch_parts": None}
-    width = residual_norm._MAX_SUMMED_WIDTH
+    width = residual._MAX_SUMMED_WIDTH
     sizes = {"BLOCK": width}
-    yield "LayerNorm, branch's sum, gradient", residual_norm.backward_program, kinds, sizes, residual_norm.warps(width)
-    width = residual_norm.MAX_WIDTH
+    yield "LayerNorm, branch's sum, gradient", residual.backward_program, kinds, sizes, residual.warps(width)
+    width = residual.MAX_WIDTH
     for name, arguments in [
         ("RMSNorm of the stream", rms | {"branch": None}),
         ("RMSNorm", rms),
         ("LayerNorm, dropout", kinds | {"branch_parts": None}),
     ]:
-        warps = residual_norm.warps(width)
-        yield name, residual_norm.forward_program, arguments, {"BLOCK": width}, warps
-        yield f"{name}, gradient", residual_norm.backward_program, arguments, {"BLOCK": width}, warps
+        warps = residual.warps(width)
+        yield name, residual.forward_program, arguments, {"BLOCK": width}, warps
+        yield f"{name}, gradient", residual.backward_program, arguments, {"BLOCK": width}, warps
     if capability >= MIN_FLOAT8_CAPABILITY:
         kinds = {"scale": "*fp32", "amax": "*fp32", "data": "*u8", "turned": "*u8", "num_rows": "i32", "width": "i32"}
         for is_e5m2 in (False, True):
-            sizes = {"BLOCK": float8_cast._BLOCK, "IS_E5M2": is_e5m2}
-            yield f"float8 {is_e5m2}", float8_cast.cast_program, kinds, sizes, 4
+            sizes = {"BLOCK": fp8_cast._BLOCK, "IS_E5M2": is_e5m2}
+            yield f"float8 {is_e5m2}", fp8_cast.cast_program, kinds, sizes, 4
             weights = kinds | {"amax": None, "data": None}
-            yield f"float8 transpose {is_e5m2}", float8_cast.cast_program, weights, sizes, 4
+            yield f"float8 transpose {is_e5m2}", fp8_cast.cast_program, weights, sizes, 4
 
 
 def compile_programs(capability: int, folder: Path, odd_is_one: bool = False) -> list[Compiled]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from megatron.core.main_grad import MainGrad, Receiver, attach_main_grad, bias_gradient, leave_parts, receive_parts
 from megatron.core.ops import cross_entropy
-from megatron.core.ops import gated_activation as gates
+from megatron.core.ops import gated_activation as gated_activation_module
 from megatron.core.ops.dropout import DropoutSamples, RowKeys, drop_hidden
 from megatron.core.ops.fp8_tensor import E4M3, E5M2, quantize_whole
 from megatron.core.ops.gated_activation import gated_activation
@@ -140,8 +140,8 @@ def test_gated_activations(dtype: torch.dtype) -> None:
 
 def check_new_gates() -> None:
     """Compare gated activations that are new to the tables with autograd in float64, plain and with limits."""
-    gates._GATES["mish_glu"] = F.mish
-    gates._STEEPNESS["steep_glu"] = 1.7
+    gated_activation_module._GATES["mish_glu"] = F.mish
+    gated_activation_module._STEEPNESS["steep_glu"] = 1.7
     functions = {"mish_glu": F.mish, "steep_glu": lambda x: x * torch.sigmoid(1.7 * x)}
     x = (2 * torch.randn(5, 3, 2 * 70)).requires_grad_()
     for kind, function in functions.items():
@@ -409,11 +409,11 @@ def reference(
 
 
 def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
-    from megatron.core.ops.triton import residual as residual_norm
+    from megatron.core.ops.triton import residual
 
     torch.manual_seed(9)
     # Parts of 2, 2, 2, 2 and 1 rows.
-    residual_norm._MAX_PARTS = 5
+    residual._MAX_PARTS = 5
     shapes = {"branch": (3, 3, WIDTH), "residual": (3, 3, WIDTH), "weight": (WIDTH,)}
     if is_layer_norm:
         shapes |= {"bias": (WIDTH,)}
@@ -429,7 +429,7 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
         expected_grads = torch.autograd.grad(expected, list(wide.values()), [grad.double() for grad in grads])
         runs = []
         for _ in range(2):
-            actual = residual_norm.add_and_normalize(
+            actual = residual.add_and_normalize(
                 inputs["residual"],
                 inputs.get("branch"),
                 inputs["weight"],
@@ -458,7 +458,7 @@ def check_sum_and_norm(dtype: torch.dtype, is_layer_norm: bool) -> None:
         assert has_branch or torch.equal(runs[0][0], values["residual"])
         # Recompute takes the stream that a call has left.
         parameters = inputs["weight"], inputs.get("bias"), EPSILON
-        _, again = residual_norm.add_and_normalize(
+        _, again = residual.add_and_normalize(
             runs[0][0], None, *parameters, subtracts_mean=is_layer_norm, weight_offset=1.0
         )
         assert torch.equal(again, runs[0][1])
@@ -535,24 +535,19 @@ DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 
 
 def check_model(settings: dict[str, Any]) -> None:
-    from megatron.core.ops.triton import activation, column_sums, cross_entropy
-    from megatron.core.ops.triton import activation as gated_activation
-    from megatron.core.ops.triton import query_key_value as rotary
-    from megatron.core.ops.triton import query_key_value as split
-    from megatron.core.ops.triton import residual as dropout
-    from megatron.core.ops.triton import residual as residual_norm
+    from megatron.core.ops.triton import activation, column_sums, cross_entropy, query_key_value, residual
 
     launches: Counter[str] = Counter()
     for module, attribute, name in [
-        (rotary, "rotate_program", "rotate"),
-        (gated_activation, "gated_forward_program", "gate"),
-        (gated_activation, "gated_backward_program", "gate gradient"),
+        (query_key_value, "rotate_program", "rotate"),
+        (activation, "gated_forward_program", "gate"),
+        (activation, "gated_backward_program", "gate gradient"),
         (activation, "plain_backward_program", "activation gradient"),
-        (split, "join_program", "join"),
+        (query_key_value, "join_program", "join"),
         (column_sums, "sums_program", "sums"),
-        (residual_norm, "forward_program", "norm"),
-        (residual_norm, "backward_program", "norm gradient"),
-        (dropout, "dropout_program", "dropout"),
+        (residual, "forward_program", "norm"),
+        (residual, "backward_program", "norm gradient"),
+        (residual, "dropout_program", "dropout"),
         (cross_entropy, "normalizer_program", "normalizer"),
         (cross_entropy, "gradient_program", "loss gradient"),
     ]:

@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.fp8_quantizers import OPERANDS, Float8Recipe, Float8State, Fp8Quantizers
 from megatron.core.ops.fp8_tensor import SEGMENTS_OF_128, Quantized
 from megatron.core.process_group import single_rank_group
-from megatron.core.transformer.moe import experts as float8_grouped_linear_module
+from megatron.core.transformer.moe import experts as experts_module
 from megatron.core.transformer.moe.experts import float8_grouped_linear, grouped_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.float8_products import assert_products
@@ -234,15 +234,15 @@ def test_whole_blocks_of_rows_change_no_number_but_the_order_of_sums(
 ) -> None:
     """A device's products take whole blocks: there, rows of zeros fill them."""
     gradients, num_rows = [], []
-    product = float8_grouped_linear_module.scaled_product
+    product = experts_module.scaled_product
 
     def counted(left: Quantized, right: Quantized, *rest: torch.dtype, library: str) -> torch.Tensor:
         num_rows.append(len(left.data))
         return product(left, right, *rest, library=library)
 
-    monkeypatch.setattr(float8_grouped_linear_module, "scaled_product", counted)
+    monkeypatch.setattr(experts_module, "scaled_product", counted)
     for multiple in (16, 128):
-        monkeypatch.setattr(float8_grouped_linear_module, "_summed_multiple", lambda *of, found=multiple: found)
+        monkeypatch.setattr(experts_module, "_summed_multiple", lambda *of, found=multiple: found)
         x, weight, _, grad = operands()
         main_grad = MainGrad(torch.empty(len(COUNTS), OUTER, INNER))
         attach_main_grad(weight, main_grad)
@@ -261,8 +261,8 @@ def test_whole_blocks_of_rows_change_no_number_but_the_order_of_sums(
 def test_whole_blocks_are_filled_only_for_a_device_that_takes_them(
     monkeypatch: pytest.MonkeyPatch, has_products: bool, multiple: int
 ) -> None:
-    monkeypatch.setattr(float8_grouped_linear_module, "has_scaled_products", lambda *blocks_and_device: has_products)
-    found = [float8_grouped_linear_module._summed_multiple(SEGMENTS_OF_128, device) for device in ("cpu", "cuda")]
+    monkeypatch.setattr(experts_module, "has_scaled_products", lambda *blocks_and_device: has_products)
+    found = [experts_module._summed_multiple(SEGMENTS_OF_128, device) for device in ("cpu", "cuda")]
     assert found == [16, multiple]
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.attention_pattern import AttentionPattern
 from megatron.core.process_group import single_rank_group
-from megatron.core.transformer import norm as residual_norm
+from megatron.core.transformer import norm as norm_module
 from megatron.core.transformer.norm import Norm, ResidualNorm
 from tests.harness.toy_model import load_global_weights, make_model
 from tests.unit.core.ops.interpreted import needs_triton
@@ -157,7 +157,7 @@ def test_the_program_is_given_what_it_can_normalize(monkeypatch: pytest.MonkeyPa
         calls.append(options)
         return x, x
 
-    monkeypatch.setattr(residual_norm, "runs_on_triton", lambda *tensors: True)
+    monkeypatch.setattr(norm_module, "runs_on_triton", lambda *tensors: True)
     monkeypatch.setattr(programs, "add_and_normalize", add_and_normalize)
     x = torch.randn(2, 3, 8)
     for kind in ("LayerNorm", "RMSNorm"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_dry_run.run import COMMON, FP8, LLAMA_8B
-from megatron.cli import gpu_dry_run
+from megatron.cli import simulate
 from megatron.config.arguments import resolve_arguments
 from megatron.config.resolution import BF16, PREDICTED_MS
 from megatron.config.run_config import RunConfig
@@ -204,7 +204,7 @@ def test_what_travels_is_half_as_large(reports: dict[str, dict[str, Any]]) -> No
 
 def test_a_gpu_without_such_products_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*EIGHT_BILLION, *FP8, "--world-size", "8", "--gpu", "a100-80gb"]
-    assert gpu_dry_run.main(flags) == 2
+    assert simulate.main(flags) == 2
     answer = capsys.readouterr().err
     assert re.search(r"--gpu a100-80gb has no products in fp8; use one of b200, b300, h100, ", answer)
     assert len(answer.splitlines()) == 1

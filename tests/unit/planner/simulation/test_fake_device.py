@@ -128,9 +128,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.cli.planner_arguments import read_planned_run
 from megatron.core.pipeline_parallel.stage_layout import StageContents
-from megatron.planner import memory as pieces
+from megatron.planner import memory
 from megatron.planner.plan import Plan
-from megatron.planner.simulation import fake_device as fake_world
+from megatron.planner.simulation import fake_device
 from megatron.planner.simulation import piece_tracer
 from megatron.planner.simulation.fake_device import QuickFakeTensorMode
 
@@ -186,9 +186,9 @@ flags = (
 for name, more in json.loads(sys.argv[1]).items():
     plan = Plan.of(read_planned_run([*flags.split(), *more.split()], 8).config)
     contents = StageContents((0,)), StageContents((), has_embedding=True), StageContents((), has_loss=True)
-    requests = {str(number): pieces._request(plan, (9, 0), each) for number, each in enumerate(contents)}
+    requests = {str(number): memory._request(plan, (9, 0), each) for number, each in enumerate(contents)}
     both[name] = [piece_tracer.take_traces(requests)]
-    with patch.object(fake_world, "QuickFakeTensorMode", FakeTensorMode):
+    with patch.object(fake_device, "QuickFakeTensorMode", FakeTensorMode):
         both[name].append(piece_tracer.take_traces(requests))
 print(json.dumps(both))
 """

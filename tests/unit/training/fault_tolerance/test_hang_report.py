@@ -203,13 +203,13 @@ hold_the_lock()
 
 LATE = """
 import faulthandler, os
-from megatron.training.fault_tolerance import rank_state as locked_stacks
+from megatron.training.fault_tolerance import rank_state
 real = faulthandler.unregister
 def unregister(number):
     real(number)
     os.kill(os.getpid(), number)
 faulthandler.unregister = unregister
-locked_stacks.StackFile().close()
+rank_state.StackFile().close()
 """
 
 

@@ -29,11 +29,11 @@ print('found', find_launcher('{RUN_ID}'), flush=True)
 """
 FOLLOW = f"""
 import os, signal, sys, time
-from megatron.training.fault_tolerance import processes as launcher
-launcher.GRACE_S = 1.0
+from megatron.training.fault_tolerance import processes
+processes.GRACE_S = 1.0
 if sys.argv[1] == 'answers':
     signal.signal(signal.SIGTERM, lambda *_: print('answered', flush=True))
-launcher.die_with_launcher('{RUN_ID}', 1)
+processes.die_with_launcher('{RUN_ID}', 1)
 print('rank', os.getpid(), flush=True)
 while True:
     time.sleep(0.05)
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_said_with_its_parts() -> None:
     line = measured(10).line(3.5)
     assert line is not None
     assert "may need 10.5 s (7.0 s until it looks for signals, 3.5 s for a checkpoint)" in line
-    assert "--exit-warning-seconds 10 is less" in line
+    assert "--preemption-grace-seconds 10 is less" in line
 
 
 def test_beside_training_a_save_under_way_comes_first() -> None:

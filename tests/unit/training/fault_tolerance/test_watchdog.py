@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.cli.read_flight import main
+from megatron.cli.hang_report import main
 from megatron.config.arguments import resolve_arguments
 from megatron.core.device import Device
 from megatron.core.flight_recorder import DeviceMark, FlightRecorder

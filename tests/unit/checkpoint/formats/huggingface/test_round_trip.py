@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.formats.huggingface import linked_tensors
-from megatron.checkpoint.formats.huggingface import model_export as export_module
+from megatron.checkpoint.formats.huggingface import linked_tensors, model_export
 from megatron.checkpoint.formats.huggingface.model_export import write_hugging_face
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.formats.native import NativeSource, write_native
@@ -50,7 +49,7 @@ def test_every_file_is_the_same(models: Path, tmp_path: Path, kind: str) -> None
 def test_tensors_that_are_read_in_many_parts_are_the_same(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    for module in (linked_tensors, export_module):
+    for module in (linked_tensors, model_export):
         monkeypatch.setattr(module, "MAX_SHARD_BYTES", 500)
     write_hugging_face(copy_of(HuggingFaceSource(models / kind)), tmp_path / "again")
     assert folder_bytes(tmp_path / "again") == folder_bytes(models / kind)

@@ -1,6 +1,6 @@
-"""Print and draw the report of a hang: who held up whom, and the last communications of every rank.
+"""Print and draw the report of a hang: the blocking rank and the last collectives of each rank.
 
-python tools/read_flight.py out/hang-20261122-140005.json --output hang.svg
+megatron hang-report out/hang-20261122-140005.json --output hang.svg
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINE_WIDTH = 200
 
 def build_parser() -> Parser:
     """Return the parser of this tool."""
-    parser = Parser(prog="read_flight.py", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="megatron hang-report", description=__doc__, allow_abbrev=False)
     parser.add_argument("report", type=Path, help="A hang-*.json of a run's --save folder.")
     parser.add_argument("--last", type=int, default=8, metavar="N", help="Communications of each rank in the text (8).")
     add_drawing_arguments(parser)

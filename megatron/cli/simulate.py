@@ -1,6 +1,6 @@
-"""Run one training step of one rank on a simulated GPU.
+"""Simulate one training step of one rank on a GPU, without a GPU.
 
-python tools/gpu_dry_run.py TRAINING-FLAGS --world-size 8 --rank 0 --gpu h100-80gb
+megatron simulate TRAINING-FLAGS --world-size 8 --rank 0 --gpu h100-80gb
 
 The flags are those of pretrain_gpt.py. Nothing is computed: the step's kernels, memory, host waits and communication
 are recorded, and its time is estimated from the GPU's published figures. No GPU, no data and no tokenizer are needed.
@@ -28,9 +28,9 @@ from megatron.planner.simulation import load_fake_cuda
 def build_parser() -> Parser:
     """Declare the flags beside those of a training."""
     parser = Parser(
-        prog="gpu_dry_run.py",
+        prog="megatron simulate",
         usage="%(prog)s TRAINING-FLAGS [--world-size N] [--rank R] [--gpu TYPE] [--without-triton] [--json FILE] "
-        "[--memory-picture FILE]",
+        "[--memory-plot FILE]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -48,8 +48,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was recorded to this file")
     parser.add_argument(
-        "--memory-picture", type=Path, metavar="FILE", help="draw the memory over the step to this file (.svg)"
+        "--memory-plot", type=Path, metavar="FILE", help="draw the memory over the step to this file (.svg)"
     )
+    parser.add_deprecated_flag("--memory-picture", "--memory-plot")
     return parser
 
 
@@ -101,8 +102,8 @@ def dry_run_step(arguments: argparse.Namespace, training_flags: list[str]) -> No
     print(to_text(reported, gpu, estimated))
     if arguments.json is not None:
         write_text("--json", arguments.json, json.dumps(to_json(reported, gpu, estimated), indent=1) + "\n")
-    if arguments.memory_picture is not None:
-        write_text("--memory-picture", arguments.memory_picture, draw_memory(reported.run, gpu))
+    if arguments.memory_plot is not None:
+        write_text("--memory-plot", arguments.memory_plot, draw_memory(reported.run, gpu))
 
 
 def ranks_to_run(sizes: ParallelSizes, requested: int | None) -> list[int]:
@@ -120,10 +121,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--rank {arguments.rank} is not in 0..{arguments.world_size - 1}; change it or --world-size"
         )
-    for flag, path in (("--json", arguments.json), ("--memory-picture", arguments.memory_picture)):
+    for flag, path in (("--json", arguments.json), ("--memory-plot", arguments.memory_plot)):
         if path is not None:
             # A large model takes a while: not only then.
             check_writable(flag, path)
-    picture = arguments.memory_picture
+    picture = arguments.memory_plot
     if picture is not None and picture.suffix != ".svg":
-        raise ConfigurationError(f"--memory-picture {picture}: the picture is SVG; give a name that ends in .svg")
+        raise ConfigurationError(f"--memory-plot {picture}: the plot is SVG; give a name that ends in .svg")

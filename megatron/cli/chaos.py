@@ -1,7 +1,7 @@
-"""Kill, stop, slow, corrupt and cut off a training run, start it again until its end, and see that nothing was lost.
+"""Inject faults into a training run, restart it until it ends, and check that nothing was lost.
 
-python tools/inject_faults.py --folder fault_trials --kill any --kill launcher --rounds 10
-python tools/inject_faults.py --folder /scratch/faults --stop any -- torchrun --nproc_per_node 8 pretrain_gpt.py …
+megatron chaos --folder fault_trials --kill any --kill launcher --rounds 10
+megatron chaos --folder /scratch/faults --stop any -- torchrun --nproc_per_node 8 pretrain_gpt.py …
 
 Without a command a small model is trained on made-up data. A command takes training flags at its end: it is given
 --save, --load and --metrics-jsonl in folders of its own, and nothing that it names is written to.
@@ -45,7 +45,7 @@ NUMBERS = ("rounds", "processes", "train_iters", "at_iteration", "every_seconds"
 def build_parser() -> Parser:
     """Return the parser of this tool."""
     parser = Parser(
-        prog="inject_faults.py",
+        prog="megatron chaos",
         description=__doc__,
         allow_abbrev=False,
         formatter_class=RawDescriptionHelpFormatter,
