@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron.core.parallel_state import ParallelState
 
 TIMEOUT_MINUTES = 10
-_MOST_PADDING = 1024  # Phi-2 has 905 ids more than its tokenizer, others have fewer
+_MOST_PADDING = 1024  # Phi-2 has 905 ids more than its tokenizer, other models fewer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _READ_FIRST_NORM = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
 """Linear layers of an attention layer that read the output of the norm before it."""
 _UP_PROJECTIONS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
-"""Linear layers of multi-head latent attention (MLA) whose outputs --recompute-modules mla_up_proj computes again."""
+"""Linear layers of multi-head latent attention (MLA) whose outputs --recompute-modules mla_up_proj recomputes."""
 _JOINED = 5
 """Number of hidden states that a multi-token prediction (MTP) module saves in addition to its layer: the inputs of
 three norms, and the two that it concatenates."""

@@ -1,7 +1,7 @@
 """Parity test cases of training features: FSDP, optimizers, losses, adapters, and uneven sizes on three ranks.
 
-Lion steps by the sign of a moment. Its cells have no key bias: the gradient of a key bias is rounding error alone,
-so the sign would be random.
+Lion's update is the sign of a moment. Its test cases have no key bias: the gradient of a key bias is only rounding
+error, so its sign would be random.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ _SHARDED = Layout(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads", ov
 
 
 def with_optimizer_on_host(cell: Cell) -> Cell:
-    """Return the test case with the optimizer state on the host; the reference keeps it on the device."""
+    """Return the test case with the optimizer state on the host; the reference keeps it with its weights."""
     return replace(
         cell, name=f"{cell.name} {OFFLOAD[0].removeprefix('--')}", layout_flags=(*cell.layout_flags, *OFFLOAD)
     )

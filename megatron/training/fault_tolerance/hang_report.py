@@ -65,7 +65,8 @@ def diagnose(states: Mapping[int, RankState], silent: Collection[int] = ()) -> D
     for rank in awaited.intersection(sinks):
         device = states[rank].on_device
         if states[rank].is_held_by_device and device is not None and not device.inside and device.ahead is not None:
-            # No member is missing there, and the device computes before it reaches the operation that the others wait in.
+            # No member is missing there, and the device computes before it reaches the operation that the others wait
+            # in.
             waits_in[rank] = None
     # A rank in a communication that all have entered waits for the transport, like the ranks that wait for it.
     doing = [rank for rank in sinks if waits_in[rank] is None or rank in silent]

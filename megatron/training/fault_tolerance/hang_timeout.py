@@ -1,4 +1,4 @@
-"""Hang timeout: how long a rank may make no progress, measured from the run and longer in some phases."""
+"""Hang timeout: the limit of time without progress, which depends on the run's step times and on the phase."""
 
 from __future__ import annotations
 

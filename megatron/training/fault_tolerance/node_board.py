@@ -107,7 +107,7 @@ class NodeBoard:
         self._write(f"{_STATE}-{self._rank}", state)
 
     def forward(self) -> None:
-        """Write the states of this node's ranks into the store; for the speaker."""
+        """Write the states of this node's ranks into the store; only the speaker calls this."""
         self._reached.set(self._key(f"node/{self._node}"), json.dumps(_states_in(self._folder)))
 
     def states(self) -> Iterable[dict[str, Any]]:
@@ -151,7 +151,7 @@ class NodeBoard:
         self._write(f"{_ANSWER}-{number}-{self._rank}", {"rank": self._rank, "answer": dict(answer)})
 
     def forward_answers(self, number: str) -> None:
-        """Write the answers of this node's ranks into the store; for the speaker."""
+        """Write the answers of this node's ranks into the store; only the speaker calls this."""
         found = [values for path in sorted(self._folder.glob(f"{_ANSWER}-{number}-*.json")) if (values := _read(path))]
         if found:
             self._reached.set(self._key(f"answer/{number}/{self._node}"), json.dumps(found))

@@ -230,7 +230,7 @@ def _end_after(launcher: int, rank: int) -> None:
     deadline = time.monotonic() + GRACE_S
     os.kill(os.getpid(), signal.SIGTERM)
     if rank == 0:
-        with contextlib.suppress(OSError):  # the launcher may have been the reader
+        with contextlib.suppress(OSError):  # the launcher may have been the reader of the pipe
             print_line(
                 f"WARNING: the launcher (process {launcher}) is gone: this run ends within {GRACE_S:.0f} s, with a "
                 "checkpoint where it can",
@@ -246,7 +246,7 @@ def wait_for_end(pid: int) -> None:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    except (AttributeError, OSError):  # an older system, or another one
+    except (AttributeError, OSError):  # an older kernel, or not Linux
         _poll_for_end(pid)
         return
     poll = select.poll()

@@ -1,6 +1,6 @@
 """Inject faults into a run in rounds, restart it until it ends, and compare it with an uninterrupted baseline.
 
-The result is a table, or the same as JSON.
+The result is a table or JSON.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def read_checkpoint(folder: Path) -> None:
     Raises:
         CheckpointError: it is damaged.
     """
-    # Reading needs torch, which the help of the command does without.
+    # Imported here because the command's help must not import torch.
     from megatron.checkpoint import MAX_BOX_BYTES, open_checkpoint
 
     source = open_checkpoint(folder)

@@ -93,7 +93,7 @@ class AttackedCommand:
     words: tuple[str, ...]
 
     def in_folder(self, folder: Path) -> list[str]:
-        """Append ``--save``, ``--load`` and the metrics file in a folder to the command; they override earlier flags."""
+        """Append ``--save``, ``--load`` and the metrics file in a folder to the command, overriding earlier flags."""
         save = str(folder / "checkpoints")
         return [*self.words, "--save", save, "--load", save, "--metrics-jsonl", str(folder / "metrics.jsonl")]
 
