@@ -25,7 +25,9 @@ def check_least_host_memory(config: RunConfig, room: HostRoom | None) -> None:
     """Reject an activation offload if the layers' inputs alone do not fit in the node's memory.
 
     This builds nothing and imports no torch, so that it rejects a command line quickly. `check_host_memory` counts the
-    rest. Raises:
+    rest.
+
+    Raises:
         ConfigurationError: they do not fit.
     """
     if room is None or not config.model.num_offloaded_layers:
