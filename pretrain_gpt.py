@@ -1,6 +1,6 @@
-"""Pretrain a GPT: how its model and its data sets are made, and what a forward step computes.
+"""Pretrain a GPT with the default model provider, data set provider and forward step.
 
-A script of your own calls `megatron.training.pretrain.pretrain` with functions in place of these.
+To replace them, write a script that calls `megatron.training.pretrain.pretrain` with your own functions.
 """
 
 from __future__ import annotations
