@@ -144,7 +144,7 @@ class BatchLayout:
 
 
 class BatchWriter:
-    """Write samples to the rows of a micro-batch; see `BatchLayout.writer`."""
+    """Writer of samples to the rows of a micro-batch; see `BatchLayout.writer`."""
 
     def __init__(
         self, arrays: dict[str, NDArray[Any]], num_tokens: NDArray[np.int64], parts: Sequence[slice], length: int

@@ -17,7 +17,7 @@ _NOT_TEXT = "\ufffd"
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """Transform some of a sample's documents, so that a model learns to write the text between a prefix and a suffix.
+    """FIM transformation of some of a sample's documents: a model learns to write the text between prefix and suffix.
 
     A document is split at two random character positions. A share of ``spm_rate`` of the chosen documents is written in
     suffix-prefix-middle (SPM) order, the others in prefix-suffix-middle (PSM) order. The result depends only on the

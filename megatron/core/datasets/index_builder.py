@@ -123,7 +123,7 @@ class IndexBuilder(Protocol):
 
 
 class NumpyIndexBuilder:
-    """Build indices with NumPy alone."""
+    """Index builder in NumPy."""
 
     name = "NumPy"
 
@@ -209,7 +209,7 @@ class NumpyIndexBuilder:
 
 
 class CompiledIndexBuilder:
-    """Build the same indices with the C++ extension."""
+    """Index builder in C++, which returns the same arrays as `NumpyIndexBuilder`."""
 
     name = "compiled"
 
