@@ -115,7 +115,7 @@ class HuggingFaceTokenizer(EngineTokenizer):
         self.vocab_size = own_size + extra_vocab_size
         beside = [tokenizer_path.parent / file for file in (*_TOKEN_FILES, _GENERATION_FILE)]
         found = tuple(file for file in beside if file.is_file())
-        # In the folder of a file with another name, only the files that may define the end of a document are related.
+        # Next to a tokenizer file with another name, keep only the files that may define the end of a document.
         self.files = (tokenizer_path, *dict.fromkeys([*found, *with_companions(tokenizer_path)[1:]]))
         self.eod_id = _find_end_id(self._engine, found)
         self._settings = [file for file in found if file.name != _GENERATION_FILE]
