@@ -50,7 +50,8 @@ search:
 
 # Flags of pretrain_gpt.py
 
-This page lists all training flags by topic. `python pretrain_gpt.py --help` prints the same texts.
+This page lists all training flags by topic. `python pretrain_gpt.py --help` prints the most used flags, and
+`--help-all` all of them.
 
 - `N` is an integer and `X` a number. `{a,b}` lists the accepted values. A flag without a value is a switch.
 - A flag without a stated default is off, 0, or depends on other flags.

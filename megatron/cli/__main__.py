@@ -16,42 +16,64 @@ from megatron.cli.arguments import dispatcher
 from megatron.core.broken_pipe import reader_may_leave
 from megatron.training import run_program
 
-COMMANDS = {
-    "train": "train",
-    "preprocess": "preprocess_data",
-    "generate": "text_generation_cli",
-    "serve": "serve",
-    "chat": "chat",
-    "evaluate": "evaluate",
-    "convert": "convert",
-    "inspect": "inspect_checkpoint",
-    "plan": "plan",
-    "verify": "verify_parallelism",
-    "doctor": "doctor.doctor",
-    "plot": "plot",
-    "dashboard": "dashboard",
-    "adopt": "adopt.adopt",
-    # By the names of the scripts in tools/.
-    "calibrate": "calibrate",
-    "chaos": "chaos",
-    "checkpoint.convert": "convert",
-    "checkpoint.diff": "diff_checkpoints",
-    "checkpoint.inspect": "inspect_checkpoint",
-    "clean_dataset": "clean_dataset",
-    "explain": "explain",
-    "hang-report": "hang_report",
-    "inspect_batch": "inspect_batch",
-    "inspect_dataset": "inspect_dataset",
-    "merge_datasets": "merge_datasets",
-    "preprocess_data": "preprocess_data",
-    "report_theoretical_memory": "report_theoretical_memory",
-    "run_text_generation_server": "run_text_generation_server",
-    "simulate": "simulate",
-    "text_generation_cli": "text_generation_cli",
-    "verify_parallelism": "verify_parallelism",
-    "visualize_pipeline": "visualize_pipeline",
+GROUPS = {
+    "Train": {
+        "train": "train",
+        "plan": "plan",
+        "explain": "explain",
+        "simulate": "simulate",
+        "adopt": "adopt.adopt",
+    },
+    "Data": {
+        "preprocess": "preprocess_data",
+        "clean-dataset": "clean_dataset",
+        "merge-datasets": "merge_datasets",
+        "inspect-dataset": "inspect_dataset",
+        "inspect-batch": "inspect_batch",
+    },
+    "Checkpoint": {
+        "convert": "convert",
+        "inspect": "inspect_checkpoint",
+        "diff": "diff_checkpoints",
+    },
+    "Inference": {
+        "generate": "text_generation_cli",
+        "chat": "chat",
+        "serve": "serve",
+        "run-text-generation-server": "run_text_generation_server",
+        "evaluate": "evaluate",
+    },
+    "Debug": {
+        "doctor": "doctor.doctor",
+        "verify": "verify_parallelism",
+        "hang-report": "hang_report",
+        "chaos": "chaos",
+        "plot": "plot",
+        "dashboard": "dashboard",
+        "visualize-pipeline": "visualize_pipeline",
+        "calibrate": "calibrate",
+        "report-theoretical-memory": "report_theoretical_memory",
+    },
 }
-"""Where each command is, by its name."""
+"""The modules of the commands by name, in the groups of the list that ``megatron`` prints."""
+COMMANDS = {name: place for group in GROUPS.values() for name, place in group.items()}
+"""The module of each command, by its name."""
+SCRIPTS = {
+    "checkpoint.convert": "convert",
+    "checkpoint.diff": "diff",
+    "checkpoint.inspect": "inspect",
+    "clean_dataset": "clean-dataset",
+    "inspect_batch": "inspect-batch",
+    "inspect_dataset": "inspect-dataset",
+    "merge_datasets": "merge-datasets",
+    "preprocess_data": "preprocess",
+    "report_theoretical_memory": "report-theoretical-memory",
+    "run_text_generation_server": "run-text-generation-server",
+    "text_generation_cli": "generate",
+    "verify_parallelism": "verify",
+    "visualize_pipeline": "visualize-pipeline",
+}
+"""The commands by the names of the scripts in ``tools/``, which are accepted too."""
 DEPRECATED = {"gpu_dry_run": "simulate", "inject_faults": "chaos", "read_flight": "hang-report"}
 """The current names of commands by their names of an earlier release."""
 
@@ -68,13 +90,15 @@ def main() -> int:
         current = DEPRECATED[words[0]]
         print(deprecation_warning(f"megatron {words[0]}", f"megatron {current}"), file=sys.stderr)
         words = sys.argv[1:] = [current, *words[1:]]  # the help shows the name of the command
+    if words and words[0] in SCRIPTS:
+        words = sys.argv[1:] = [SCRIPTS[words[0]], *words[1:]]
     if words and words[0] in COMMANDS:
         module = importlib.import_module(f"megatron.cli.{COMMANDS[words[0]]}")
         # A run that loses the reader of its log says so; other commands end as programs do behind `| head`.
         with contextlib.nullcontext() if words[0] == "train" else reader_may_leave():
             status: int = module.main(words[1:])
         return status
-    if words and words[0] in _HELP:
+    if not words or words[0] in _HELP:
         with reader_may_leave():
             print(_overview())
         return 0
@@ -96,24 +120,23 @@ def run() -> NoReturn:
 
 
 def _usage(words: Sequence[str]) -> str:
-    """Return one line on what can be typed in place of words that name no command."""
-    if not words:
-        return f"usage: {dispatcher() or 'megatron'} NAME …, NAME one of {', '.join(COMMANDS)}"
+    """Return one line for a first word that names no command, with the nearest name."""
     nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
-    instead = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
+    instead = f"did you mean {nearest[0]}?" if nearest else f"{dispatcher() or 'megatron'} lists the commands"
     return f"error: there is no command {words[0]!r}; {instead}"
 
 
 def _overview() -> str:
-    """Return what each command does: the first sentence of its file, which is not imported for that."""
+    """Return the list of commands by group, each with the first sentence of its module, which is not imported."""
     program = dispatcher() or "megatron"
-    lines = [f"usage: {program} NAME …   ({program} NAME --help says more)", ""]
-    for name, place in COMMANDS.items():
-        source = (Path(__file__).parent / (place.replace(".", "/") + ".py")).read_text(encoding="utf-8")
-        first = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
-        lines.append(f"  {name:<28}{first}")
-    shells = f"{program} {_COMPLETION} bash|zsh prints what completes these names in a shell"
-    return "\n".join([*lines, "", shells])
+    lines = [f"usage: {program} COMMAND …   ({program} COMMAND --help shows its options)"]
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name, place in group.items():
+            source = (Path(__file__).parent / (place.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+            first = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+            lines.append(f"  {name:<28}{first}")
+    return "\n".join([*lines, "", f"{program} {_COMPLETION} bash|zsh prints a completion script."])
 
 
 if __name__ == "__main__":

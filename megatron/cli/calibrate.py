@@ -1,4 +1,4 @@
-"""Measure this machine, and write the figures that tools/plan.py and tools/explain.py take as --gpu FILE.
+"""Measure the GPU of this node, and write a --gpu file for plan and explain.
 
 python tools/calibrate.py --output machine.json
 

@@ -1,4 +1,4 @@
-"""Kill, stop, slow, corrupt and cut off a training run, start it again until its end, and see that nothing was lost.
+"""Inject faults into a training run, restart it until it ends, and check that nothing was lost.
 
 megatron chaos --folder fault_trials --kill any --kill launcher --rounds 10
 megatron chaos --folder /scratch/faults --stop any -- torchrun --nproc_per_node 8 pretrain_gpt.py …

@@ -1,4 +1,4 @@
-"""Talk with a model in the terminal: with a server of OpenAI's API, or with a checkpoint that is loaded here.
+"""Chat with a model in the terminal: over OpenAI's API, or with a checkpoint loaded here.
 
     megatron chat                          the server at http://127.0.0.1:8000
     megatron chat --load checkpoints/sft   a checkpoint, in this process

@@ -1,4 +1,4 @@
-"""Merge text files and jsonl into one jsonl of clean documents, and say what was dropped and why.
+"""Clean and deduplicate text files and jsonl into one jsonl file.
 
 Text files become one document each ({"text": …, "source": …}); a line of jsonl is one document and keeps its other
 keys. In this order, each where its flag is given: documents with URLs of a blacklist go, the encoding is repaired, and

@@ -1,4 +1,4 @@
-"""Convert a checkpoint between layouts and formats, one tensor at a time, and check the result."""
+"""Convert a checkpoint between layouts and formats, one tensor at a time, and verify the result."""
 
 from __future__ import annotations
 

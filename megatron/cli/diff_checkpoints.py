@@ -1,4 +1,7 @@
-"""Compare two checkpoints of any layout and format; exit with 0 if they are equal, 1 if not, 2 for wrong usage."""
+"""Compare two checkpoints of any layout and format.
+
+The exit status is 0 if they are equal, 1 if they differ, and 2 for wrong usage.
+"""
 
 from __future__ import annotations
 

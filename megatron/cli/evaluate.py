@@ -1,4 +1,4 @@
-"""Measure the model of a checkpoint: on tasks of lm-evaluation-harness, or by the perplexity of texts.
+"""Evaluate a model on lm-evaluation-harness tasks, or compute the perplexity of texts.
 
 Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
 that the checkpoint was written at. Tasks are those that the package lm-eval knows (the extra eval) and those of files

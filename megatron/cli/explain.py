@@ -1,4 +1,4 @@
-"""Explain a training configuration: ranks, layers, memory, time, bubble, traffic, and flags without effect.
+"""Explain a configuration: ranks, layers, predicted memory and step time, traffic, flags without effect.
 
 python tools/explain.py TRAINING-FLAGS --world-size 64 [--html page.html]
 

@@ -1,4 +1,4 @@
-"""Print and draw the report of a hang: who held up whom, and the last communications of every rank.
+"""Print and draw the report of a hang: the blocking rank and the last collectives of each rank.
 
 megatron hang-report out/hang-20261122-140005.json --output hang.svg
 """

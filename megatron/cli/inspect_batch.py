@@ -1,4 +1,4 @@
-"""Show the samples that a step of a run trains on: text, document, file, offset and place in the blend.
+"""Print the samples of one training step: text, document, file and position in the blend.
 
 python tools/inspect_batch.py --load checkpoints --step 1000
 

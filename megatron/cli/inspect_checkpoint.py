@@ -1,4 +1,4 @@
-"""List what a checkpoint of any format holds: tensors, layout, progress and configuration."""
+"""List the tensors, layout, progress and configuration of a checkpoint of any format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print what a data set (.bin/.idx) holds: documents, lengths with a histogram, tokens, samples; or verify it.
+"""Print documents, lengths, tokens and samples of a data set, or verify it.
 
 --verify reads everything: the index is checked against itself and against .bin, and, where PREFIX.checksums.json is
 beside the data set, every block of both files against its checksum. Each damaged block is named.

@@ -1,4 +1,4 @@
-"""Merge all data sets (.bin/.idx pairs) of a folder into one, in the order of their names, streaming.
+"""Merge the data sets (.bin and .idx files) of a folder into one.
 
 With --eod-id, make a data set of the token files of nanoGPT or llm.c (.bin), OLMo (.npy) or litdata: their tokens are
 one stream, and a document ends behind each token of that id.

@@ -1,4 +1,4 @@
-"""Find the fastest layout of a model on a number of GPUs, or predict runs that were measured; no GPU is needed.
+"""Search the fastest layout of a model for a number of GPUs, without a GPU.
 
 python tools/plan.py --model-preset llama3.1-70b --gpus 64 --gpu h100-80gb --seq-length 8192 --global-batch-size 1024
 

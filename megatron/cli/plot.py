@@ -1,4 +1,4 @@
-"""Draw runs from their metrics files as one HTML page or PNG: losses, speed, memory, generated texts.
+"""Plot the metrics of runs as one HTML page or a PNG file.
 
 megatron plot checkpoints/a checkpoints/b --output runs.html
 """

@@ -1,4 +1,4 @@
-"""Tokenize text into the data sets that training reads: PREFIX_KEY_document.bin and .idx for each key.
+"""Tokenize text files into the .bin and .idx files that training reads.
 
 The output depends on the input, the tokenizer and the flags that say what a document is: it is the same bytes whatever
 the number of workers, in the order of the input. A document without tokens has no sequence (and gets no end-of-document

@@ -1,4 +1,4 @@
-"""Print how many parameters a model has and how much memory training it takes, in Megatron's lines.
+"""Print the parameter count and the training memory of a model in Megatron's format.
 
 python tools/report_theoretical_memory.py TRAINING-FLAGS [--world-size 8]
 

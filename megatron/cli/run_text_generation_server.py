@@ -1,4 +1,4 @@
-"""Answer Megatron's PUT /api with the model of a checkpoint.
+"""Serve the model of a checkpoint with Megatron's PUT /api.
 
 Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
 that the checkpoint was written at; the first process listens. SIGTERM or SIGINT ends all of them. Requests:

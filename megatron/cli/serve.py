@@ -1,4 +1,4 @@
-"""Answer OpenAI's /v1/completions and /v1/chat/completions with the model of a checkpoint, and show a page.
+"""Serve the model of a checkpoint with OpenAI's API and a web page.
 
 Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
 that the checkpoint was written at; the first process listens. SIGTERM or SIGINT ends all of them. Megatron's PUT /api

@@ -1,4 +1,4 @@
-"""Run one training step of one rank on a simulated GPU.
+"""Simulate one training step of one rank on a GPU, without a GPU.
 
 megatron simulate TRAINING-FLAGS --world-size 8 --rank 0 --gpu h100-80gb
 

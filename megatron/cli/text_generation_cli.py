@@ -1,4 +1,4 @@
-"""Continue a text with the model of a checkpoint.
+"""Generate text from a prompt with the model of a checkpoint.
 
 Run by plain python for one process, or under torchrun at any tensor- and pipeline-parallel size, whatever the layout
 that the checkpoint was written at: all processes are tensor-parallel unless the flags say otherwise. Model and

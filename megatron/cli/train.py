@@ -1,4 +1,4 @@
-"""Train: start the ranks of a run on this machine, watch them, and say last what went wrong.
+"""Start the ranks of a training run on this node, and report the root cause if the run fails.
 
 megatron train --nproc 4 --config run.toml --save DIR
 megatron train --continue DIR
@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.checkpoint import TRACKER_FILE
 from megatron.cli.rank_launcher import Place, launch
-from megatron.config import parse_arguments, resolve_arguments
+from megatron.config import HELP_FLAGS, parse_arguments, resolve_arguments
 from megatron.core.broken_pipe import reader_may_leave
 from megatron.core.console import print_line
 from megatron.core.errors import ConfigurationError, InputError, StorageError
@@ -81,7 +81,7 @@ def _reason(error: Exception) -> str:
     return f"it lacks {error}" if isinstance(error, KeyError) else str(getattr(error, "strerror", None) or error)
 
 
-_ASKING = ("-h", "--help", "--print-config")
+_ASKING = (*HELP_FLAGS, "--print-config")
 _MOST_RANKS = 4096
 _DEFAULT_PORT = 29500
 
@@ -128,7 +128,7 @@ def _train(argv: Sequence[str]) -> int:
         words = [*_go_on(own, words), *words]
     place = _place(own)
     if any(word in _ASKING for word in words):
-        if any(word in _ASKING[:2] for word in words):
+        if any(word in HELP_FLAGS for word in words):
             with reader_may_leave():
                 print(build_parser().format_help())
         parse_arguments(words, place.world_size)

@@ -1,4 +1,4 @@
-"""Prove on this machine that parallel layouts compute what one process computes.
+"""Verify that parallel layouts compute what one process computes.
 
 Every cell of a matrix of layouts trains a tiny model for three steps on up to eight CPU processes and is held against
 one process: loss, gradient norm, every parameter's gradient, and the parameters after the steps. With --communication

@@ -1,4 +1,4 @@
-"""Draw a pipeline schedule, planned or recorded, as text, SVG or PNG, with its bubble and its memory.
+"""Draw a pipeline schedule, planned or recorded, with its bubble and its memory.
 
 python tools/visualize_pipeline.py --pipeline-model-parallel-size 4 --num-microbatches 8 --schedule zero-bubble
 """

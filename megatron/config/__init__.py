@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron.config.arguments import ParsedArguments, all_flags, parse_arguments, resolve_arguments, without_flags
+    from megatron.config.arguments import (
+        HELP_FLAGS,
+        ParsedArguments,
+        all_flags,
+        parse_arguments,
+        resolve_arguments,
+        without_flags,
+    )
     from megatron.config.checkpoint_arguments import recorded_config
     from megatron.config.config_sources import preset_names, preset_words
     from megatron.config.deprecated_names import (
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        "arguments": "ParsedArguments all_flags parse_arguments resolve_arguments without_flags",
+        "arguments": "HELP_FLAGS ParsedArguments all_flags parse_arguments resolve_arguments without_flags",
         "checkpoint_arguments": "recorded_config",
         "config_sources": "preset_names preset_words",
         "deprecated_names": "deprecation_warning rename_words with_current_fields with_current_flags",

@@ -63,7 +63,7 @@ def parse_arguments(argv: Sequence[str], world_size: int = 1, rank: int = 0) -> 
     Raises:
         ConfigurationError: with every problem of the command line.
     """
-    if rank != 0 and any(word in ("-h", "--help") for word in argv):
+    if rank != 0 and any(word in HELP_FLAGS for word in argv):
         sys.exit(0)
     parsed = resolve_arguments(argv, world_size)
     if parsed.config.logging.explain:
@@ -132,11 +132,58 @@ def all_flags() -> dict[str, str]:
     return dict(sorted(flags.items()))
 
 
+_HELP, _HELP_ALL = ("-h", "--help"), "--help-all"
+HELP_FLAGS = (*_HELP, _HELP_ALL)
+
+ESSENTIAL: Mapping[str, tuple[str, ...]] = {
+    "Model": (
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "seq_length"),
+        *("max_position_embeddings", "position_embedding_type", "normalization", "swiglu", "num_experts"),
+        "model_preset",
+    ),
+    "Parallelism": (
+        *("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "context_parallel_size"),
+        *("expert_model_parallel_size", "use_distributed_optimizer", "data_parallel_sharding_strategy"),
+    ),
+    "Training": (
+        *("micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters"),
+        *("weight_decay", "clip_grad", "bf16", "fp8_format", "recompute_granularity", "seed", "config"),
+    ),
+    "Data": ("data_path", "split", "mock_data", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
+    "Checkpoints": ("save", "load", "save_interval"),
+    "Evaluation and logs": ("log_interval", "eval_interval", "eval_iters", "tensorboard_dir", "explain"),
+}
+"""The fields of the flags that ``--help`` shows, in the order in which they are shown."""
+
+
 class _Parser(argparse.ArgumentParser):
-    """Report a malformed command line as an error of this project in place of ending the program."""
+    """Report a malformed command line as an error of this project instead of ending the program."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(message.removeprefix("argument "))
+
+    def format_essential_help(self) -> str:
+        """Return the help of the flags in `ESSENTIAL`."""
+        actions = {action.dest: action for action in self._actions}
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, [], [])
+        formatter.add_text(self.description)
+        for title, names in ESSENTIAL.items():
+            formatter.start_section(title)
+            formatter.add_arguments([actions[name] for name in names])
+            formatter.end_section()
+        count = len(list(command_line_fields()))
+        formatter.add_text(f"{_HELP_ALL} shows all {count} flags.")
+        return formatter.format_help()
+
+
+class _EssentialHelp(argparse.Action):
+    """Print the help of the most used flags, and end the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, _Parser)
+        print(parser.format_essential_help(), end="")
+        parser.exit()
 
 
 def build_parser(*, has_help: bool = True) -> argparse.ArgumentParser:
@@ -153,12 +200,15 @@ def _parser_of(parts: tuple[tuple[str, type], ...], has_help: bool) -> argparse.
     parser = _Parser(
         prog="pretrain_gpt.py",
         usage="[torchrun ...] %(prog)s FLAGS",
-        description="Train a GPT.",
+        description="Train a GPT model.",
+        add_help=False,
         allow_abbrev=False,
         exit_on_error=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
     )
+    parser.add_argument(*_HELP, action=_EssentialHelp, nargs=0, help="show the most used flags and exit")
+    parser.add_argument(_HELP_ALL, action="help", help="show all flags and exit")
     for part, config_class in parts:
         group = parser.add_argument_group(part)
         docs = field_docs(config_class) if has_help else None
@@ -205,7 +255,7 @@ def _parse_words(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[s
     The parser stops at a flag that lacks its value (or has one that it cannot take): it is left out, no words are noted
     for it, and the rest is parsed again.
     """
-    parser = build_parser(has_help=any(word in ("-h", "--help") for word in argv))
+    parser = build_parser(has_help=any(word in HELP_FLAGS for word in argv))
     words = list(argv)
     malformed: dict[str, Any] = {}
     problems: list[str] = []

@@ -1,1 +1,1 @@
-"""The library: knows nothing of command lines, run folders or logs."""
+"""The library, independent of command lines, run folders and logging."""

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True)
 class HostRoom:
-    """Hold the bytes that can still be had on a machine, and how many processes of a run share them."""
+    """Host memory of a node that is still available, and the number of processes of the run that share it."""
 
     available: int
     num_processes: int
@@ -17,9 +17,9 @@ class HostRoom:
 
 @dataclass(frozen=True)
 class MachineMemory:
-    """Hold what a machine has, in bytes.
+    """Host memory of a node, in bytes.
 
-    ``limit`` is the least that a control group around this process grants, None where none does.
+    ``limit`` is the smallest limit of the cgroups that contain this process, or None if they set no limit.
     """
 
     installed: int
@@ -28,10 +28,10 @@ class MachineMemory:
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory | None:
-    """Return what Linux says of its memory, or None where it says nothing.
+    """Read the node's memory from /proc/meminfo; return None if it is not available there.
 
-    Where control groups limit this process (version 1 or 2, its own group and those around it), available is no more
-    than each of them has left, its cached files counted as left.
+    If cgroups (version 1 or 2) limit this process, ``available`` is at most the memory left in each of them. Inactive
+    page cache counts as available.
     """
     figures = _figures(root / "proc/meminfo")
     if "MemAvailable:" not in figures:
@@ -45,13 +45,13 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory | None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return what `machine_memory` says can still be had, or None where Linux says nothing."""
+    """Return the available host memory from `machine_memory`, or None if it is unknown."""
     memory = machine_memory(root)
     return None if memory is None else memory.available
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of the control groups that this process is in, as far as they are seen from here."""
+    """Yield the visible folders of the cgroups of this process, each followed by its parents."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
@@ -61,7 +61,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _limits(group: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of a control group and what is left of it, if it limits memory."""
+    """Yield a cgroup's memory limit and the memory left below it, if the cgroup limits memory."""
     for limit_name, used_name, cached_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -72,13 +72,13 @@ def _limits(group: Path) -> Iterator[tuple[int, int]]:
 
 
 def _figures(path: Path) -> dict[str, int]:
-    """Return the numbers of a file of the system by the words before them."""
+    """Parse a system file of ``name number`` lines into a dictionary."""
     lines = (line.split() for line in _text(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file of the system, empty where there is none."""
+    """Return the text of a system file, or an empty string if the file cannot be read."""
     try:
         return path.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The global batch size over a run: constant, ramped up, or in steps; and how many samples its iterations make."""
+"""Global batch size schedule: constant, linear ramp-up or steps, and conversion between iterations and samples."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _STEP = re.compile(r"(\d{1,18}(?:\.\d*)?|\.\d+)([KMBT]?):(\d{1,18})", re.IGNOREC
 
 @dataclass(frozen=True)
 class BatchSizeRampup:
-    """Hold the full global batch size and the way to it.
+    """Global batch size and its schedule.
 
-    ``rampup_batch_size`` is empty, or (first size, increment, samples): the size grows from the first by the increment
-    in equal shares of the samples until it is ``global_batch_size``. ``steps`` says it size by size in its place: each
-    size before the full one, with the consumed samples up to which it holds.
+    ``rampup_batch_size`` is empty, or (start size, increment, ramp-up samples): the size grows from the start size by
+    the increment in equal intervals of samples until it reaches ``global_batch_size``. ``steps`` lists the sizes
+    explicitly instead: each size before the final one, with the number of consumed samples at which it ends.
     """
 
     global_batch_size: int
@@ -31,7 +31,7 @@ class BatchSizeRampup:
         return next((batch for batch, end in self._phases() if consumed_samples < end), self.global_batch_size)
 
     def samples_of_iterations(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Return how many samples are consumed after that many more iterations."""
+        """Return the number of consumed samples after ``iterations`` more iterations."""
         for batch, end in self._phases():
             steps = min(iterations, _iterations_up_to(end, consumed_samples, batch))
             consumed_samples += steps * batch
@@ -39,7 +39,7 @@ class BatchSizeRampup:
         return consumed_samples + iterations * self.global_batch_size
 
     def iterations_of_samples(self, samples: int) -> int:
-        """Return how many whole iterations a number of samples makes."""
+        """Return the number of whole iterations that consume at most ``samples`` samples."""
         consumed_samples = iterations = 0
         for batch, end in self._phases():
             steps = _iterations_up_to(min(end, samples), consumed_samples, batch)
@@ -48,30 +48,31 @@ class BatchSizeRampup:
         return iterations + max(samples - consumed_samples, 0) // max(self.global_batch_size, 1)
 
     def _phases(self) -> Sequence[tuple[int, int]]:
-        """Return (batch size, consumed samples up to which it holds) for each size below the full one."""
+        """Return (batch size, consumed samples at which it ends) for each size before the final one."""
         if len(self.rampup_batch_size) != 3:
             return self.steps
         first, increment, samples = self.rampup_batch_size
         num_increments = (self.global_batch_size - first) // increment
-        # Rounded up: a size holds while the consumed samples are below its share's end, a whole number or not.
+        # Rounded up: a size ends at the first sample count at or above the end of its interval, which may be
+        # fractional.
         return [(first + i * increment, -(-(i + 1) * samples // num_increments)) for i in range(num_increments)]
 
 
 def _iterations_up_to(end: int, consumed_samples: int, batch: int) -> int:
-    """Return how many iterations begin before ``end`` samples are consumed."""
+    """Return the number of iterations that start before ``end`` samples are consumed."""
     return -(-max(end - consumed_samples, 0) // batch)
 
 
 def read_batch_size_schedule(text: str, seq_length: int) -> tuple[tuple[int, ...], int]:
-    """Read steps ``TOKENS:SIZE`` in rising order, from 0 tokens on; commas may stand for spaces.
+    """Parse ``TOKENS:SIZE`` steps in increasing order, starting at 0 tokens and separated by spaces or commas.
 
-    As in Megatron, a number of tokens is cut down to whole samples.
+    As in Megatron-LM, a number of tokens is rounded down to whole samples.
 
     Returns:
-        Each size but the last and the number of samples at which it ends, in turn; and the last size.
+        A flat tuple of each size except the last and the number of samples at which it ends; and the last size.
 
     Raises:
-        ConfigurationError: the text cannot be read, or its steps do not rise from 0.
+        ConfigurationError: the text cannot be parsed, or its steps do not increase from 0.
     """
     typed = f"--step-batch-size-schedule {text!r}"
     found = [_STEP.fullmatch(word) for word in text.replace(",", " ").split()]

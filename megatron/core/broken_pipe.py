@@ -10,15 +10,15 @@ import sys
 from collections.abc import Iterator
 
 STATUS = 128 + signal.SIGPIPE
-"""Exit status of a program that SIGPIPE has ended, as a shell shows it."""
+"""Exit status that a shell reports for a program ended by SIGPIPE."""
 
 
 @contextlib.contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """End the program without a word, as SIGPIPE does, where whoever reads standard output leaves in this block.
+    """Exit silently, as SIGPIPE does, if the reader of stdout closes the pipe inside this context.
 
     Raises:
-        SystemExit: the reader has gone.
+        SystemExit: the reader closed the pipe.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def has_lost_reader() -> bool:
-    """Return whether nobody reads standard output any more; what it still holds is then thrown away."""
+    """Return whether the reader of stdout closed the pipe; if so, discard all further output."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):

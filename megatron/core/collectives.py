@@ -1,7 +1,7 @@
 """Collectives over a ``Group``; each returns at once for a group of one rank.
 
-Every communication of the library outside pipeline sends goes through these few functions, so that what a layout sends
-can be read, counted and traced in one place.
+Every communication outside pipeline sends goes through these functions, so that the traffic of a parallel layout can be
+inspected, counted and traced in one place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REDUCE_OPS = {
 
 
 def _is_alone(group: Group) -> bool:
-    """Return whether there is nobody to talk to."""
+    """Return whether the group has a single rank."""
     assert group.size == 1 or group.handle is not None, f"group {group.name} is only described: it has no communicator"
     return group.size == 1
 
@@ -63,7 +63,7 @@ def all_gather_into(
 def reduce_scatter_into(
     output: torch.Tensor, tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False
 ) -> PendingWork | None:
-    """Reduce ``tensor`` over the group and leave this rank's equal part of dim 0 in ``output``."""
+    """Reduce ``tensor`` over the group and write this rank's equal shard along dim 0 to ``output``."""
     if _is_alone(group):
         output.view_as(tensor).copy_(tensor)
         return None
@@ -86,7 +86,7 @@ def all_gather_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def reduce_scatter_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return this rank's part along dim 0 of the sum over the group.
+    """Return this rank's shard along dim 0 of the sum over the group.
 
     Shapes: ``[n, ...] -> [n / group.size, ...]``.
     """
@@ -108,7 +108,7 @@ def all_gather_last_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def all_to_all_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Give row i of ``tensor`` to the group's rank i, and return the rows that this rank is given in group order.
+    """Send row i of ``tensor`` to the group's rank i, and return the received rows in group order.
 
     Shapes: ``[group.size, ...] -> [group.size, ...]``.
     """
@@ -125,9 +125,9 @@ def all_to_all_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 def all_to_all_rows(
     tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group, async_op: bool = False
 ) -> tuple[torch.Tensor, PendingWork | None]:
-    """Give each rank of the group so many rows of ``tensor``, and return what this rank is given, in group order.
+    """Send ``sent[i]`` rows of ``tensor`` to the group's rank i, and return the received rows in group order.
 
-    With ``async_op`` the result may be used after what comes beside it has been waited for.
+    With ``async_op`` the result may be used only after waiting for the returned work.
 
     Shapes: ``[sum(sent), ...] -> [sum(received), ...]``.
     """
@@ -144,7 +144,7 @@ def all_to_all_rows(
 
 @dataclass(frozen=True)
 class _Together:
-    """Wait for several communications as for one."""
+    """Wait for several communications as for a single one."""
 
     works: tuple[dist.Work, ...]
 
@@ -158,23 +158,23 @@ class _Together:
 
 @dataclass(frozen=True)
 class RingExchange:
-    """Hold an exchange that is under way; neither of its tensors may be touched before ``wait``."""
+    """Ring exchange in flight; neither of its tensors may be used before ``wait``."""
 
     sent: torch.Tensor
     received: torch.Tensor
     works: tuple[PendingWork, ...]
 
     def wait(self) -> torch.Tensor:
-        """Return what the previous rank has sent."""
+        """Wait for the exchange and return the tensor that the previous rank sent."""
         for work in self.works:
             work.wait()
         return self.received
 
 
 def start_ring_exchange(tensor: torch.Tensor, group: Group, received: torch.Tensor | None = None) -> RingExchange:
-    """Start to send a contiguous tensor to the next rank of the group and to receive one like it from the previous.
+    """Start sending a contiguous tensor to the next rank of the group and receiving one from the previous rank.
 
-    What comes is written into ``received`` where that is given.
+    The result is written to ``received`` if it is given.
     """
     if _is_alone(group):
         return RingExchange(tensor, tensor, ())
@@ -201,15 +201,15 @@ def exchange_bytes(
     group: Group,
     device: torch.device,
 ) -> None:
-    """Send bytes to one rank of the group while others come from another one; either side may be None.
+    """Send bytes to one rank of the group while receiving bytes from another; either side may be None.
 
-    Both are in the machine's memory and travel by way of ``device``, a piece at a time. The two ends of a message give
-    tensors of one size. Who sends to itself has both.
+    Both tensors are in host memory and are staged through ``device`` in chunks. The two ends of a message pass tensors
+    of the same size. A rank that sends to itself passes both tensors.
 
     Shapes: ``sent: [n]``, ``received: [m]`` uint8.
 
     Raises:
-        GivenUpError: communication was given up; what has come is no copy.
+        GivenUpError: communication was given up; ``received`` is incomplete.
     """
     if target == group.rank and sent is not None and received is not None:
         received.copy_(sent)
@@ -284,7 +284,7 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 
 
 def any_rank(flag: bool, group: Group) -> bool:
-    """Return on every rank whether any rank of the group gives a true flag."""
+    """Return on every rank whether ``flag`` is true on any rank of the group."""
     if _is_alone(group):
         return flag
     device = "cuda" if dist.get_backend(group.handle) == "nccl" else "cpu"
@@ -296,19 +296,19 @@ def any_rank(flag: bool, group: Group) -> bool:
 
 
 def raise_on_all_ranks(error: MegatronError | None, group: Group) -> None:
-    """Raise on every rank what the first rank that has an error reports; return where none has.
+    """Raise on every rank the error of the first rank that reports one; return if no rank does.
 
-    Errors themselves are exchanged only where there is one.
+    The error objects are exchanged only if there is an error.
     """
     if any_rank(error is not None, group):
         raise next(reported for reported in all_gather_objects(error, group) if reported is not None)
 
 
 def run_on_all_ranks(action: Callable[[], Result], group: Group) -> Result:
-    """Return what the action returns on this rank; collective.
+    """Return the result of ``action`` on this rank, and raise an error of any rank on all ranks; collective.
 
     Raises:
-        MegatronError: what the action raised on one rank, on every rank alike.
+        MegatronError: the action raised it on at least one rank.
     """
     result: list[Result] = []
     error: MegatronError | None = None
@@ -321,7 +321,7 @@ def run_on_all_ranks(action: Callable[[], Result], group: Group) -> Result:
 
 
 def barrier(group: Group) -> None:
-    """Wait until every rank of the group has come here."""
+    """Wait until every rank of the group has reached the barrier."""
     if not _is_alone(group):
         entry = group.begin("barrier")
         dist.barrier(group=group.handle)

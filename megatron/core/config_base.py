@@ -1,4 +1,4 @@
-"""Frozen dataclasses whose fields are the command line: metadata, documentation and the JSON round trip."""
+"""Frozen dataclasses whose fields are command-line flags: field metadata, documentation and JSON round trip."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ ConfigType = TypeVar("ConfigType")
 _METADATA_KEY = "flag"
 
 Role = Literal["weights", "shape", "meaning", "recipe", "layout", "run", "output"]
-"""What a field is about; whoever compares, records or restores a configuration asks for it.
+"""Role of a field, which decides how a configuration is compared, recorded and restored.
 
-``weights`` decides only which weights there are, ``shape`` also what they mean, ``meaning`` what is computed from the
-same weights. ``recipe`` belongs to how a model is trained and goes with it from run to run. ``layout`` divides the work
-over processes. ``run`` is all else that a run does, ``output`` where files go and what is reported.
+``weights`` determines only which weights exist, ``shape`` also how they are interpreted, and ``meaning`` what is
+computed from the same weights. ``recipe`` describes how a model is trained and is kept from run to run. ``layout``
+distributes the work over processes. ``run`` is any other behavior of a run, and ``output`` is where files are written
+and what is reported.
 """
 IDENTITY: tuple[Role, ...] = ("weights", "shape", "meaning")
-"""The roles that together say which model it is."""
+"""The roles that together identify a model."""
 
 _MOST_OF_A_SIZE = 2**24
 _LARGEST_INTEGER = 2**63 - 1
@@ -36,7 +37,7 @@ _LARGEST_INTEGER = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Hold which numbers a field can have, and that in words."""
+    """Range check of a numeric field, with its description for messages."""
 
     words: str
     hold: Callable[[float], bool]
@@ -58,9 +59,9 @@ class Idle:
     because: str = ""
 
     def reason(self, others: Sequence[tuple[FieldSpec, Any]]) -> str | None:
-        """Return what completes "has no effect", None if the condition does not hold; ``others`` are the named fields.
+        """Return the text that completes "has no effect", or None if the condition does not hold.
 
-        Each comes with its value.
+        ``others`` are the named fields, each with its value.
         """
         held = [found == self.value if self.value is not None else found != spec.default for spec, found in others]
         if any(held) != self.is_with:
@@ -76,36 +77,36 @@ class Idle:
 
 
 def idle_with(name: str, value: Any = None, *, because: str = "") -> Idle:
-    """Declare that a field has no effect if another one has this value, or with None if it is given."""
+    """Declare that a field has no effect if the field ``name`` has this value, or, for None, if it is set."""
     return Idle((name,), value, True, because)
 
 
 def idle_without(*names: str, value: Any = None) -> Idle:
-    """Declare that a field has no effect if no other one has this value, or with None if none is given."""
+    """Declare that a field has no effect if none of ``names`` has this value, or, for None, if none is set."""
     return Idle(names, value, False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlagOptions:
-    """Hold what the plain rule (field name to flag name) cannot say about a field.
+    """Metadata of a field that does not follow from its name.
 
-    On the command line: ``aliases`` are further names; ``negative`` is the flag that turns a default-True field off;
+    On the command line: ``aliases`` are additional names. ``negative`` is the flag that turns a default-True field off.
     ``deprecated`` are names of an earlier release, which are accepted with a warning and hidden from the help, and
-    ``deprecated_values`` are (earlier, current) names of choices. Stored configurations may hold both.
-    ``append`` collects the values of every occurrence; ``cli=False`` marks a field that no flag sets. ``not_built``
-    are choices of Megatron-LM that do not exist here.
+    ``deprecated_values`` are (earlier, current) names of choices. Stored configurations may contain both. ``append``
+    collects the values of every occurrence. ``cli=False`` marks a field without a flag. ``not_built`` are choices of
+    Megatron-LM that this project does not implement.
 
-    ``most`` is the largest whole number that is taken, and its negative the smallest: what is larger would only use
-    memory and time up before it is found to be wrong. By default it is 2^24 for what shapes a model or its layout, far
-    more than any has, and else what 64 bits hold.
+    ``most`` is the largest accepted integer, and its negative is the smallest: a larger number would only waste memory
+    and time before it is rejected. The default is 2^24 for sizes of a model or its layout, far above any real size, and
+    otherwise the range of 64 bits.
 
-    Between fields, by name: a field ``excludes`` others, and it is a mistake without the one that it ``needs``. It
-    counts only ``where`` another field has a value; a checkpoint's is not compared elsewhere. It has no effect if it is
-    ``idle``, of which a note tells. It is ``seen_as`` an attribute of the configuration where several fields spell one
-    thing.
+    Relations between fields, by name: a field ``excludes`` others, and setting it without the field that it ``needs``
+    is an error. It counts only if ``where`` holds, that is, if another field has the given value; otherwise the value
+    in a checkpoint is not compared. If ``idle`` holds, the field has no effect and a note says so. ``seen_as`` names
+    the attribute of the configuration that several flags set.
 
-    ``in_args`` are its names in the ``args`` of Megatron's checkpoints: the first that is there is read, all are
-    written; True stands for its own name, and None for what its class says.
+    ``in_args`` are the field's names in the ``args`` of Megatron-LM checkpoints: the first name that exists is read,
+    and all are written. True stands for the field's own name, and None for the default of its class.
     """
 
     role: Role | None = None
@@ -135,13 +136,13 @@ def flag(default: Any = dataclasses.MISSING, **options: Any) -> Any:
 
 
 class Config:
-    """Be the base of all configuration classes whose fields are flags: see to it that every field has a role.
+    """Base of all configuration classes whose fields are flags; it checks that every field has a role.
 
-    A class may give the ``role`` of its fields, and whether they are ``in_args``, for those that do not say it.
-    ``retired`` are fields of earlier releases, which stored configurations may still hold.
+    A class may set the ``role`` and ``in_args`` of the fields that do not set their own. ``retired`` are fields of
+    earlier releases, which stored configurations may still contain.
 
     Raises:
-        TypeError: a field has no role, or one that there is not.
+        TypeError: a field has no role, or an unknown role.
     """
 
     retired: ClassVar[tuple[str, ...]] = ()
@@ -149,7 +150,7 @@ class Config:
     def __init_subclass__(
         cls, *, role: Role | None = None, in_args: bool = False, retired: tuple[str, ...] = ()
     ) -> None:
-        """Complete the options of the fields that the class itself declares."""
+        """Complete the options of the fields that the class itself declares, not of inherited fields."""
         cls.retired = retired
         for name in inspect.get_annotations(cls):
             declared = cls.__dict__.get(name, dataclasses.MISSING)
@@ -168,7 +169,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldSpec:
-    """Describe one configuration field completely: everything that a parser or a document needs."""
+    """Complete description of one configuration field, as a parser or a documentation page needs it."""
 
     name: str
     owner: str
@@ -185,13 +186,13 @@ class FieldSpec:
 
     @property
     def most(self) -> int:
-        """Return the largest whole number that the field takes."""
+        """Return the largest integer that the field accepts."""
         if self.options.most is not None:
             return self.options.most
         return _MOST_OF_A_SIZE if self.options.role in ("weights", "shape", "layout") else _LARGEST_INTEGER
 
     def excess(self, value: Any) -> str | None:
-        """Return what is wrong with a number that is too large for the field, or None."""
+        """Return an error message if a number is too large for the field, or None."""
         if type(value) is not int or abs(value) <= self.most:
             return None
         digits = str(value) if abs(value) < 10**20 else f"{float(value):.3g}" if abs(value) < 10**300 else "the number"
@@ -199,7 +200,7 @@ class FieldSpec:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Return the command-line names of the field, the plain one first; empty when no flag sets it."""
+        """Return the command-line names of the field, the primary name first; empty if no flag sets it."""
         if not self.options.cli:
             return ()
         if self.options.negative is not None:
@@ -208,20 +209,20 @@ class FieldSpec:
 
     @property
     def metavar(self) -> str:
-        """Return what stands for the value in a line of help; no switch has one."""
+        """Return the placeholder of the value in a line of help; switches have none."""
         if self.options.choices is not None:
             return "{" + ",".join(self.options.choices) + "}"
         return self.options.metavar or {int: "N", float: "X", str: "TEXT"}[self.item_type]
 
     def help_text(self, doc: str) -> str:
-        """Return what the flag does, from the field's documentation: for a negative flag what follows "Off:" there."""
+        """Return the help text from the field's documentation: for a negative flag, the text after "Off:"."""
         if self.options.negative is None:
             return doc
         text = doc.partition(" Off: ")[2]
         return text[:1].upper() + text[1:]
 
     def typed(self, value: Any) -> str:
-        """Return the flag with a value, as somebody types it; a switch has none."""
+        """Return the flag and its value as typed on the command line; a switch has no value."""
         return self.flags[0] if self.is_bool else f"{self.flags[0]} {value}"
 
 
@@ -278,7 +279,7 @@ def _owner(config_class: type, name: str) -> str:
 
 @functools.cache
 def field_docs(config_class: type) -> Mapping[str, str]:
-    """Return the string literal that stands under each field, by field name, inherited ones included.
+    """Return the string literal below each field, by field name, including inherited fields.
 
     The text is read from the source, so that it works under ``python -OO`` too.
     """
@@ -320,12 +321,12 @@ def config_to_dict(config: Any) -> dict[str, Any]:
 def config_from_dict(config_class: type[ConfigType], values: Mapping[str, Any]) -> ConfigType:
     """Build a configuration from what `config_to_dict` returned.
 
-    Strict: an unknown key, a missing required key and a value of the wrong type are problems; a key that is
-    absent takes its default, so that a dictionary written before a field existed can still be read, and a retired
-    one is passed over. Deprecated names of fields and of choices are replaced by the current ones.
+    Strict: an unknown key, a missing required key and a value of the wrong type are errors. An absent key takes its
+    default, so that dictionaries written before a field existed can still be read. A retired key is ignored.
+    Deprecated names of fields and choices are replaced by the current ones.
 
     Raises:
-        ConfigurationError: with every problem found.
+        ConfigurationError: lists every problem found.
     """
     problems: list[str] = []
     config = _build(config_class, values, config_class.__name__, problems)
@@ -374,7 +375,7 @@ def _build(config_class: type[ConfigType], values: object, where: str, problems:
 
 
 def excesses(config: Any) -> list[str]:
-    """Return a line for each number of a configuration that is too large for its field."""
+    """Return an error message for each number of a configuration that is too large for its field."""
     kind: type[Any] = type(config)
     names = [field.name for field in dataclasses.fields(kind)]
     return [problem for name in names for problem in _excesses(kind, name, getattr(config, name), name)]
@@ -387,7 +388,7 @@ def _excesses(config_class: type, name: str, value: Any, where: str) -> list[str
 
 
 def _plain_value(annotation: Any, value: Any, where: str, problems: list[str]) -> Any:
-    """Check one JSON value against the type of its field; lists become tuples, integers floats."""
+    """Check one JSON value against the type of its field; convert lists to tuples and integers to floats."""
     item_type, is_optional, is_sequence = _item_type(annotation)
     if value is None and is_optional:
         return None

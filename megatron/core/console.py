@@ -1,4 +1,4 @@
-"""Console output: whole lines from several processes, and progress bars."""
+"""Console output: atomic lines from several processes, and progress bars."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 Log = Callable[[str], None]
-"""Print a line; in a run, on rank 0 only."""
+"""Prints a line; in a run, only on rank 0."""
 
 CLEAR_LINE = "\r\x1b[2K"
-"""Clears the line of a terminal that the cursor is in."""
+"""Clears the terminal line that contains the cursor."""
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Print text and its end of line in one write, which lines of other processes cannot come between.
+    """Print text and its newline in one write, so that lines of other processes do not interleave with it.
 
-    ``print`` makes two of it under ``PYTHONUNBUFFERED``. On a terminal the text takes the place of the line that shows
-    where the run is.
+    ``print`` issues two writes under ``PYTHONUNBUFFERED``. On a terminal the text replaces the current status line.
     """
     stream = stream or sys.stdout
     stream.write(f"{CLEAR_LINE if stream.isatty() else ''}{text}\n")
@@ -34,9 +33,9 @@ _WAITING_REDRAW_S = 0.5
 
 
 class ProgressBar:
-    """Draw on standard error, or another stream, where that is a terminal.
+    """Progress bar on stderr or another stream, drawn only if the stream is a terminal.
 
-    The cursor rests at the line's beginning. Who prints a line clears the bar first.
+    The cursor stays at the start of the line. Clear the bar before printing a line.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,12 +45,12 @@ class ProgressBar:
         self._drawn = -_REDRAW_S
 
     def show(self, what: str, done: int, total: int, more: str = "") -> None:
-        """Draw how much of something is done, and ``more`` behind it; too soon after the last time nothing changes."""
+        """Draw the progress followed by ``more``; skip drawing if the last drawing is too recent."""
         if self.is_on:
             self.tell(" ".join(filter(None, (what, format_bar(done, total), more))))
 
     def tell(self, text: str) -> None:
-        """Draw a text where there is no total to draw a bar of."""
+        """Draw a status text, for progress without a known total."""
         now = self._clock() if self.is_on else 0.0
         if self.is_on and now - self._drawn >= _REDRAW_S:
             self._drawn = now
@@ -60,7 +59,7 @@ class ProgressBar:
             self._stream.flush()
 
     def clear(self) -> None:
-        """Take the line away; the next drawing does not wait."""
+        """Clear the status line; the next drawing is not delayed."""
         if self.is_on:
             self._drawn = self._clock() - _REDRAW_S
             self._stream.write(CLEAR_LINE)
@@ -68,34 +67,34 @@ class ProgressBar:
 
 
 class CountedBar:
-    """Draw how much of a total is done, as it is told of more; a context, which takes the bar away at its end."""
+    """Progress bar that counts toward a total; as a context manager it clears the bar on exit."""
 
     def __init__(self, what: str, total: int, bar: ProgressBar | None = None) -> None:
         self._what, self._total, self._done = what, total, 0
         self._bar = ProgressBar() if bar is None else bar
 
     def add(self, number: int) -> None:
-        """Count more that is done."""
+        """Add ``number`` to the count and redraw the bar."""
         self._done += number
         self._bar.show(self._what, self._done, self._total)
 
     def clear(self) -> None:
-        """Take the bar away, for a line that is to be printed."""
+        """Clear the bar, so that a line can be printed."""
         self._bar.clear()
 
     def __enter__(self) -> CountedBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the bar away."""
+        """Clear the bar."""
         self._bar.clear()
 
 
 @contextlib.contextmanager
 def waiting(text: str, *, is_on: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """Draw a text and for how long it has been so, until the work within is done.
+    """Show a text with the elapsed time until the context exits.
 
-    What it gives may be told how much is done of how much: a bar is drawn of it then.
+    The context yields a function of (done, total); calling it adds a progress bar to the line.
     """
     bar, ending, since = ProgressBar(), threading.Event(), time.monotonic()
     drawn = [text]
@@ -121,13 +120,13 @@ def waiting(text: str, *, is_on: bool = True) -> Iterator[Callable[[int, int], N
 
 
 def format_bar(done: int, total: int) -> str:
-    """Return a bar and the share that is done."""
+    """Return a bar and the completed percentage."""
     share = min(done / max(total, 1), 1.0)
     return f"[{'=' * int(share * _BAR_WIDTH):<{_BAR_WIDTH}}] {share:4.0%}"
 
 
 def format_duration(seconds: float) -> str:
-    """Return seconds as they are said: 42s, 3m05s, 2h07m, 3d04h."""
+    """Format seconds with the two largest units: 42s, 3m05s, 2h07m, 3d04h."""
     whole = int(max(seconds, 0.0))
     for size, name, rest, of_rest in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
         if whole >= size:

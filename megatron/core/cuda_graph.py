@@ -1,4 +1,4 @@
-"""CUDA graphs: work that is recorded once and launched again as a whole, without the host's part of it."""
+"""CUDA graphs: work that is captured once and replayed as a whole, without its launch overhead on the host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 
 Work = Callable[[], tuple[torch.Tensor, ...]]
-"""Compute some tensors from others that stay where they are."""
+"""Computes tensors from other tensors whose addresses do not change."""
 
 
 class Graph(Protocol):
-    """Hold work that can be launched again; each replay leaves its results in the same ``outputs``."""
+    """Captured work that can be replayed; each replay writes its results to the same ``outputs``."""
 
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:
@@ -20,27 +20,28 @@ class Graph(Protocol):
         ...
 
     def replay(self) -> None:
-        """Do the work once."""
+        """Run the captured work once."""
         ...
 
 
 class GraphBackend(Protocol):
-    """Record work as graphs, which are replayed one after the other, and always in the order of their recording.
+    """Interface that captures work as graphs, which are always replayed in the order of their capture.
 
-    Temporary memory of a graph may be what a later one keeps: to replay the first while that is needed destroys it.
+    A later graph may reuse the temporary memory of an earlier graph: replaying the earlier one overwrites results of
+    the later one.
     """
 
     def capture(self, work: Work) -> Graph:
-        """Return the work as a graph. Its results are there after the first replay, and not before."""
+        """Capture the work as a graph. Its results are valid only after the first replay."""
         ...
 
     def apart(self) -> GraphBackend:
-        """Return a backend with memory of its own, whose graphs may be replayed at any time between this one's."""
+        """Return a backend with a separate memory pool, whose graphs may be replayed at any time between this one's."""
         ...
 
 
 class CudaGraph:
-    """Hold a CUDA graph with the memory of its results."""
+    """CUDA graph with the memory of its results."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[torch.Tensor, ...]) -> None:
         self._graph = graph
@@ -52,9 +53,10 @@ class CudaGraph:
 
 
 class CudaGraphBackend:
-    """Record work on the current CUDA device. Its graphs share one pool, where one's temporary memory is another's.
+    """CUDA graph capture on the current device. All graphs share one pool, and so reuse each other's temporary memory.
 
-    What has to live from one replay to the next must be referred to, from its capture on, by whoever captures.
+    The caller must keep a reference, from the capture on, to every tensor that has to survive from one replay to the
+    next.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -63,13 +65,13 @@ class CudaGraphBackend:
         self._stream = torch.cuda.Stream() if stream is None else stream  # type: ignore[no-untyped-call]
 
     def apart(self) -> CudaGraphBackend:
-        """Return a backend with a pool of its own, which records on the same stream."""
+        """Return a backend with a separate pool that captures on the same stream."""
         return CudaGraphBackend(self._stream)
 
     def capture(self, work: Work) -> CudaGraph:
-        """Return the work as a graph; nothing is computed yet."""
+        """Capture the work as a graph; nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
-        # Another thread, NCCL's watchdog, may ask for the state of events meanwhile.
+        # Another thread, NCCL's watchdog, may query events during the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = work()
         return CudaGraph(graph, outputs)

@@ -1,4 +1,4 @@
-"""The device of a process: everything in which CUDA differs from a CPU."""
+"""The device of a process: everything that differs between CUDA and CPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Hold a process's memory figures in MiB; on CPU, allocated is what is resident and max allocated its peak."""
+    """Memory use of a process in MiB; on CPU, allocated is the resident set size and max_allocated its peak."""
 
     allocated: float
     max_allocated: float
@@ -51,7 +51,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Device:
-    """Name the device that this process computes on and answer what depends on its kind."""
+    """The device that this process computes on, and the operations that depend on its kind."""
 
     kind: str
     index: int = 0
@@ -62,16 +62,16 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """Return the device in torch's own type."""
+        """Return the device as a ``torch.device``."""
         return torch.device("cuda", self.index) if self.is_cuda else torch.device("cpu")
 
     @property
     def default_backend(self) -> str:
-        """Return the communication backend that fits the device."""
+        """Return the default communication backend of the device."""
         return "nccl" if self.is_cuda else "gloo"
 
     def make_current(self) -> None:
-        """Direct this process's CUDA work to the device."""
+        """Make the device current for this process's CUDA work."""
         if self.is_cuda:
             torch.cuda.set_device(self.index)
 
@@ -81,9 +81,9 @@ class Device:
             torch.cuda.synchronize(self.index)
 
     def time_calls(self, work: Callable[[], object], count: int) -> float:
-        """Return the seconds of so many calls of some work: by the clock on a CPU, between two events on CUDA.
+        """Return the time in seconds of ``count`` calls of ``work``: wall-clock time on CPU, CUDA event time on CUDA.
 
-        The host is then ahead of the device, so that neither launches nor the wait for the device are measured.
+        With CUDA events the host runs ahead of the device, so neither launches nor device synchronization are measured.
         """
         if not self.is_cuda:
             begun = time.perf_counter()
@@ -100,16 +100,16 @@ class Device:
         return float(start.elapsed_time(end)) / 1e3
 
     def make_deterministic(self) -> None:
-        """Let torch use only algorithms that give the same bits again; call it before anything is computed."""
+        """Let torch use only deterministic algorithms; call it before any computation."""
         if self.is_cuda:
-            # cuBLAS asks for a workspace of its own for each stream, and torch refuses to multiply without.
+            # cuBLAS needs a workspace per stream for this, and torch raises an error without it.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # Fills whatever is allocated, for programs that read memory before they write it.
+        # It would fill every allocation, for programs that read uninitialized memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def keep_float32_sums(self) -> None:
-        """Let no bfloat16 matrix product round its partial sums; call it before anything is computed."""
+        """Disable reduced-precision accumulation in bfloat16 matmuls; call it before any computation."""
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
     def seed_default_generator(self, seed: int) -> None:
@@ -128,22 +128,22 @@ class Device:
             torch.set_rng_state(state)
 
     def empty_host_memory(self, num_bytes: int) -> torch.Tensor:
-        """Return bytes of the machine's memory from which a copy to the device need not be waited for."""
+        """Allocate host memory from which asynchronous copies to the device are possible (pinned on CUDA)."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
 
     def host_copies(self) -> HostCopies:
-        """Return what copies tensors between the device's memory and the machine's."""
+        """Return the object that copies tensors between device and host memory."""
         return CudaHostCopies(self.torch_device) if self.is_cuda else HostCopies()
 
     def free_bytes(self) -> int | None:
-        """Return the device's memory that nobody uses, caches of this process included; None where it has none."""
+        """Return the device's free memory plus this process's allocator cache; None on CPU."""
         if not self.is_cuda:
             return None
         cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
         return torch.cuda.mem_get_info(self.index)[0] + cached
 
     def used_bytes(self) -> int | None:
-        """Return what all processes use of the device's memory, of the machine's on a CPU; None where it is unknown."""
+        """Return the memory that all processes use on the device (host memory on CPU); None if it is unknown."""
         if self.is_cuda:
             free, total = torch.cuda.mem_get_info(self.index)
             return total - free
@@ -151,25 +151,25 @@ class Device:
         return None if memory is None else memory.installed - memory.available
 
     def pinned_bytes(self) -> int | None:
-        """Return the machine's memory that this process has pinned, what is kept for later included; None on a CPU."""
+        """Return the host memory pinned by this process, including torch's cache of pinned blocks; None on CPU."""
         return torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if self.is_cuda else None
 
     def host_room(self) -> HostRoom | None:
-        """Return the machine's available memory and who shares it; None where it is unknown."""
+        """Return the available host memory and the number of processes that share it; None if it is unknown."""
         available = available_bytes()
         return None if available is None else HostRoom(available, max(_local_world_size(), 1))
 
     def has_peers(self) -> bool:
-        """Return whether the device reads the memory of all others that this process sees, and it sees some.
+        """Return whether the device has peer access to all other devices that this process sees, and sees at least one.
 
-        A process that was shown its own device alone shares no memory with others: all of theirs have the number 0, by
-        which torch tells a machine's devices apart.
+        A process that sees only its own device cannot share memory with other devices: each process then calls its
+        device number 0, and torch tells the devices of a node apart by number.
         """
         others = [index for index in range(torch.cuda.device_count()) if index != self.index]
         return self.is_cuda and bool(others) and all(torch.cuda.can_device_access_peer(self.index, i) for i in others)
 
     def graph_backend(self) -> GraphBackend | None:
-        """Return what records work as graphs, or None where there is no such thing (every CPU)."""
+        """Return the backend that captures work as graphs, or None if there is none (on CPU)."""
         return CudaGraphBackend() if self.is_cuda else None
 
     def memory_use(self) -> MemoryUse:
@@ -182,14 +182,14 @@ class Device:
                 torch.cuda.max_memory_reserved(self.index) / _MIB,
             )
         resident = _resident_bytes() / _MIB
-        # The kernel counts the peak in coarse steps: it can lag behind what is resident now.
+        # The kernel updates the peak in coarse steps: it can be below the current resident size.
         peak = max(resident, _peak_bytes() / _MIB)
         return MemoryUse(resident, peak, resident, peak)
 
     def queue_state(self) -> str:
-        """Return in words whether the device has work left, or what it failed with; "" on a CPU. It is not waited for.
+        """Describe whether the device has work left, or its failure; "" on CPU. It does not wait for the device.
 
-        The queue is the default stream's, which other threads may be asked for.
+        The queue is that of the default stream, and the method may be called from any thread.
         """
         if not self.is_cuda:
             return ""
@@ -199,33 +199,33 @@ class Device:
             return f"failed: {error}"
 
     def has_work_left(self) -> bool:
-        """Return whether the default stream has work that is not done; False on a CPU, and where the device failed."""
+        """Return whether the default stream has unfinished work; False on CPU and if the device failed."""
         return self.queue_state() == "has work left"
 
     def marker(self) -> Callable[[DeviceMark | None], DeviceMark | None] | None:
-        """Return what marks the end of the work that the current stream was given; None on a CPU, which has no queue.
+        """Return the function that records an event at the end of the current stream's work; None on CPU.
 
-        It moves an old mark that it is given. While work is recorded as a graph, and given to nobody, the mark is None.
+        It reuses the old event that it is given. During graph capture it returns None.
         """
         return _mark_current_stream if self.is_cuda else None
 
     def start_profiler(self) -> None:
-        """Begin the part of the run that nsys --capture-range=cudaProfilerApi records."""
+        """Start the section of the run that nsys --capture-range=cudaProfilerApi records."""
         if self.is_cuda:
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
 
     def stop_profiler(self) -> None:
-        """End the part of the run that nsys records."""
+        """Stop the section of the run that nsys records."""
         if self.is_cuda:
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
     def record_memory_history(self) -> None:
-        """Keep from now on where each block of the device's memory was asked for and given back."""
+        """Start recording the call stacks of every device memory allocation and free."""
         if self.is_cuda:
             torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
 
     def save_memory_history(self, path: str) -> None:
-        """Write what was kept to a file.
+        """Write the recorded memory history to a file.
 
         Raises:
             OSError: the file cannot be written.
@@ -234,7 +234,7 @@ class Device:
             torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
     def peak_tflops(self, dtype_name: str) -> float | None:
-        """Return the device's dense matrix peak in TFLOP/s, or None where it is not known (every CPU)."""
+        """Return the device's peak dense matmul throughput in TFLOP/s, or None if it is unknown (on every CPU)."""
         if not self.is_cuda:
             return None
         name = torch.cuda.get_device_name(self.index)
@@ -258,9 +258,9 @@ def _mark_current_stream(old: Any) -> DeviceMark | None:
 
 @contextmanager
 def seeded_generator(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed a device's default generator inside the context; after it, it goes on as if nothing had been drawn.
+    """Seed a device's default generator inside the context and restore its state afterwards.
 
-    No work on the device is waited for: CUDA's generators have their state, a seed and a count, on the host.
+    It does not synchronize the device: CUDA generators keep their state, a seed and an offset, on the host.
     """
     generator = torch.default_generator
     if device.type == "cuda":
@@ -274,15 +274,15 @@ def seeded_generator(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def select_device(local_rank: int) -> Device:
-    """Return the CUDA device of this local rank, or the CPU of a machine that has none.
+    """Return the CUDA device of this local rank, or the CPU if the node has no GPU.
 
-    ``MEGATRON_DEVICE=cpu`` in the environment keeps a run on the CPU of a machine that has GPUs. A launcher may show
-    each process one device, its own (SLURM's ``--gpus-per-task 1``): that is device 0 whatever the local rank. It
-    counts as the process's own where ``CUDA_VISIBLE_DEVICES`` names one device and torchrun, whose processes share
-    their environment, did not start them.
+    ``MEGATRON_DEVICE=cpu`` in the environment selects the CPU on a node with GPUs. A launcher may show each process
+    only its own device (SLURM's ``--gpus-per-task 1``), which is then device 0 for every local rank. This is assumed if
+    ``CUDA_VISIBLE_DEVICES`` names one device and the process was not started by torchrun, whose processes share their
+    environment.
 
     Raises:
-        ConfigurationError: more processes were started on this machine than it has CUDA devices.
+        ConfigurationError: more processes were started on this node than it has CUDA devices.
     """
     if os.environ.get("MEGATRON_DEVICE", "") == "cpu" or not torch.cuda.is_available():
         return Device("cpu")
@@ -305,12 +305,12 @@ def _has_device_of_its_own() -> bool:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device, or None where there is no driver to ask."""
+    """Return the compute capability of a CUDA device, or None if there is no driver."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
 def driver_capability() -> int | None:
-    """Return the major compute capability of the driver's first GPU without starting CUDA; None if there is none."""
+    """Return the first GPU's major compute capability from the driver without initializing CUDA; None without GPU."""
     try:
         driver = ctypes.CDLL(_DRIVER_LIBRARY)
     except OSError:
@@ -333,7 +333,7 @@ def _local_world_size() -> int:
 
 
 def _resident_bytes() -> int:
-    """Return the memory that is resident now, or the peak where the system has no /proc to ask."""
+    """Return the current resident set size, or the peak on systems without /proc."""
     if not os.path.exists(_PROCESS_MEMORY):
         return _peak_bytes()
     with open(_PROCESS_MEMORY) as statm:

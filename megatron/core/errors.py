@@ -1,4 +1,4 @@
-"""The errors that users see: each says what is wrong, the values, and what to change."""
+"""User-facing errors: each message states what is wrong, the value and how to fix it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Iterable, Sequence
 
 
 def choices(values: Iterable[object]) -> str:
-    """Return the values that would work as text for a message, ``none`` if there are none."""
+    """Format the accepted values for a message; return ``none`` if there are none."""
     return ", ".join(map(str, values)) or "none"
 
 
 class MegatronError(Exception):
-    """Base class of every error that this project raises on purpose."""
+    """Base class of every error that this project raises deliberately."""
 
 
 class InputError(MegatronError):
-    """Report input that cannot be used; entry scripts print it without a traceback and exit with status 2."""
+    """Unusable input; entry scripts print it without a traceback and exit with status 2."""
 
 
 class ConfigurationError(InputError):
-    """Report every problem of a configuration at once.
+    """All problems of a configuration in one error.
 
-    ``problems`` holds one line each; the message is those lines joined.
+    ``problems`` has one line per problem; the message joins these lines.
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
@@ -30,24 +30,24 @@ class ConfigurationError(InputError):
 
 
 class StorageError(InputError):
-    """Report an object store that cannot be used, or an object where a local file is needed."""
+    """Unusable object store, or an object where a local file is required."""
 
 
 class DataError(InputError):
-    """Report a data set, or an index file of one, that cannot be used."""
+    """Unusable dataset, or unusable index file of a dataset."""
 
 
 class TokenizerError(InputError):
-    """Report a tokenizer whose files or settings cannot be used."""
+    """Tokenizer with unusable files or settings."""
 
 
 class CheckpointError(InputError):
-    """Report a checkpoint that is missing, damaged or of another model."""
+    """Checkpoint that is missing, damaged or belongs to another model."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Report a checkpoint whose files are missing, cut short or changed: an older one may still be whole."""
+    """Checkpoint whose files are missing, truncated or modified; an older checkpoint may still be intact."""
 
 
 class TrainingError(MegatronError):
-    """Report a run that cannot go on (a non-finite loss, a lost rank); entry scripts exit with status 1."""
+    """Run that cannot continue (a non-finite loss, a lost rank); entry scripts exit with status 1."""

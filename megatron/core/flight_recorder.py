@@ -1,7 +1,7 @@
 """Flight recorder: a ring buffer with a rank's latest communications and its current position in the run.
 
-A communication is described by words and numbers, so that it can be sent to other ranks and written to files.
-Recording stores only a few references. Whatever costs time, such as line numbers and names, is computed on reading.
+Entries contain only text and numbers, so that they can be sent to other ranks and written to files. Recording stores
+only a few references. Expensive lookups, such as line numbers and names, are deferred until an entry is read.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class PendingWork(Protocol):
-    """Be a communication that is under way."""
+    """Communication in flight."""
 
     def wait(self) -> object:
-        """Wait until its tensors may be used."""
+        """Wait until the tensors of the communication may be used."""
         ...
 
 
 class DeviceMark(Protocol):
-    """Be a place in the work that a device was given."""
+    """Marker in the queue of work that was launched on a device, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Return whether the device has come past it; from any thread, and without a wait.
+        """Return whether the device has passed the marker; callable from any thread, and does not wait.
 
         Raises:
             RuntimeError: the device has failed.
@@ -41,10 +41,11 @@ class DeviceMark(Protocol):
 
 @dataclass(frozen=True)
 class Communication:
-    """Describe one communication of a rank.
+    """Record of one communication of a rank.
 
-    ``channel`` names who communicates, equally on all of them, and ``sequence`` counts its communications from 1.
-    ``seconds`` is how long it took, None where its end is not known (yet); ``age_s`` how long ago it began.
+    ``channel`` names the communicating ranks, identically on all of them, and ``sequence`` counts its communications
+    from 1. ``seconds`` is the duration, or None if the end is unknown or still to come. ``age_s`` is the time since the
+    start.
     """
 
     channel: str
@@ -58,7 +59,7 @@ class Communication:
 
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
-    """Return ranks in few characters: ``0,1``, or ``0-1016/8`` for each eighth from 0 to 1016."""
+    """Format ranks compactly: ``0,1``, or ``0-1016/8`` for every eighth rank from 0 to 1016."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
         if step > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
@@ -67,7 +68,7 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
 
 
 def parse_ranks(channel: str) -> tuple[int, ...]:
-    """Return the ranks that the name of a channel says."""
+    """Return the ranks in the name of a channel."""
     text = channel.rpartition("[")[2].rstrip("]")
     if "-" not in text:
         return tuple(int(rank) for rank in text.split(","))
@@ -77,27 +78,28 @@ def parse_ranks(channel: str) -> tuple[int, ...]:
 
 
 _CAPACITY = 1024
-# The fields of an entry, a list: it is made for every communication, and an object would take twice as long.
+# Fields of an entry. An entry is a list because one is created per communication, and an object would take twice as
+# long.
 _CHANNEL, _SEQUENCE, _OPERATION, _BYTES, _SHAPE, _CODE, _INSTRUCTION, _START, _END = range(9)
-# What a device is asked by, where it is asked: marks before and behind, an old one for the second, and whether it goes
-# on beside.
+# Fields for watching the device: the markers before and after the communication, an old marker to reuse for the second,
+# and whether the communication is asynchronous.
 _REACHED, _PASSED, _SPARE, _IS_BESIDE = range(9, 13)
 _NO_MARKS = (None, None, None, False)
 
 _now = time.monotonic
 
 Entry = list[Any]
-"""One communication in the ring; `FlightRecorder.describe` says what is in it."""
+"""One communication in the ring; `FlightRecorder.describe` decodes it."""
 
 
 class GivenUpError(RuntimeError):
-    """Report that what a rank communicates has been given up: what was read from its device since is no result."""
+    """Communication was given up, so values read from the device since then are invalid."""
 
 
 class Channel:
-    """Count and record the communications of some ranks over one communicator, on one of these ranks.
+    """Counter and recorder of the communications of a set of ranks over one communicator.
 
-    ``name`` and ``ranks`` are the same on all of them, and so is the order of what they communicate.
+    ``name`` and ``ranks`` are the same on all of these ranks, and so is the order of their communications.
     """
 
     __slots__ = ("_ring", "entered", "name", "ranks", "recorder")
@@ -110,9 +112,9 @@ class Channel:
         self._ring = recorder.ring
 
     def begin(self, operation: str, tensor: torch.Tensor | None, num_bytes: int) -> Entry:
-        """Record that a communication starts now, for a method that a function of another file has called.
+        """Record the start of a communication; called by a method that a function of another file calls.
 
-        Its place is where that function, and whichever function of its file, was called from.
+        The recorded place is the innermost caller outside of the file of that function.
         """
         recorder = self.recorder
         self.entered = sequence = self.entered + 1
@@ -142,7 +144,7 @@ class Channel:
         return entry
 
     def end(self, entry: Entry, work: PendingWork | None = None) -> PendingWork | None:
-        """Record that a communication is over; one that goes on beside is not: then return what to wait for."""
+        """Record the end of a communication; if it is asynchronous, return a work whose ``wait`` records the end."""
         recorder = self.recorder
         recorder.blocked = None
         if work is not None:
@@ -158,7 +160,7 @@ class Channel:
 
 
 class _RecordedWork:
-    """Wait for a communication and record when that is over."""
+    """Handle that waits for a communication and records its end."""
 
     __slots__ = ("_entry", "_recorder", "_work")
 
@@ -171,13 +173,14 @@ class _RecordedWork:
         recorder, begun = self._recorder, _now()
         recorder.blocked = self._entry
         result = self._work.wait()
-        # No mark is needed behind what is over, and one would say less: the device may come to it much later.
+        # A finished communication needs no marker, and a marker would be less precise: the device may pass it much
+        # later.
         if self._entry[_REACHED] is not None and self.query():
             self._entry[_PASSED] = _OVER
         else:
             _mark_behind(self._entry, recorder)
             if recorder.mark is not None and self._entry[_REACHED] is not None and self._entry[_PASSED] is None:
-                # Without a mark it is still asked for itself: what waits is recorded as a graph.
+                # Without a marker (during graph capture) the device's progress is queried from the work itself.
                 self._entry[_PASSED] = self
         self._entry[_END] = now = _now()
         recorder.waited_s += now - begun
@@ -186,13 +189,13 @@ class _RecordedWork:
         return result
 
     def query(self) -> bool:
-        """Return whether what goes on beside is known to be over."""
+        """Return whether the asynchronous communication is known to be finished."""
         is_completed: Callable[[], bool] | None = getattr(self._work, "is_completed", None)
         return is_completed is not None and is_completed()
 
 
 class _Over:
-    """Be the mark behind a communication that is known to be over."""
+    """Marker of a communication that is known to be finished."""
 
     def query(self) -> bool:
         return True
@@ -202,9 +205,9 @@ _OVER = _Over()
 
 
 def _mark_behind(entry: Entry, recorder: FlightRecorder) -> None:
-    """Put a mark behind a communication, where there is one before it: nobody asks for it otherwise.
+    """Set the marker after a communication, if it has a marker before it; otherwise it is not watched.
 
-    It takes the place of the work, whose tensors the ring must not keep.
+    The marker replaces the work, because the ring must not keep the work's tensors alive.
     """
     if entry[_REACHED] is not None:
         spare, entry[_SPARE] = entry[_SPARE], None
@@ -212,22 +215,23 @@ def _mark_behind(entry: Entry, recorder: FlightRecorder) -> None:
 
 
 def _marks_taken_from(entry: Entry | None) -> tuple[DeviceMark | None, DeviceMark | None]:
-    """Return the marks of an entry that leaves the ring, to be made again; who asks it now finds that it has none."""
+    """Return the markers of an entry that leaves the ring, for reuse, and clear them in the entry for its readers."""
     if entry is None:
         return None, None
     reached, passed, spare = entry[_REACHED], entry[_PASSED], entry[_SPARE]
-    # Nor may it keep a work, and with it tensors, that is not waited for yet.
+    # Nor may the entry keep a pending work, and with it tensors, alive.
     entry[_REACHED] = entry[_PASSED] = entry[_SPARE] = None
     return reached, spare if passed is None or isinstance(passed, _RecordedWork | _Over) else passed
 
 
 @dataclass(frozen=True)
 class DeviceView:
-    """Say how far a device has come with communications that the host has left to it.
+    """Progress of a device through communications that the host does not wait for.
 
-    ``inside`` are those that it has reached and not got past, the oldest first, and so are ``beside``, which go on
-    beside the computation: one that was waited for may be over long before the device comes past the wait. ``ahead`` is
-    the oldest that it has not reached. ``entered`` counts those that it has reached, by channel.
+    ``inside`` are the communications that the device has reached and not passed, oldest first. ``beside`` are those of
+    them that run concurrently with the computation: one that was waited for may finish long before the device passes
+    the wait. ``ahead`` is the oldest communication that the device has not reached. ``entered`` counts the reached
+    communications by channel.
     """
 
     inside: tuple[Entry, ...]
@@ -238,15 +242,15 @@ class DeviceView:
 
 @dataclass(eq=False)
 class FlightRecorder:
-    """Hold the latest communications of this rank, and what it is doing.
+    """Latest communications of this rank and its current position in the run.
 
-    ``blocked`` is the communication that it is in or waits for, ``waited_s`` all time that it was in one. ``phase`` is
-    the last part of a run that began. ``reading`` has the samples that threads are reading, by the thread's number.
-    ``longest_step_s`` falls slowly, so that one long iteration is forgotten. ``num_begun`` and ``num_ended`` count
-    communications, ``ticks`` all else that got done. ``is_given_up`` says that the communicators are being aborted:
-    what was under way ends without a result. ``mark`` makes a mark at the end of what the device has been given, by
-    moving an old one where it is given that; it is there while somebody watches a device that the host does not wait
-    for, and returns None where marks are not to be had just then.
+    ``blocked`` is the communication that the rank is in or waits for, and ``waited_s`` the total time spent in
+    communications. ``phase`` is the last part of a run that started. ``reading`` maps thread ids to the samples that
+    the threads are reading. ``longest_step_s`` decays slowly, so that a single long iteration is forgotten.
+    ``num_begun`` and ``num_ended`` count communications, and ``ticks`` all other progress. ``is_given_up`` says that
+    the communicators are being aborted, so that pending communications end without a result. ``mark`` sets a marker at
+    the end of the work launched on the device, and reuses an old marker if given one. It is set only while a watchdog
+    observes a device that the host does not wait for, and returns None if markers are not possible at that moment.
     """
 
     phase: str = "setup"
@@ -265,7 +269,7 @@ class FlightRecorder:
     mark: Callable[[DeviceMark | None], DeviceMark | None] | None = None
 
     def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
-        """Return the channel of this name among these ranks."""
+        """Return the channel of this name and these ranks, creating it on first use."""
         full_name = f"{name}[{format_ranks(ranks)}]"
         return self.channels.setdefault(full_name, Channel(self, full_name, ranks))
 
@@ -274,11 +278,11 @@ class FlightRecorder:
         return self.num_begun + self.num_ended + self.ticks
 
     def give_up(self) -> None:
-        """Say that the communicators are going to be aborted; to be called before they are."""
+        """Announce that the communicators will be aborted; call it before aborting them."""
         self.is_given_up = True
 
     def ensure_not_given_up(self) -> None:
-        """Let nothing be decided by numbers that an abort has left; to be called when they have been read.
+        """Raise if an abort may have invalidated values; call it after reading values and before using them.
 
         Raises:
             GivenUpError: communication was given up.
@@ -287,16 +291,16 @@ class FlightRecorder:
             raise GivenUpError("communication was given up, since a rank was lost or hangs: what was read is no result")
 
     def enter(self, phase: str) -> None:
-        """Say which part of the run begins."""
+        """Record the part of the run that starts."""
         self.phase = phase
         self.ticks += 1
 
     def tick(self) -> None:
-        """Say that something has got done."""
+        """Record progress."""
         self.ticks += 1
 
     def end_iteration(self, iteration: int, seconds: float) -> None:
-        """Say that an iteration is done; the first one's time says nothing of the next."""
+        """Record the end of an iteration; the first iteration's duration is ignored, as it is not representative."""
         self.iteration = iteration
         if self.iterations_done:
             self.longest_step_s = max(seconds, 0.99 * self.longest_step_s)
@@ -305,7 +309,7 @@ class FlightRecorder:
 
     @contextmanager
     def reading_of(self, samples: Sequence[int]) -> Iterator[None]:
-        """Say inside the context which samples this thread reads."""
+        """Record which samples this thread reads inside the context."""
         self.reading[threading.get_ident()] = samples
         try:
             yield
@@ -313,7 +317,7 @@ class FlightRecorder:
             del self.reading[threading.get_ident()]
 
     def describe(self, entry: Entry) -> Communication:
-        """Return what an entry says."""
+        """Decode an entry of the ring."""
         end = entry[_END]
         return Communication(
             channel=entry[_CHANNEL].name,
@@ -327,9 +331,9 @@ class FlightRecorder:
         )
 
     def on_device(self) -> DeviceView | None:
-        """Return how far the device has come, None where the host waits for every communication; waits for nothing.
+        """Return the device's progress without waiting, or None if the host waits for every communication.
 
-        What has left the ring counts as passed.
+        Communications that have left the ring count as passed.
 
         Raises:
             RuntimeError: the device has failed.
@@ -337,7 +341,7 @@ class FlightRecorder:
         if self.mark is None:
             return None
         entries = self._in_order()
-        # Behind the ring: each of its channels is there.
+        # Read after the ring, so that the channel of every entry is present.
         entered = {name: channel.entered for name, channel in list(self.channels.items())}
         inside: list[Entry] = []
         beside: list[Entry] = []
@@ -347,7 +351,7 @@ class FlightRecorder:
             if reached is None or (passed is not None and passed.query()):
                 continue
             is_reached = reached.query()
-            if entry[_REACHED] is not reached:  # It has left the ring meanwhile, and the mark is another one's.
+            if entry[_REACHED] is not reached:  # The entry has left the ring meanwhile, and its marker was reused.
                 continue
             if is_reached:
                 (beside if entry[_IS_BESIDE] else inside).append(entry)
@@ -358,7 +362,7 @@ class FlightRecorder:
         return DeviceView(tuple(inside), tuple(beside), ahead, entered)
 
     def latest(self) -> list[Communication]:
-        """Return what is in the ring, the oldest first."""
+        """Return the recorded communications, oldest first."""
         return [self.describe(entry) for entry in self._in_order()]
 
     def _in_order(self) -> list[Entry]:
@@ -367,7 +371,7 @@ class FlightRecorder:
 
 
 def _line(code: CodeType, instruction: int) -> int:
-    """Return the line of an instruction by its offset in bytes."""
+    """Return the source line of an instruction from its byte offset."""
     for start, end, line in code.co_lines():
         if start <= instruction < end and line is not None:
             return line

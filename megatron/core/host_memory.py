@@ -18,16 +18,16 @@ _BLOCKS = tuple(2**exponent for exponent in range(26, 31))
 _SMALLEST_OF_MANY = 2**20
 _ALIGNMENT = 256
 _SHARE_WASTED = 7
-"""A block may be so much larger than the tensors that fill it: a seventh of them."""
+"""A block may exceed the total of its tensors by a seventh of that total."""
 
 
 class PinnedMemory:
-    """Give memory to tensors that are made one after the other.
+    """Allocator of pinned memory for a sequence of tensors.
 
-    A tensor has a block of its own where it fills most of a power of two. Otherwise it lies in the smallest block, of
-    64 MiB to 1 GiB, that tensors of its size fill as far; where none is, it has its own. With the last tensor in
-    it a block goes back to the allocator, which gives it out anew when the copies from and to it are done.
-    ``make`` makes a block of so many bytes, pinned by default.
+    A tensor gets its own block if it fills most of a power of two. Otherwise it is placed in the smallest block, of
+    64 MiB to 1 GiB, that tensors of its size would fill as well; if there is none, it gets its own block. When the last
+    tensor in a block is freed, the block returns to torch's allocator, which reuses it once the copies from and to it
+    have finished. ``make`` allocates a block of a number of bytes, by default pinned.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor] | None = None) -> None:
@@ -35,7 +35,7 @@ class PinnedMemory:
         self._open: dict[int, _OpenBlock] = {}
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory for a contiguous tensor's values."""
+        """Allocate memory for the values of a contiguous tensor."""
         assert tensor.is_contiguous(), "a copy would lie in another order"
         needed = _aligned(tensor.nbytes)
         size = _shared_size(needed)
@@ -54,7 +54,7 @@ class PinnedMemory:
 
 @dataclass
 class _OpenBlock:
-    """Hold what is given out of a block, which only its tensors keep alive."""
+    """State of a block that is being filled; only its tensors keep the block alive."""
 
     storage: weakref.ref[torch.UntypedStorage]
     used: int = 0
@@ -62,16 +62,17 @@ class _OpenBlock:
 
 @dataclass(frozen=True)
 class Packing:
-    """Say in which block each tensor of a list lies and at which byte of it, and how large the blocks are."""
+    """Placement of a list of tensors: (block, byte offset) of each tensor, and the size of each block."""
 
     places: tuple[tuple[int, int], ...]
     blocks: tuple[int, ...]
 
 
 def pack(sizes: Sequence[int]) -> Packing:
-    """Return where tensors of so many bytes lie in blocks of powers of two, which together are hardly larger.
+    """Pack tensors of the given sizes in bytes into blocks of powers of two with little waste.
 
-    The blocks are never larger than the one power of two that holds all tensors. One tensor alone has one block.
+    The blocks are never larger in total than the single power of two that holds all tensors. A single tensor gets one
+    block.
     """
     total = sum(map(_aligned, sizes))
     whole = max(1 << max(total - 1, 0).bit_length(), _ALIGNMENT)
@@ -81,7 +82,7 @@ def pack(sizes: Sequence[int]) -> Packing:
 
 
 def side_by_side(sizes: Sequence[int]) -> Packing:
-    """Return where tensors lie in one block that is no larger than they are together."""
+    """Pack tensors into one block of their total size."""
     total = sum(map(_aligned, sizes))
     packing = _packed_into(sizes, [total])
     assert packing is not None
@@ -89,9 +90,9 @@ def side_by_side(sizes: Sequence[int]) -> Packing:
 
 
 def pack_again(sizes: Sequence[int], blocks: Sequence[int]) -> Packing | None:
-    """Return where tensors lie in blocks that are there, None where some found no place.
+    """Pack tensors into existing blocks; return None if some do not fit.
 
-    The list that `pack` made the blocks for always finds one: they are opened one after the other, as they were made.
+    The list that `pack` made the blocks for always fits: the blocks are opened in the order in which they were made.
     """
     return _packed_into(sizes, [], kept=blocks) or _packed_into(sizes, blocks)
 
@@ -99,9 +100,10 @@ def pack_again(sizes: Sequence[int], blocks: Sequence[int]) -> Packing | None:
 def _packed_into(
     sizes: Sequence[int], blocks: Sequence[int], limit: int = 0, kept: Sequence[int] = ()
 ) -> Packing | None:
-    """Put the largest tensor first, each where it leaves least.
+    """Place the largest tensors first, each in the block where it leaves the least space (best fit).
 
-    What fits nowhere opens the next blocks of ``kept``, or else has one made: up to a ``limit``, for what is left.
+    If no open block fits, open the next blocks of ``kept``, or create a block for the remaining tensors of at most
+    ``limit`` bytes.
     """
     made, used, closed = list(blocks), [0] * len(blocks), list(reversed(kept))
     places = [(0, 0)] * len(sizes)
@@ -134,14 +136,14 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _shared_size(needed: int) -> int | None:
-    """Return the size of the block that a tensor shares with others, or None where it has its own."""
+    """Return the size of the block that a tensor shares with others, or None if it gets its own block."""
     if not needed or _is_filled(1 << (needed - 1).bit_length(), needed):
         return None
     return next((size for size in _BLOCKS if size >= needed and _is_filled(size, needed)), None)
 
 
 def _is_filled(size: int, needed: int) -> bool:
-    """Return whether as many tensors as a block holds leave no more than a seventh of theirs."""
+    """Return whether a block full of tensors of this size wastes at most a seventh of their total size."""
     rest = size % needed
     return rest <= (size - rest) // _SHARE_WASTED
 
@@ -152,17 +154,17 @@ def _pinned(num_bytes: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """Hold a copy that is there when ``done`` has happened; None says that it is there."""
+    """Copy that is complete once ``done`` has occurred; None means that it is complete already."""
 
     tensor: torch.Tensor
     done: torch.cuda.Event | None = None
 
 
 class HostCopies:
-    """Copy tensors to the machine's memory and back: on a CPU, which has one memory, at once.
+    """Copies between device and host memory; on a CPU, which has only one memory, they are synchronous.
 
-    Copies in one direction follow one another: who waits for one waits for those before it. ``bytes_out`` and
-    ``bytes_in`` count what left the device and what came back.
+    Copies in one direction run in order: waiting for one copy also waits for all earlier ones. ``bytes_out`` and
+    ``bytes_in`` count the bytes copied from the device and to the device.
     """
 
     def __init__(self) -> None:
@@ -170,28 +172,28 @@ class HostCopies:
         self.bytes_in = 0
 
     def to_host(self, tensor: torch.Tensor, target: torch.Tensor | None = None) -> Copied:
-        """Begin a copy, to a new tensor or into one of its shape and dtype.
+        """Start a copy to host memory, into ``target`` if it is given, which must have the same shape and dtype.
 
-        It holds what the device has been given to compute so far. Until it is done nothing may write to the tensor, and
-        somebody must hold it.
+        The copy includes all work launched on the device so far. Until it is complete, the source must not be modified
+        and the caller must keep a reference to it.
         """
         self.bytes_out += tensor.nbytes
         return self._copy_out(tensor, target)
 
     def to_device(self, tensor: torch.Tensor, target: torch.Tensor | None = None) -> Copied:
-        """Begin a copy back, to a new tensor or into one; work that reads it must come after `wait`."""
+        """Start a copy to the device, into ``target`` if given; call `wait` before launching work that reads it."""
         self.bytes_in += tensor.nbytes
         return self._copy_in(tensor, target)
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give back the device's memory behind a tensor that stays."""
+        """Free the storage of a device tensor while keeping the tensor object."""
         tensor.untyped_storage().resize_(0)
 
     def wait(self, copied: Copied) -> None:
-        """Let the work that is given to the device from here on begin when a copy is done; the host does not wait."""
+        """Make work launched on the device from here on wait for the copy; the host does not wait."""
 
     def wait_on_host(self, copied: Copied) -> None:
-        """Return when a copy is done."""
+        """Block the host until a copy is complete."""
 
     def _copy_out(self, tensor: torch.Tensor, target: torch.Tensor | None) -> Copied:
         return Copied(tensor.clone() if target is None else target.copy_(tensor))
@@ -201,9 +203,9 @@ class HostCopies:
 
 
 class CudaHostCopies(HostCopies):
-    """Copy on two streams of their own, one for each direction, from and to pinned memory.
+    """Copies on two separate streams, one per direction, from and to pinned memory.
 
-    The machine's memory that is given must be pinned too, or the host waits for each copy.
+    Host memory passed by the caller must be pinned too, or the host waits for each copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -214,12 +216,12 @@ class CudaHostCopies(HostCopies):
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def wait(self, copied: Copied) -> None:
-        """Let the current stream wait for a copy."""
+        """Make the current stream wait for a copy."""
         if copied.done is not None:
             torch.cuda.current_stream(self._device).wait_event(copied.done)
 
     def wait_on_host(self, copied: Copied) -> None:
-        """Wait for the event behind a copy."""
+        """Block the host on the event recorded after a copy."""
         if copied.done is not None:
             copied.done.synchronize()
 
@@ -230,7 +232,7 @@ class CudaHostCopies(HostCopies):
         return self._copy(tensor, torch.empty_like(tensor, device=self._device) if target is None else target, self._in)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream) -> Copied:
-        # What is copied has been computed by then, and memory that is written to is no longer read.
+        # The source has been computed by then, and the target is no longer read.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -238,13 +240,13 @@ class CudaHostCopies(HostCopies):
 
 
 MIN_BYTES = 32 << 20
-"""glibc keeps smaller blocks for itself when they are freed."""
+"""glibc does not return smaller freed blocks to the system."""
 
 
 class ReusedMemory:
-    """Lend one block of memory to tensors that follow each other; those that overlap in time have blocks of their own.
+    """Cache of one block of CPU memory for successive tensors; tensors that are alive together get separate blocks.
 
-    A block is lent again when the last tensor that views it is gone.
+    A block is reused when the last tensor that views it is freed.
     """
 
     def __init__(self) -> None:
@@ -258,7 +260,7 @@ class ReusedMemory:
         block, self._spare = self._spare, None
         if block is None or block.nbytes < size:
             block = torch.empty(size, dtype=torch.uint8).numpy()
-        # The tensor's storage owns the view, which dies with it.
+        # The tensor's storage owns the view and releases it when it is freed.
         view = block[:size]
         weakref.finalize(view, self._take_back, block).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)

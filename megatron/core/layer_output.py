@@ -1,4 +1,4 @@
-"""What a layer leaves besides hidden states: auxiliary losses, such as those that balance a router's load."""
+"""Outputs of a layer: hidden states and auxiliary losses, such as the load-balancing losses of a router."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """Hold a micro-batch's sum of a further loss of some layer, and the number of tokens that it runs over.
+    """Sum of a layer's auxiliary loss over a micro-batch, and the number of tokens in the sum.
 
-    Training minimises ``coefficient`` times its mean, added to the model's own loss; 0 makes it a metric, which is only
-    reported. With ``calculate_per_token_loss`` its sum is divided by the number of tokens of the model's own loss, in
-    place of its own. Losses of one name are averaged over layers, micro-batches and replicas in the report. The value
-    is equal on the tensor-parallel ranks. Under context parallelism it is that of this rank's own tokens. A loss that
-    is no sum over tokens is multiplied by their number.
+    Training minimizes ``coefficient`` times the mean in addition to the model's own loss; 0 makes it a metric, which is
+    only reported. With ``calculate_per_token_loss`` the sum is divided by the number of tokens of the model's own loss
+    instead. The report averages losses of the same name over layers, micro-batches and replicas. The value is equal on
+    all tensor-parallel ranks. Under context parallelism it covers only this rank's tokens. A loss that is not a sum
+    over tokens is multiplied by their number.
 
     Shapes: both tensors ``[]``; the sum in at least float32, differentiable.
     """
@@ -28,7 +28,7 @@ class AuxiliaryLoss:
 
 
 class LayerOutput(NamedTuple):
-    """Hold the hidden states that a layer, a part of one, or several in a row leave, and their auxiliary losses."""
+    """Hidden states and auxiliary losses of a layer, a part of a layer, or several layers in a row."""
 
     hidden: torch.Tensor
     losses: tuple[AuxiliaryLoss, ...] = ()

@@ -1,4 +1,4 @@
-"""Expose names of a package's modules, each of which is imported when a name of it is asked for."""
+"""Lazy exports of a package: a module is imported when one of its names is first used."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def lazy_exports(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` (PEP 562).
+    """Return a package's `__getattr__` (PEP 562) for lazy imports.
 
-    ``names`` has, for each module of the package, the names that it exposes, with spaces between them.
+    ``names`` maps each module of the package to the names that it exports, separated by spaces.
     """
     module_of = {name: module for module, several in names.items() for name in several.split()}
 

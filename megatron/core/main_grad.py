@@ -1,7 +1,7 @@
-"""Gradient accumulation: where a parameter's gradient is summed over micro-batches.
+"""Gradient accumulation: a parameter's gradient, summed over micro-batches.
 
-Layers write weight gradients straight into it, so that no second gradient tensor of the weight's size exists. The
-first contribution of a step overwrites the gradient of the step before, so that nothing has to be zeroed.
+Layers write weight gradients directly into it, so that no second gradient tensor of the weight's size exists. The
+first contribution of a step overwrites the gradient of the previous step, so that no zeroing is needed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from megatron.core.ops import (
 
 
 class MainGrad:
-    """Hold the accumulated gradient of one parameter, and tell its owner when a micro-batch's is complete.
+    """Accumulated gradient of one parameter, with a callback when a micro-batch's gradient is complete.
 
-    ``tensor`` has the parameter's shape and the accumulation dtype; usually it is a view into a flat buffer.
-    ``num_uses`` is how many contributions one backward pass brings (two for a word embedding that is also the output
-    layer); ``on_complete`` is called when all of them have arrived. ``on_begin`` is called before the first one after a
-    reset: an owner that keeps no memory in between sets ``tensor`` there. ``fuses_products`` says that the device sums
-    products of the parameter's dtype in that of ``tensor`` (see `adds_wide_products`).
+    ``tensor`` has the parameter's shape and the accumulation dtype, and is usually a view into a flat buffer.
+    ``num_uses`` is the number of contributions per backward pass (two for a word embedding that is also the output
+    layer). ``on_complete`` is called when all of them have arrived. ``on_begin`` is called before the first
+    contribution after a reset: an owner that frees the memory in between sets ``tensor`` there. ``fuses_products`` says
+    that the device can accumulate matmuls of the parameter's dtype in the dtype of ``tensor`` (see
+    `adds_wide_products`).
     """
 
     def __init__(
@@ -53,27 +54,27 @@ class MainGrad:
         self._num_arrived = 0
 
     def reset(self) -> None:
-        """Forget what was accumulated; the next contribution overwrites it."""
+        """Discard the accumulated gradient; the next contribution overwrites it."""
         self.is_empty = True
         self._num_arrived = 0
 
     def fill_if_empty(self) -> None:
-        """Set the gradient to zero where no contribution came since the last reset."""
+        """Set the gradient to zero if there was no contribution since the last reset."""
         self._begin()
         if self.is_empty:
             self.tensor.zero_()
             self.is_empty = False
 
     def begin_contribution(self) -> tuple[torch.Tensor, bool]:
-        """Return the gradient, to be written by the caller, and whether what is there is to be added to.
+        """Return the gradient for the caller to write, and whether the caller must add to its present values.
 
-        The caller launches that at once, and calls ``end_contribution``. Nothing is deferred.
+        The caller launches the write at once and then calls ``end_contribution``. This contribution is never deferred.
         """
         self._begin()
         return self.tensor, not self.is_empty
 
     def end_contribution(self) -> None:
-        """Count a contribution as arrived, and tell the owner where it is the last of a micro-batch."""
+        """Count a contribution as arrived, and notify the owner after the last one of a micro-batch."""
         self.is_empty = False
         self._num_arrived += 1
         if self._num_arrived == self.num_uses:
@@ -94,11 +95,11 @@ class MainGrad:
         self.end_contribution()
 
     def add_matmul(self, left: torch.Tensor, right: torch.Tensor, library: str = "auto") -> None:
-        """Add the matrix product ``left @ right``, computed on CPU by a library (see `linear`).
+        """Add the matmul ``left @ right``, computed on CPU with the given library (see `linear`).
 
         Shapes: ``left: [out, n]``, ``right: [n, in]``.
         """
-        # Detached: the products of the queue are run outside of a backward pass, where autograd would record them.
+        # Detached: queued matmuls run outside of the backward pass, and autograd would record them.
         left, right = left.detach(), right.detach()
         if not self._defer(self._add_matmul_now, left, right, library):
             self._add_matmul_now(left, right, library)
@@ -119,7 +120,7 @@ class MainGrad:
     def add_grouped_matmul(
         self, grad: torch.Tensor, x: torch.Tensor, counts: Sequence[int], library: str = "auto"
     ) -> None:
-        """Add to each matrix of the gradient the product ``grad.T @ x`` of its own group of rows.
+        """Add the matmul ``grad.T @ x`` of each group of rows to that group's matrix of the gradient.
 
         Shapes: ``grad: [n, out]``, ``x: [n, in]``, counts that sum to n, for a gradient ``[groups, out, in]``.
         """
@@ -147,7 +148,7 @@ class MainGrad:
         self.end_contribution()
 
     def add_computed(self, compute: Callable[[], torch.Tensor]) -> None:
-        """Add what ``compute`` returns: a product of another kind, of the parameter's shape."""
+        """Add the result of ``compute``, such as another kind of matmul, of the parameter's shape."""
         if not self._defer(self._add_computed_now, compute):
             self._add_computed_now(compute)
 
@@ -176,8 +177,8 @@ class MainGrad:
     def _defer(self, contribution: Callable[..., None], *operands: Any) -> bool:
         """Defer a contribution if the queue is collecting, and return whether it was deferred.
 
-        Only matrix products are worth it. A parameter with several uses defers all its contributions, since otherwise
-        nothing would tell when those of a micro-batch are complete.
+        Only matmuls are worth deferring. A parameter with several uses defers all its contributions, because otherwise
+        the completion of a micro-batch could not be detected.
         """
         if self.queue is None or not self.queue.is_collecting:
             return False
@@ -185,16 +186,16 @@ class MainGrad:
         return True
 
     def complete(self) -> None:
-        """Tell the owner that a micro-batch's gradient is complete."""
+        """Notify the owner that a micro-batch's gradient is complete."""
         if self.on_complete is not None:
             self.on_complete()
 
 
 class WeightGradQueue:
-    """Defer weight gradients, micro-batch by micro-batch, so that a backward pass can be split in two.
+    """Queue of deferred weight gradients per micro-batch, so that a backward pass can be split in two.
 
-    While the queue collects, the main gradients that it serves leave their matrix products here. The operands stay
-    alive until ``run`` computes the products.
+    While the queue collects, its main gradients put their matmuls here. The operands stay alive until ``run`` computes
+    the matmuls.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
@@ -203,7 +204,7 @@ class WeightGradQueue:
         self.attach(parameters)
 
     def attach(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Serve the main gradients of parameters; those without one compute their gradients at once."""
+        """Attach the queue to the main gradients of parameters; parameters without one are never deferred."""
         for parameter in parameters:
             main_grad = main_grad_of(parameter)
             if main_grad is not None:
@@ -215,7 +216,7 @@ class WeightGradQueue:
 
     @contextlib.contextmanager
     def collecting(self, microbatch: int) -> Iterator[None]:
-        """Defer the contributions inside until ``run`` is called for the micro-batch."""
+        """Defer the contributions made inside the context until ``run`` is called for the micro-batch."""
         assert self._open is None
         assert microbatch not in self._pending
         self._open = self._pending[microbatch] = []
@@ -226,7 +227,7 @@ class WeightGradQueue:
 
     @contextlib.contextmanager
     def diverted(self) -> Iterator[list[Callable[[], None]]]:
-        """Put what is deferred inside into the list that this gives, which is empty where nothing is deferred."""
+        """Yield a list of the contributions deferred inside the context, empty if nothing is deferred."""
         contributions: list[Callable[[], None]] = []
         outer = self._open
         self._open = None if outer is None else contributions
@@ -236,13 +237,13 @@ class WeightGradQueue:
             self._open = outer
 
     def put(self, contribution: Callable[[], None]) -> None:
-        """Keep a contribution of the micro-batch that is being collected."""
+        """Append a contribution of the micro-batch that is being collected."""
         assert self._open is not None
         self._open.append(contribution)
 
     def run(self, microbatch: int) -> None:
-        """Run the deferred contributions of a micro-batch, in the order in which they came."""
-        # A backward pass works without a graph of its own; its saved operands still belong to one.
+        """Run the deferred contributions of a micro-batch in their order of arrival."""
+        # A backward pass runs without autograd recording, but its saved operands still belong to a graph.
         with torch.no_grad():
             for contribution in self._pending.pop(microbatch):
                 contribution()
@@ -250,7 +251,7 @@ class WeightGradQueue:
 
 @contextlib.contextmanager
 def completions_held(main_grads: Iterable[MainGrad]) -> Iterator[list[MainGrad]]:
-    """Tell no owner inside that a gradient is complete: list those main gradients, whose owners the caller tells."""
+    """Yield a list of the main gradients completed inside the context; the caller must notify their owners."""
     held: list[MainGrad] = []
     owners = [(main_grad, main_grad.on_complete) for main_grad in main_grads]
     for main_grad, _ in owners:
@@ -263,43 +264,43 @@ def completions_held(main_grads: Iterable[MainGrad]) -> Iterator[list[MainGrad]]
 
 
 def attach_main_grad(parameter: torch.nn.Parameter, main_grad: MainGrad) -> None:
-    """Direct a parameter's gradient contributions into ``main_grad``."""
+    """Accumulate a parameter's gradient in ``main_grad``."""
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
 
 def main_grad_of(parameter: torch.Tensor) -> MainGrad | None:
-    """Return where a parameter's gradient is accumulated, or None where autograd's own ``grad`` is used."""
+    """Return the main gradient of a parameter, or None if autograd's own ``grad`` is used."""
     return cast("MainGrad | None", parameter.__dict__.get("main_grad"))
 
 
 def set_gradient_uses(parameter: torch.nn.Parameter, num_uses: int) -> None:
-    """Say how many gradient contributions one backward pass brings to a parameter."""
+    """Set the number of gradient contributions that one backward pass makes to a parameter."""
     parameter.num_gradient_uses = num_uses  # type: ignore[attr-defined]
 
 
 def gradient_uses_of(parameter: torch.Tensor) -> int:
-    """Return how many gradient contributions one backward pass brings to a parameter: one unless set."""
+    """Return the number of gradient contributions that one backward pass makes to a parameter, by default 1."""
     return int(parameter.__dict__.get("num_gradient_uses", 1))
 
 
 class Receiver(NamedTuple):
-    """Say where a parameter's gradient goes: into its main gradient, or to autograd in the parameter's dtype."""
+    """Destination of a parameter's gradient: its main gradient, or autograd, in the parameter's dtype."""
 
     dtype: torch.dtype
     main_grad: MainGrad | None
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> Receiver:
-        """Return a parameter's receiver; to be asked in the forward pass, as recompute copies parameters.
+        """Return a parameter's gradient destination; call it in the forward pass: recomputation copies parameters.
 
-        Where several layers use a parameter autograd adds their gradients, of which some may be deferred.
+        If several layers share the parameter, autograd sums their gradients, because some may be deferred.
         """
         main_grad = main_grad_of(parameter)
         return cls(parameter.dtype, main_grad if main_grad is not None and main_grad.num_uses == 1 else None)
 
 
 def leave_parts(grad: torch.Tensor, parts: torch.Tensor) -> None:
-    """Leave with a gradient what parts of its rows sum to, for whom it reaches unchanged.
+    """Attach partial row sums to a gradient, for a consumer that receives the gradient unmodified.
 
     Shapes: ``grad: [..., width]``, ``parts: [1, n, width]`` in float32.
     """
@@ -307,7 +308,7 @@ def leave_parts(grad: torch.Tensor, parts: torch.Tensor) -> None:
 
 
 def receive_parts(parts: torch.Tensor, receivers: Sequence[Receiver]) -> list[torch.Tensor | None]:
-    """Sum the parts of up to three gradients in one launch, and return those that autograd is to have, None for others.
+    """Sum the partial sums of up to three gradients in one launch; return the totals for autograd, None for the others.
 
     Shapes: ``parts: [receivers, n, width]`` in float32 ``-> [width]``.
     """
@@ -329,10 +330,10 @@ def receive_parts(parts: torch.Tensor, receivers: Sequence[Receiver]) -> list[to
 
 
 def bias_gradient(grad: torch.Tensor, receiver: Receiver) -> torch.Tensor | None:
-    """Return the sum over a gradient's rows, or None where the receiver's main gradient has it already.
+    """Return the sum over a gradient's rows, or None if it was written to the receiver's main gradient.
 
-    Parts that were left with the gradient are summed. A gradient that another one was added to has none, or another
-    version than when they were left: then its rows are read.
+    Partial sums attached to the gradient are used if they are valid. If another gradient was added to it, the partial
+    sums are missing or outdated (by version), and the rows are summed.
 
     Shapes: ``[..., width] -> [width]``.
     """

@@ -15,7 +15,7 @@ Grid = Mapping[str, int]
 """One factorization of all ranks: the size of each axis, from the slowest to the fastest varying."""
 
 Place = Mapping[str, int]
-"""Where a rank stands in a grid: its coordinate along each axis."""
+"""Coordinates of a rank in a grid, one per axis."""
 
 
 def place_of(grid: Grid, rank: int) -> dict[str, int]:
@@ -29,7 +29,7 @@ def place_of(grid: Grid, rank: int) -> dict[str, int]:
 def slice_ranks(grid: Grid, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
     """Return the ranks that differ from ``rank`` only along ``axes``, in grid order.
 
-    The cost grows with the slice, not with the world.
+    The cost scales with the size of the slice, not with the world size.
     """
     strides, stride = {}, 1
     for axis in reversed(tuple(grid)):
@@ -45,12 +45,13 @@ def slice_ranks(grid: Grid, axes: tuple[str, ...], rank: int) -> tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """Hold the size of every axis of the grid, from the slowest to the fastest varying.
+    """Size of every axis of the grid, from the slowest to the fastest varying.
 
     Neighboring ranks share a tensor-parallel group. One copy of the model takes ``pp * cp * tp`` ranks.
 
-    Experts have a factorization of their own of a stage's ``dp * cp * tp`` ranks: ``ep`` of them hold different
-    experts, and ``etp`` cut each of these (None: as many as ``tp``). What is left are replicas of experts.
+    Experts have a separate factorization of the ``dp * cp * tp`` ranks of a stage: ``ep`` of them hold different
+    experts, and each expert is sharded over ``etp`` ranks (None: same as ``tp``). The remaining factor is the number of
+    expert replicas.
     """
 
     pp: int = 1
@@ -62,7 +63,7 @@ class ParallelSizes:
 
     @property
     def expert_tp(self) -> int:
-        """Return over how many ranks each expert is cut."""
+        """Return the number of ranks over which each expert is sharded."""
         return self.tp if self.etp is None else self.etp
 
     @property
@@ -72,16 +73,16 @@ class ParallelSizes:
 
     @property
     def num_copies_apart(self) -> int:
-        """Return into how many parts a stage's ranks fall of which each has whole copies, experts included.
+        """Return the number of disjoint parts of a stage's ranks that each hold whole copies, including experts.
 
-        Data-parallel copies whose ranks compute with the same experts are in one part.
+        Data-parallel copies whose ranks share experts are in the same part.
         """
         copy, experts = self.cp * self.tp, self.ep * self.expert_tp
         return self.dp * copy // math.lcm(copy, experts)
 
     @property
     def has_expert_grid(self) -> bool:
-        """Tell whether the ranks that share experts are others than those that share the rest of a model."""
+        """Return whether experts are distributed over other ranks than the rest of the model."""
         return self.ep > 1 or self.expert_tp != self.tp
 
     @property
@@ -104,31 +105,31 @@ class ParallelSizes:
         return self.dp * self.cp
 
     def size_of(self, axes: tuple[str, ...]) -> int:
-        """Return the number of ranks of a slice along ``axes``."""
+        """Return the number of ranks in a slice along ``axes``."""
         return math.prod(getattr(self, axis) for axis in axes)
 
     def place(self, rank: int = 0) -> Place:
         return place_of(self.grid, rank)
 
     def expert_place(self, rank: int = 0) -> dict[str, int]:
-        """Return a rank's coordinates among those that share a stage's experts; none where these lie as the rest."""
+        """Return a rank's coordinates in the expert grid of a stage; empty if experts use the same grid as the rest."""
         if not self.has_expert_grid:
             return {}
         place = place_of(self.expert_grid, rank)
         return {axis: place[axis] for axis in ("edp", "ep", "etp")}
 
     def in_world(self, world_size: int) -> ParallelSizes:
-        """Return the same layout of the model in a world of that many ranks: ``dp`` is the number of whole copies."""
+        """Return the same model layout for a world size; ``dp`` becomes the number of whole copies."""
         copy = self.pp * self.cp * self.tp
-        # A search asks this tens of thousands of times: `dataclasses.replace` is slower.
+        # A search calls this tens of thousands of times: `dataclasses.replace` is slower.
         return ParallelSizes(
             tp=self.tp, pp=self.pp, cp=self.cp, dp=world_size // max(copy, 1), ep=self.ep, etp=self.etp
         )
 
     def problems(self, world_size: int, num_experts: int = 0) -> list[str]:
-        """Return what keeps the grid from having exactly ``world_size`` ranks, one line or none.
+        """Return an error message, if any, for a grid that does not have exactly ``world_size`` ranks.
 
-        Of the expert-parallel sizes that would work those are named that divide ``num_experts``.
+        The suggested expert-parallel sizes are those that divide ``num_experts``.
         """
         if self.world_size == world_size:
             return self._expert_problems(num_experts)
@@ -158,19 +159,19 @@ class ParallelSizes:
         ]
 
     def model_fields(self) -> dict[str, Any]:
-        """Return the fields of a model's configuration that shard one copy of it."""
+        """Return the model configuration fields that set the sharding of one copy."""
         dense = {name: getattr(self, axis) for axis, name in SIZE_NAMES.items() if name in MODEL_SIZE_NAMES}
         return dense | {name: getattr(self, axis) for axis, name in EXPERT_SIZE_NAMES.items()}
 
     def record(self) -> dict[str, int]:
-        """Return what a checkpoint records of the layout that wrote it."""
+        """Return the layout as recorded in a checkpoint."""
         sizes = {name: getattr(self, axis) for axis, name in SIZE_NAMES.items()} | {"world_size": self.world_size}
         if self.has_expert_grid:
             sizes |= dict(zip(EXPERT_SIZE_NAMES.values(), (self.ep, self.expert_tp)))
         return sizes
 
     def describe(self) -> str:
-        """Return every size in words, on one line."""
+        """Format every size on one line."""
         words = {axis: name.removesuffix("_size").replace("_", "-") for axis, name in SIZE_NAMES.items()}
         text = ", ".join(f"{word} size: {getattr(self, axis)}" for axis, word in words.items())
         if self.has_expert_grid:
@@ -190,24 +191,24 @@ SIZE_NAMES: Mapping[str, str] = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
 }
-"""What each axis's size is called in configurations and checkpoints."""
+"""The name of each axis's size in configurations and checkpoints."""
 
 EXPERT_SIZE_NAMES: Mapping[str, str] = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
-"""What the sizes of the experts' own factorization are called."""
+"""The names of the sizes of the expert grid."""
 
 MODEL_SIZE_NAMES: tuple[str, ...] = tuple(name for axis, name in SIZE_NAMES.items() if axis != "dp")
-"""The sizes that a model's configuration has; the data-parallel size follows from the world."""
+"""The sizes that a model configuration has; the data-parallel size follows from the world size."""
 
 
 ELEMENT_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of an element by the name of its dtype."""
+"""Bytes per element, by name of the dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelParallelConfig(Config, in_args=True):
-    """Hold the parallel layout that every layer may need to know.
+    """Parallel layout, shared by all layers.
 
-    ``params_dtype`` is a torch dtype by name; ``fp16`` and ``bf16`` decide it where one of them is set.
+    ``params_dtype`` is a torch dtype by name; ``fp16`` and ``bf16`` set it if one of them is enabled.
     """
 
     tensor_model_parallel_size: int = flag(1, role="layout", bounds=POSITIVE)
@@ -341,13 +342,13 @@ class ModelParallelConfig(Config, in_args=True):
     """Type of the model's parameters: float32, bfloat16, float16 or float64."""
 
     def __post_init__(self) -> None:
-        """Fill in the values that follow from others."""
+        """Set the fields that follow from others."""
         half = "float16" if self.fp16 else "bfloat16" if self.bf16 else None
         object.__setattr__(self, "params_dtype", half or self.params_dtype or "float32")
 
     @property
     def parallel_sizes(self) -> ParallelSizes:
-        """Return the sizes of the grid of ranks that holds one copy of the model."""
+        """Return the sizes of the rank grid that holds one copy of the model."""
         return ParallelSizes(
             tp=self.tensor_model_parallel_size,
             pp=self.pipeline_model_parallel_size,
@@ -358,13 +359,13 @@ class ModelParallelConfig(Config, in_args=True):
 
     @property
     def cp_inner_size(self) -> int | None:
-        """Return the ranks of a2a+p2p that share heads; None where no layer asks for it."""
+        """Return the number of ranks that share heads in a2a+p2p; None if no layer uses it."""
         if self.context_parallel_size == 1 or "a2a+p2p" not in self.cp_comm_type:
             return None
         return self.hierarchical_context_parallel_sizes[0]
 
     def cp_exchange(self, layer_number: int) -> str:
-        """Return a layer's choice among ``cp_comm_type``: one for all layers, or one a layer."""
+        """Return a layer's entry of ``cp_comm_type``: one for all layers, or one per layer."""
         return self.cp_comm_type[0 if len(self.cp_comm_type) == 1 else layer_number]
 
 
@@ -373,7 +374,7 @@ _DELAYED = ("fp8_recipe", "delayed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8Config(Config, role="run", in_args=False):
-    """Hold the choices of fp8; without ``fp8_format`` there is none. Every scale is a power of two."""
+    """FP8 options; FP8 is off without ``fp8_format``. Every scale is a power of two."""
 
     fp8_format: str | None = flag(None, choices=("hybrid", "e4m3"))
     """Compute the linear layers' products in fp8, with --bf16 or --fp16: E4M3 throughout (e4m3), or E5M2 for the
@@ -387,7 +388,7 @@ class Float8Config(Config, role="run", in_args=False):
     )
     """What shares a scale: a tensor, scaled by the amax of earlier steps (delayed) or by its own (tensorwise), a row,
     a block (1 x 128, of weights 128 x 128), or 32 numbers of a row (mxfp8)."""
-    # E4M3 has 17 powers of two between its smallest number and its largest: with more, nothing would be left.
+    # E4M3 spans 17 powers of two between its smallest and largest number: a larger margin would leave no range.
     fp8_margin: int = flag(0, bounds=NOT_NEGATIVE, most=17, where=_DELAYED)
     """Powers of two that delayed scaling leaves free above the largest value that it expects, 17 at most."""
     fp8_interval: int = flag(1, bounds=POSITIVE, where=_DELAYED)
@@ -408,12 +409,12 @@ class Float8Config(Config, role="run", in_args=False):
     """Number of layers at the end that stay in the model's own precision."""
 
     def __post_init__(self) -> None:
-        """Fill in the format that the older flags stand for."""
+        """Set the format from the older flags."""
         if self.fp8_format is None and (self.fp8_hybrid or self.fp8_e4m3):
             object.__setattr__(self, "fp8_format", "hybrid" if self.fp8_hybrid else "e4m3")
 
     def float8_layers(self, num_layers: int) -> range:
-        """Return the numbers of the layers whose products are in fp8."""
+        """Return the indices of the layers whose matmuls run in FP8."""
         if self.fp8_format is None:
             return range(0)
         if not self.first_last_layers_bf16:
@@ -421,7 +422,7 @@ class Float8Config(Config, role="run", in_args=False):
         return range(self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16)
 
     def is_in_float8(self, layer_number: int, num_layers: int) -> bool:
-        """Return whether a layer's products are in fp8; those behind the model's are whenever there is fp8."""
+        """Return whether a layer's matmuls run in FP8; those of MTP layers always do if FP8 is on."""
         if layer_number >= num_layers:
             return self.fp8_format is not None
         return layer_number in self.float8_layers(num_layers)
@@ -432,10 +433,11 @@ _EXPERT_LAYERS = 2
 
 @dataclass(frozen=True)
 class Fp8TensorIndex:
-    """Number a layer's products: ``num_linear`` linear layers in the order of the model, then two for each expert.
+    """Index of a layer's FP8 matmuls: ``num_linear`` linear layers in the order of the model, then two per expert.
 
-    With ``has_join``, the product in front of layers that predict further tokens has a place between these. All layers
-    have as many, whether or not they use them, so that a place means the same at any layout.
+    With ``has_join``, the projection at the input of multi-token prediction (MTP) layers has an index between these.
+    All layers have the same number of indices, whether or not they use them, so that an index means the same at any
+    layout.
     """
 
     num_layers: int
@@ -445,7 +447,7 @@ class Fp8TensorIndex:
 
     @property
     def join(self) -> int:
-        """Return the place of the product in front of a layer."""
+        """Return the index of the projection at the input of an MTP layer."""
         assert self.has_join
         return self.num_linear
 
@@ -458,6 +460,6 @@ class Fp8TensorIndex:
         return self.num_shared + _EXPERT_LAYERS * self.num_experts
 
     def of_expert(self, number: int, which: int) -> int:
-        """Return the place of an expert's first (0) or second (1) product; ``number`` is that of the whole model."""
+        """Return the index of an expert's first (0) or second (1) matmul; ``number`` is the expert's global number."""
         assert number < self.num_experts
         return self.num_shared + _EXPERT_LAYERS * number + which

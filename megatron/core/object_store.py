@@ -1,9 +1,9 @@
-"""Object stores such as S3 through fsspec: the client, paths of objects, read-ahead, uploads and local copies.
+"""Object stores such as S3 through fsspec: client, object paths, read-ahead, uploads and local copies.
 
-`ObjectPath` is a URL such as s3://bucket/run as a `Path`, so that code that reads and writes checkpoints takes both.
-fsspec and the package of a store are imported when the first URL is used, here alone. Credentials and endpoints come
-from where that package finds them (environment, its own files, the node's role), never from a URL or a flag.
-Importing this module imports no torch.
+`ObjectPath` is a URL such as s3://bucket/run as a `Path`, so that checkpoint code handles local and remote paths alike.
+Only this module imports fsspec and the store's package, when the first URL is used. Credentials and endpoints come from
+the package's own sources (environment, configuration files, the node's role), never from a URL or a flag. Importing
+this module imports no torch.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from numpy.typing import NDArray
 from megatron.core.errors import StorageError
 
 PACKAGES: Mapping[str, str] = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "memory": "fsspec", "file": "fsspec"}
-"""The schemes of URLs, and the package that each needs."""
+"""URL schemes and the package that each needs."""
 
 PART_BYTES = 8 << 20
-"""A longer range is read as several at a time."""
+"""Longer ranges are read as several concurrent requests."""
 _MOST_PARTS = 9000
 _DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -54,34 +54,34 @@ Result = TypeVar("Result")
 
 
 class ObjectStoreError(StorageError, OSError):
-    """Report what a store did not do; ``strerror`` says why in one line, without what may be a credential."""
+    """Failed operation of a store; ``strerror`` is the reason in one line, with possible credentials removed."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
 
 class ObjectMissingError(ObjectStoreError, FileNotFoundError):
-    """Report an object, or a bucket, that is not there."""
+    """Missing object or bucket."""
 
 
 class ObjectExistsError(ObjectStoreError, FileExistsError):
-    """Report an object that was to be created and is there already."""
+    """Object to be created that already exists."""
 
 
 class ObjectRefusedError(ObjectStoreError, PermissionError):
-    """Report that the store does not let this user have its way."""
+    """Operation for which the user has no permission."""
 
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """Name one thing below a folder; ``num_bytes`` is None for a folder."""
+    """Entry of a folder; ``num_bytes`` is None for a subfolder."""
 
     name: str
     num_bytes: int | None
 
 
 class ObjectStore:
-    """Offer the objects of one file system of fsspec, by URL; failures that may pass are tried again for 15 seconds.
+    """Objects of one fsspec file system, by URL; transient failures are retried for 15 seconds.
 
     Raises:
         ObjectStoreError: any other failure.
@@ -92,10 +92,10 @@ class ObjectStore:
         self._scheme = scheme
 
     def attempt(self, url: str, action: Callable[[], Result]) -> Result:
-        """Return what an action on an object returns, tried again where it fails for a reason that may pass.
+        """Return the result of an action on an object; retry it after transient failures.
 
         Raises:
-            ObjectStoreError: it failed for good.
+            ObjectStoreError: the failure is permanent, or the retries are used up.
         """
         for delay_s in (*_DELAYS_S, None):
             try:
@@ -107,7 +107,7 @@ class ObjectStore:
         raise AssertionError("the last attempt returns or raises")
 
     def entries(self, url: str) -> list[ObjectEntry]:
-        """Return what is directly below a folder, by name; nothing where there is no such folder."""
+        """List the direct entries of a folder by name; return an empty list if there is no such folder."""
         key = self._key(url)
 
         def list_once() -> list[Mapping[str, Any]]:
@@ -140,23 +140,23 @@ class ObjectStore:
         return int(info["size"])
 
     def is_folder(self, url: str) -> bool:
-        """Return whether there is anything below a folder."""
+        """Return whether a folder has any entries."""
         try:
             return str(self._info(url)["type"]) == "directory"
         except FileNotFoundError:
             return False
 
     def modified(self, url: str) -> float:
-        """Return when an object was last written, by the store's clock, in seconds since 1970."""
+        """Return the time of an object's last write, by the store's clock, in seconds since 1970."""
         return float(self.attempt(url, lambda: self._files.modified(self._key(url))).timestamp())
 
     def read(self, url: str, start: int, end: int) -> bytes:
-        """Return the bytes of an object from ``start`` to before ``end``, fewer where it is shorter."""
+        """Return the bytes ``[start, end)`` of an object, fewer if it is shorter."""
         cuts = [*range(start, end, PART_BYTES), end]
         return b"".join(self.read_ranges(url, list(itertools.pairwise(cuts))))
 
     def read_ranges(self, url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes of several ranges of an object, which are asked for at the same time."""
+        """Return several ranges of an object, requested concurrently."""
         if not ranges:
             return []
         key = self._key(url)
@@ -167,36 +167,36 @@ class ObjectStore:
         return found
 
     def put(self, url: str, data: bytes) -> None:
-        """Write an object as a whole; one that is there is replaced."""
+        """Write a whole object, replacing an existing one."""
         self.attempt(url, lambda: self._files.pipe_file(self._key(url), data))
 
     def create(self, url: str, data: bytes) -> None:
-        """Write an object that is not there yet; of several who try, one succeeds.
+        """Create a new object; of several concurrent writers, only one succeeds.
 
         Raises:
-            FileExistsError: there is one.
+            FileExistsError: the object exists.
         """
         try:
             self.attempt(url, lambda: self._create(self._key(url), data))
         except FileExistsError:
-            # An answer may have been lost: then the object of the second attempt is that of the first.
+            # The response of a first attempt may have been lost: then the object is already the one that we wrote.
             if self.size(url) != len(data) or self.read(url, 0, len(data)) != data:
                 raise ObjectExistsError(errno.EEXIST, "it is there already", url) from None
 
     def upload(self, url: str, num_bytes: int) -> Any:
-        """Return a file to write an object of about ``num_bytes`` into, which appears when it is closed."""
+        """Open an object of about ``num_bytes`` for writing; it becomes visible when the file is closed."""
         block_bytes = max(2 * PART_BYTES, -(-num_bytes // _MOST_PARTS))
         return self._files.open(self._key(url), "wb", block_size=block_bytes)
 
     def delete(self, url: str) -> None:
-        """Delete an object, if it is there."""
+        """Delete an object, if it exists."""
         try:
             self.attempt(url, lambda: self._files.rm_file(self._key(url)))
         except FileNotFoundError:
             return
 
     def delete_folder(self, url: str) -> None:
-        """Delete everything below a folder, if there is anything."""
+        """Delete everything below a folder, if it exists."""
 
         def remove() -> None:
             self._files.invalidate_cache()
@@ -217,7 +217,7 @@ class ObjectStore:
 
     def _create(self, key: str, data: bytes) -> None:
         if self._scheme in ("file", "memory"):
-            # Their pipe_file looks first and writes then; these open a new file or fail.
+            # pipe_file of these two checks and then writes, which is not atomic; open(..., "xb") is.
             with self._files.open(key, "xb", **({"data": data} if self._scheme == "memory" else {})) as file:
                 if self._scheme == "file":
                     file.write(data)
@@ -229,10 +229,10 @@ class ObjectStore:
 
 
 def open_store(url: str) -> ObjectStore:
-    """Return the store that a URL is in.
+    """Return the store of a URL.
 
     Raises:
-        StorageError: the package that it needs is missing, or has no conditional writes.
+        StorageError: the required package is missing, or has no conditional writes.
     """
     scheme = url.partition("://")[0]
     package = PACKAGES[scheme]
@@ -256,7 +256,7 @@ def open_store(url: str) -> ObjectStore:
 
 
 def missing_package(scheme: str, reason: str = "") -> str:
-    """Return the line that says which package a URL needs, and how to get it."""
+    """Return the message that names the package that a URL needs and how to install it."""
     detail = f" ({reason})" if reason else ""
     return f"{scheme}:// needs the package {PACKAGES[scheme]}, which cannot be imported{detail}; run: pip install " + (
         f"{PACKAGES[scheme]}"
@@ -264,9 +264,9 @@ def missing_package(scheme: str, reason: str = "") -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why something failed in one line, without what may be a credential."""
+    """Return the reason of a failure in one line, with possible credentials removed."""
     if isinstance(error, FileNotFoundError):
-        text = os.strerror(errno.ENOENT)  # what stores add is the object's name
+        text = os.strerror(errno.ENOENT)  # stores add the object's name
     else:
         text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     line = _SECRET.sub(lambda match: "//***@" if match[0].startswith("//") else "***", " ".join(text.split()))
@@ -286,13 +286,13 @@ def _as_store_error(error: Exception, url: str) -> ObjectStoreError:
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether another attempt would end the same."""
+    """Return whether a retry would fail in the same way."""
     lacks_credentials = "Credential" in type(error).__name__
     return isinstance(error, (*_FINAL, ValueError, TypeError)) or lacks_credentials or _condition_failed(error)
 
 
 def _condition_failed(error: Exception) -> bool:
-    # s3fs knows Amazon's answer; of other stores it passes the text on, and the code is in what it was told.
+    # s3fs recognizes Amazon's error; the errors of other stores contain the code in the text of the cause.
     return any(name in str(each) for each in (error, error.__cause__) for name in _CONDITION_FAILED)
 
 
@@ -305,10 +305,10 @@ _ON_DISK = ("file", "memory")
 
 
 class ObjectPath(PosixPath):
-    """Name an object, or a folder of objects, by its URL.
+    """Path of an object, or of a folder of objects, given by its URL.
 
-    It offers what checkpoints and data need of a Path. A folder is there where something is below it; making one does
-    nothing. Whatever needs a local file (`open`, `os` and `shutil`) is refused.
+    It implements the `Path` methods that checkpoints and data need. A folder exists if it has entries, so creating one
+    is a no-op. Everything that needs a local file (`open`, `os` and `shutil`) raises an error.
 
     Raises:
         StorageError: it is used as a local path.
@@ -323,7 +323,7 @@ class ObjectPath(PosixPath):
         return f"ObjectPath({str(self)!r})"
 
     def __fspath__(self) -> NoReturn:
-        """Refuse to be a local path."""
+        """Raise, because the object is not a local path."""
         raise StorageError(f"{self} is in an object store, and a local file or folder is needed here")
 
     @property
@@ -331,20 +331,20 @@ class ObjectPath(PosixPath):
         return open_store(str(self))
 
     def retry(self, action: Callable[[], Result]) -> Result:
-        """Return what an action on this object returns, as `ObjectStore.attempt` does."""
+        """Run an action on this object with the retries of `ObjectStore.attempt`."""
         return self.store.attempt(str(self), action)
 
     def create(self, data: bytes) -> None:
-        """Write the object, which must not be there yet; see `ObjectStore.create`."""
+        """Create the object, which must not exist; see `ObjectStore.create`."""
         self.store.create(str(self), data)
 
     def write_bytes(self, data: Any) -> int:
-        """Write the object as a whole; a reader sees all of it, or what was there before."""
+        """Write the whole object atomically: a reader sees the old or the new contents."""
         self.store.put(str(self), bytes(data))
         return len(data)
 
     def read_bytes(self) -> bytes:
-        """Return the object."""
+        """Return the contents of the object."""
         store = self.store
         return store.read(str(self), 0, store.size(str(self)))
 
@@ -352,29 +352,29 @@ class ObjectPath(PosixPath):
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
     def iterdir(self) -> Iterator[ObjectPath]:  # type: ignore[override]
-        """Yield what is directly below, by name."""
+        """Yield the direct entries, sorted by name."""
         for entry in self.store.entries(str(self)):
             yield self / entry.name
 
     def glob(self, pattern: str, **_: Any) -> Iterator[ObjectPath]:  # type: ignore[override]
-        """Yield what is directly below and has a name that the pattern, of one level, stands for."""
+        """Yield the direct entries whose names match a pattern of one level."""
         if not any(sign in pattern for sign in "*?["):
             yield from (path for path in (self / pattern,) if path.exists())
             return
         yield from (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
     def rglob(self, pattern: str, **_: Any) -> NoReturn:
-        """Refuse: nothing here looks deeper than one level."""
+        """Raise, because recursive globbing is not supported."""
         self.__fspath__()
 
     def stat(self, **_: Any) -> os.stat_result:
-        """Return the size of the object and when it was written."""
+        """Return the object's size and time of last write."""
         size, seconds = self.store.size(str(self)), self.store.modified(str(self))
         kept = {"st_mtime": seconds, "st_mtime_ns": round(seconds * 1e9)}
         return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, int(seconds), 0), kept)
 
     def exists(self, **_: Any) -> bool:
-        """Return whether there is an object of this name, or anything below it."""
+        """Return whether there is an object of this name or below it."""
         return self.is_file() or self.is_dir()
 
     def is_file(self, **_: Any) -> bool:
@@ -389,14 +389,14 @@ class ObjectPath(PosixPath):
         return self.store.is_folder(str(self))
 
     def mkdir(self, *_: Any, **__: Any) -> None:
-        """Do nothing: a folder is there as soon as something is in it."""
+        """Do nothing: a folder exists as soon as it has an entry."""
 
     def touch(self, *_: Any, **__: Any) -> None:
         """Write an empty object."""
         self.write_bytes(b"")
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Delete the object; one that is not there is no error."""
+        """Delete the object; a missing object is not an error."""
         self.store.delete(str(self))
 
     def remove_folder(self) -> None:
@@ -411,15 +411,15 @@ class ObjectPath(PosixPath):
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text names something in an object store, or tries to."""
+    """Return whether a text is a URL of an object store, even an unsupported one."""
     return "://" in text
 
 
 def as_path(value: str | Path) -> Path:
-    """Return the path that a text names: of an object for a URL, else a local one.
+    """Convert a text to an `ObjectPath` if it is a URL, otherwise to a local path.
 
     Raises:
-        StorageError: it is a URL that cannot be used.
+        StorageError: the URL is unusable.
     """
     if isinstance(value, ObjectPath):
         return value
@@ -433,9 +433,9 @@ def as_path(value: str | Path) -> Path:
 
 
 def url_problem(text: str) -> str | None:
-    """Return what is wrong with a URL, without repeating what may be a credential; None where it can be used.
+    """Return what is wrong with a URL, without repeating possible credentials; None if it is usable.
 
-    A local path is no problem, unless it looks like a URL that lacks a slash.
+    Local paths are accepted, unless they look like a URL with a missing slash.
     """
     scheme, separator, rest = text.partition("://")
     if not separator:
@@ -462,10 +462,10 @@ _NUM_WINDOWS = 8
 
 
 class ReadAheadFile:
-    """Read ranges of an object from a few windows of it that are kept; a context for several threads.
+    """Read ranges of an object through a cache of a few windows; thread-safe.
 
-    A range outside all windows is read with what follows it: 128 KiB of it after a jump, twice as much as before where
-    it goes on from a window, 8 MiB at most.
+    A range outside all windows is read with read-ahead: 128 KiB after a seek, or twice the previous window, at most
+    8 MiB, for a sequential read.
     """
 
     def __init__(self, path: ObjectPath) -> None:
@@ -475,7 +475,7 @@ class ReadAheadFile:
         self._lock = threading.Lock()
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Return the bytes of a range, fewer where the object ends within it.
+        """Return the bytes of a range, fewer if the object ends within it.
 
         Raises:
             ObjectStoreError: the object cannot be read.
@@ -491,7 +491,7 @@ class ReadAheadFile:
                     return window[start - begin : end - begin]
                 if begin <= start <= begin + len(window):
                     ahead = max(ahead, min(2 * len(window), _MOST_BYTES))
-        # Not under the lock: threads that read different places wait for the store at the same time.
+        # Outside the lock, so that threads that read different ranges wait for the store concurrently.
         window = self._path.store.read(str(self._path), start, min(max(end, start + ahead), self.num_bytes))
         with self._lock:
             self._windows[start] = window
@@ -502,9 +502,9 @@ class ReadAheadFile:
 
 
 class UploadedFile:
-    """Append to a new object, which appears on leaving the context without an error and is compared in size then.
+    """Writer of a new object, which appears, and is checked for size, when the context exits without an error.
 
-    The package of the store sends parts as they fill up, so that no more than a few of them are in memory.
+    The store's package uploads parts as they fill, so that only a few of them are in memory.
     """
 
     def __init__(self, path: ObjectPath, expected_bytes: int) -> None:
@@ -518,10 +518,10 @@ class UploadedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish the object; after an error give it up.
+        """Complete the object, or discard it after an error.
 
         Raises:
-            OSError: the store has another number of bytes than were written.
+            OSError: the store has a different number of bytes than were written.
         """
         if kind is not None:
             self._give_up()
@@ -539,7 +539,7 @@ class UploadedFile:
         return zlib.crc32(view)
 
     def _give_up(self) -> None:
-        """Leave no object and no parts, as far as the store lets us; closing would make an object of them."""
+        """Discard the object and its parts as far as the store allows; closing the file would create the object."""
         with contextlib.suppress(Exception):
             self._file.discard()
         with contextlib.suppress(Exception):
@@ -551,12 +551,12 @@ _CACHE = Path("megatron") / "objects"
 
 
 def local_copy(folder: Path) -> Path:
-    """Return a folder of this machine, of the same name, with the files directly in another one.
+    """Return a folder on this node, of the same name, with copies of the files directly in ``folder``.
 
-    A local folder is returned as it is.
+    A local folder is returned unchanged.
 
     Raises:
-        StorageError: the objects cannot be read, or not be written here.
+        StorageError: the objects cannot be read, or the copies cannot be written.
     """
     if not isinstance(folder, ObjectPath):
         return folder
@@ -567,7 +567,7 @@ def local_copy(folder: Path) -> Path:
 
 
 def machine_cache() -> Path:
-    """Return the folder of this user on this machine that copies of objects are kept in."""
+    """Return this user's folder on this node for cached copies of objects."""
     for parent in (Path("~/.cache").expanduser(), Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"):
         folder = parent / _CACHE
         try:
@@ -580,12 +580,12 @@ def machine_cache() -> Path:
 
 
 def fetch(objects: Sequence[ObjectPath], cache: Path, name: str = "files") -> Path:
-    """Return a folder of a ``name`` with copies of objects, under their own, fetched by one process of this machine.
+    """Return a folder called ``name`` with copies of objects under their own names; one process per node fetches them.
 
-    An object that was written anew is fetched anew.
+    An object that was rewritten since is fetched again.
 
     Raises:
-        OSError: an object cannot be read, or the folder not be written.
+        OSError: an object cannot be read, or the folder cannot be written.
     """
     known = [(str(path), status.st_size, status.st_mtime_ns) for path in objects for status in (path.stat(),)]
     folder = cache / hashlib.blake2b(json.dumps([name, *known]).encode(), digest_size=16).hexdigest()
@@ -617,7 +617,7 @@ def _download(path: ObjectPath, num_bytes: int, target: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Let one process of this machine in at a time."""
+    """Hold a file lock that admits one process per node at a time."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

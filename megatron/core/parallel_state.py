@@ -1,4 +1,4 @@
-"""The grid of ranks and this process's groups in it, as one value that is passed to whoever needs it."""
+"""The rank grid and this process's groups in it, as one value that is passed explicitly instead of global state."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ GROUP_AXES: Mapping[str, tuple[str, ...]] = {
     "model_parallel": ("pp", "tp"),
     "world": GRID_AXES,
 }
-"""Every group that training needs, as the axes of the grid that it spans."""
+"""Every group that training needs, and the grid axes that it spans."""
 
 EXPERT_GROUP_AXES: Mapping[str, tuple[str, ...]] = {"expert_model": ("ep", "etp"), "expert_dp": ("edp",)}
-"""The groups of experts, as the axes of their own factorization of the ranks that they span."""
+"""The expert groups, and the axes of the expert grid that they span."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelState:
-    """Hold one rank's place in the grid of all ranks and its groups: slices along every set of axes of ``GROUP_AXES``.
+    """A rank's coordinates in the grid, and its groups: slices along the sets of axes in ``GROUP_AXES``.
 
-    ``dp_cp`` is where gradients are reduced, ``model_parallel`` (pp × tp) is where norms are summed. ``embedding`` is
-    the first and the last pipeline stage, which may both hold the word embedding; a stage between is alone in its own.
-    ``expert_model`` are the ranks that hold one copy of a stage's experts, of each expert its shards side by side, and
-    ``expert_dp`` those that hold the same experts: ``tp`` and ``dp_cp`` where experts are spread as the rest is.
+    Gradients are reduced over ``dp_cp``, and norms are summed over ``model_parallel`` (pp × tp). ``embedding`` is the
+    first and the last pipeline stage, which may both hold the word embedding; for a stage in between it has one rank.
+    ``expert_model`` are the ranks that hold one copy of a stage's experts, with the shards of each expert on
+    neighboring ranks. ``expert_dp`` are the ranks that hold the same experts. They equal ``tp`` and ``dp_cp`` if
+    experts use the same grid as the rest of the model.
     """
 
     rank: int
@@ -62,18 +63,18 @@ class ParallelState:
         return self.sizes.world_size
 
     def replicas_of(self, spec: ParamSpec) -> Group:
-        """Return the ranks that hold the same values of a parameter, over which its gradient is reduced."""
+        """Return the ranks that hold the same shard of a parameter, over which its gradient is reduced."""
         return self.expert_dp if spec.is_expert else self.dp_cp
 
 
 Communicator = Callable[[tuple[int, ...]], "dist.ProcessGroup | None"]
-"""Returns what a set of ranks communicates with; None where it does not."""
+"""Returns the communicator of a set of ranks, or None if they do not communicate."""
 
 
 class Communicators:
-    """Make one communicator for each distinct set of ranks, on its members alone, whichever grid it is a slice of.
+    """Cache of one communicator per distinct set of ranks, created by its members only and shared between grids.
 
-    A set of one rank has none, and all ranks use the default group.
+    A set of one rank has none, and the set of all ranks uses the default group.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -83,7 +84,7 @@ class Communicators:
         }
 
     def __call__(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Return the communicator of ``ranks``; all of them must ask for the same sets in the same order."""
+        """Return the communicator of ``ranks``; all members must request the same sets in the same order."""
         if len(ranks) == 1:
             return None
         if ranks not in self._made:
@@ -91,19 +92,19 @@ class Communicators:
         return self._made[ranks]
 
     def make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Return a new communicator of ``ranks``, be there one already or not."""
+        """Create a new communicator of ``ranks``, even if there is one already."""
         made: dist.ProcessGroup | None
         made = dist.new_group(ranks=list(ranks), timeout=self._timeout, use_local_synchronization=True)
         return made
 
 
 def twin_group(group: Group) -> Group:
-    """Return the same ranks with a communicator of their own, whose calls cannot meet those over the group."""
+    """Return a group of the same ranks with a separate communicator, whose calls cannot interleave with the group's."""
     return group if group.size == 1 else replace(group, handle=Communicators().make(group.ranks))
 
 
 def no_communicator(ranks: tuple[int, ...]) -> None:
-    """Leave a group without a communicator: it describes ranks that need not exist."""
+    """Return no communicator, for groups that describe ranks without processes."""
 
 
 def make_groups(
@@ -114,10 +115,10 @@ def make_groups(
     observer: Observer | None = None,
     recorder: FlightRecorder | None = None,
 ) -> dict[str, Group]:
-    """Return the slices of a grid that a rank lies in, one for each set of axes.
+    """Return the slices of a grid that contain a rank, one for each set of axes.
 
-    The grid is any factorization of the ranks. ``observer`` is told of every communication over any of the groups, and
-    ``recorder`` keeps them.
+    The grid is any factorization of the ranks. ``observer`` is called for every communication over any of the groups,
+    and ``recorder`` records them.
     """
     slices = {name: slice_ranks(grid, axes, rank) for name, axes in group_axes.items()}
     return {
@@ -127,14 +128,14 @@ def make_groups(
 
 
 def record_flight(group: Group, recorder: FlightRecorder | None) -> Group:
-    """Return a group whose communications are recorded, where there is a recorder and anybody to talk to."""
+    """Return the group with its communications recorded, if there is a recorder and the group has several ranks."""
     if recorder is None or group.size == 1:
         return group
     return replace(group, flight=recorder.channel("world" if group.axes == GRID_AXES else group.name, group.ranks))
 
 
 def cut_in_levels(group: Group, inner_size: int, communicator: Communicator) -> Group:
-    """Return a group with its levels: ``inner_size`` neighbors each, and those in the same place among theirs."""
+    """Split a group into two levels: ``inner_size`` neighboring ranks, and the ranks with the same index in theirs."""
     number, place = divmod(group.rank, inner_size)
     inner = group.ranks[number * inner_size : (number + 1) * inner_size]
     outer = group.ranks[place::inner_size]
@@ -154,10 +155,11 @@ def describe_parallel_state(
 ) -> ParallelState:
     """Return the groups of any rank of a world, without processes or communicators.
 
-    ``sizes`` shard one copy of the model; the world holds as many copies as it has room for. ``observer`` is
-    told of every communication over any of the groups.
+    ``sizes`` shard one copy of the model; the data-parallel size follows from the world size. ``observer`` is called
+    for every communication over any of the groups.
 
     Raises:
+        ConfigurationError: the world size is not a multiple of the size of one copy.
         ConfigurationError: the world is not a whole number of copies.
     """
     return _build(rank, world_size, sizes, no_communicator, observer, None, None)
@@ -171,16 +173,16 @@ def create_parallel_state(
     recorder: FlightRecorder | None = None,
     num_optimizer_instances: int = 1,
 ) -> ParallelState:
-    """Create this process's communicators; ``torch.distributed`` must be initialized unless the world is one process.
+    """Create this process's communicators; initialize ``torch.distributed`` first unless the world is one process.
 
-    ``sizes`` shard one copy of the model; the world holds as many copies as it has room for. One communicator
-    is made for each distinct set of ranks, none for a set of one, and the set of all ranks uses the default group. Only
-    the members of a group take part in making it. ``observer`` is told of every communication, and ``recorder`` keeps
-    them. With ``cp_inner_size`` the context-parallel group is cut in levels, and with ``num_optimizer_instances`` those
-    of ranks with the same weights: the inner ones share what is sharded, and the outer ones hold copies of it.
+    ``sizes`` shard one copy of the model; the data-parallel size follows from the world size. One communicator is
+    created for each distinct set of several ranks, by its members only, and the set of all ranks uses the default
+    group. ``observer`` is called for every communication, and ``recorder`` records them. With ``cp_inner_size`` the
+    context-parallel group is split into two levels. With ``num_optimizer_instances`` the groups of ranks with the same
+    weights are split: optimizer state is sharded over the inner ranks and replicated over the outer ranks.
 
     Raises:
-        ConfigurationError: the world is not a whole number of copies.
+        ConfigurationError: the world size is not a multiple of the size of one copy.
     """
     if not dist.is_initialized():
         return describe_parallel_state(0, 1, sizes, observer)
@@ -189,14 +191,15 @@ def create_parallel_state(
     if num_optimizer_instances > 1:
         state = _cut_in_instances(state, num_optimizer_instances, communicators)
     if state.pp.size > 2 and state.embedding.size == 1:
-        # torch names a group by how many its members have made before, and waits for ever where they disagree: stages
-        # that have no part in the embedding group make one too, or no group of the whole pipeline could follow.
+        # torch names a group by the number of groups that its members created before, and hangs if they disagree. So
+        # stages outside the embedding group create a group too; otherwise no group of the whole pipeline could be
+        # created later.
         communicators.make((state.rank,))
     return state
 
 
 def _cut_in_instances(state: ParallelState, number: int, communicator: Communicator) -> ParallelState:
-    """Return the state with the groups of ranks with the same weights cut in levels."""
+    """Return the state with the groups of ranks with the same weights split into two levels."""
     dense = cut_in_levels(state.dp_cp, state.dp_cp.size // number, communicator)
     if not state.sizes.has_expert_grid:
         return replace(state, dp_cp=dense, expert_dp=dense)
@@ -205,7 +208,7 @@ def _cut_in_instances(state: ParallelState, number: int, communicator: Communica
 
 
 def _pipeline_ends(pp: Group) -> tuple[int, ...]:
-    """Return the ranks of the first and the last stage where this rank is one of them, else this rank alone."""
+    """Return the ranks of the first and the last stage if this rank is one of them, otherwise this rank alone."""
     if pp.is_first or pp.is_last:
         return tuple(dict.fromkeys((pp.ranks[0], pp.ranks[-1])))
     return (pp.ranks[pp.rank],)
@@ -236,9 +239,9 @@ def _build(
 
 
 def gather_from_world(value: Any, state: ParallelState) -> list[Any]:
-    """Return every rank's picklable value in the order of the ranks on the first rank, and nothing on the others.
+    """Return every rank's picklable value in rank order on the first rank, and an empty list on the others.
 
-    Each model-parallel place gathers first, so that no group is as large as the world.
+    The ranks with equal weights gather first, so that no group is as large as the world.
     """
     by_place = gather_objects(value, state.dp_cp)
     if not state.dp_cp.is_first:
@@ -253,13 +256,13 @@ def gather_from_world(value: Any, state: ParallelState) -> list[Any]:
 
 
 def all_gather_from_world(items: Sequence[Item], state: ParallelState) -> list[list[Item]]:
-    """Return every rank's picklable items in the order of the ranks, on all ranks.
+    """Return every rank's picklable items in rank order, on all ranks.
 
-    Replicas of a model-parallel place gather first. An item that several of them have is then sent once.
+    The ranks with equal weights gather first. An item that several of them have is then sent only once.
     """
     by_place = all_gather_objects((state.rank, list(items)), state.dp_cp)
     shared: dict[Item, Item] = {}
-    # A pickle holds an object once, and equal ones as often as they are.
+    # A pickle stores the same object once, but equal objects separately.
     compact = [(rank, [shared.setdefault(item, item) for item in of_rank]) for rank, of_rank in by_place]
     of_ranks = [found for row in all_gather_objects(compact, state.model_parallel) for found in row]
     return [of_rank for _, of_rank in sorted(of_ranks, key=lambda found: found[0])]
@@ -267,10 +270,10 @@ def all_gather_from_world(items: Sequence[Item], state: ParallelState) -> list[l
 
 @dataclass(frozen=True, eq=False)
 class ExpertGroups:
-    """Hold the groups that a layer of experts communicates over.
+    """Groups for the communication of an expert layer.
 
-    ``model`` are the ranks that hold one copy of all experts: ``tensor_size`` neighbors cut the same experts among
-    them. ``tp`` and ``cp`` hold parts of the same micro-batch, ``dp`` other micro-batches.
+    ``model`` are the ranks that hold one copy of all experts, of which ``tensor_size`` neighbors shard the same
+    experts. ``tp`` and ``cp`` hold parts of the same micro-batch, ``dp`` other micro-batches.
     """
 
     model: Group
@@ -281,7 +284,7 @@ class ExpertGroups:
 
     @property
     def size(self) -> int:
-        """Return over how many ranks, or groups of ranks that cut experts, the experts are spread."""
+        """Return the expert-parallel size: the number of ranks, or groups of ranks, with different experts."""
         return self.model.size // self.tensor_size
 
     @property
@@ -294,10 +297,10 @@ class ExpertGroups:
 
     @classmethod
     def of(cls, state: ParallelState) -> ExpertGroups:
-        """Return the groups of a rank of a training."""
+        """Return the expert groups of a rank in training."""
         return cls(state.expert_model, state.sizes.expert_tp, state.tp, state.cp, state.dp)
 
     @classmethod
     def like_dense(cls, tp: Group, cp: Group | None) -> ExpertGroups:
-        """Return the groups of a model whose experts are all on every rank, cut as dense layers are."""
+        """Return the groups of a model that has all experts on every rank, sharded as its dense layers are."""
         return cls(tp, tp.size, tp, cp or single_rank_group(("cp",)), single_rank_group(("dp",)))

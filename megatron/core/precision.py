@@ -1,4 +1,4 @@
-"""Names of number formats, and the rule for arithmetic that must not run in a low precision."""
+"""Dtypes by name, and the dtype for arithmetic that must not run in low precision."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Return the torch dtype of a configured name such as ``bfloat16``."""
+    """Return the torch dtype of a name in the configuration, such as ``bfloat16``."""
     return _DTYPES[name]
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for losses, softmax, norms and sums of values stored as ``dtype``.
 
-    float32 for every lower precision; float64 stays float64, so that a float64 run is float64 throughout.
+    float32 for every lower precision. float64 stays float64, so that a float64 run uses float64 throughout.
     """
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""A group of ranks, described as a value; communicators are attached only where the group has more than one rank."""
+"""A group of ranks as a value; it has a communicator only if it has more than one rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """Describe one communication of this rank: what it does, over which axes, and how much.
+    """One communication of this rank: operation, axes and size.
 
-    ``num_bytes`` is the size of the whole tensor that the operation is about: what every rank holds before an
-    all-reduce or a reduce-scatter and after an all-gather, and what one rank sends otherwise. ``reduction`` is ``sum``,
-    ``max`` and the like, and empty where nothing is reduced.
+    ``num_bytes`` is the size of the full tensor: the input of an all-reduce or a reduce-scatter, the output of an
+    all-gather, and otherwise the data that one rank sends. ``reduction`` is ``sum``, ``max`` and so on, or empty if
+    nothing is reduced.
     """
 
     operation: str
@@ -30,18 +30,18 @@ class CollectiveCall:
 
 
 Observer = Callable[[CollectiveCall], None]
-"""Is told of every communication before it starts."""
+"""Callback that is called before every communication starts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Hold the ranks that share one slice of the grid of ranks.
+    """The ranks of one slice of the rank grid.
 
-    ``axes`` names the mesh axes that the group spans, ``ranks`` lists its global ranks in grid order, ``rank`` is
-    this process's place among them, and ``handle`` is the communicator: ``None`` when the group has one rank, or when
-    the group only describes a world without processes. ``observer`` is told of every communication over the group.
-    ``flight`` records them, where somebody may ask for what a rank waits.
-    ``levels`` are, where it is cut in two, this rank's group of neighbors and that of those in its place elsewhere.
+    ``axes`` names the mesh axes that the group spans. ``ranks`` lists its global ranks in grid order, and ``rank`` is
+    this process's index among them. ``handle`` is the communicator, or None if the group has one rank or describes a
+    world without processes. ``observer`` is called for every communication over the group. ``flight`` records them for
+    the flight recorder. If the group is split into two levels, ``levels`` are this rank's group of neighbors and the
+    group of the ranks with the same index in the other groups.
     """
 
     axes: tuple[str, ...]
@@ -53,7 +53,7 @@ class Group:
     flight: Channel | None = None
 
     def observe(self, operation: str, num_bytes: int, reduction: str = "") -> None:
-        """Tell the observer, if there is one, of a communication that is about to start."""
+        """Notify the observer, if there is one, of a communication that is about to start."""
         if self.observer is not None:
             self.observer(CollectiveCall(operation, self.axes, self.size, num_bytes, reduction))
 
@@ -64,9 +64,10 @@ class Group:
         num_bytes: int = 0,
         pair: tuple[int, int] | None = None,
     ) -> Entry | None:
-        """Record a communication that starts now; return what says so when it is over, None where nobody records.
+        """Record the start of a communication; return its entry for `end`, or None if nothing is recorded.
 
-        One from a rank to another, of which the rest of the group knows nothing, is counted for this ``pair``.
+        A point-to-point communication, unknown to the rest of the group, is counted for this ``pair`` (sender,
+        receiver).
         """
         flight = self.flight
         if flight is not None and pair is not None:
@@ -74,11 +75,11 @@ class Group:
         return None if flight is None else flight.begin(operation, tensor, num_bytes)
 
     def end(self, entry: Entry | None, work: PendingWork | None = None) -> PendingWork | None:
-        """Record that a communication is over or, where it goes on beside as ``work``, return what to wait for."""
+        """Record the end of a communication; if it is asynchronous, return a work whose ``wait`` records the end."""
         return work if entry is None or self.flight is None else self.flight.end(entry, work)
 
     def ensure_not_given_up(self) -> None:
-        """Let nothing be decided by numbers that the group's abort has left; to be called when they have been read.
+        """Raise if an abort may have invalidated values; call it after reading values and before using them.
 
         Raises:
             GivenUpError: communication was given up.
@@ -105,5 +106,5 @@ class Group:
 
 
 def single_rank_group(axes: tuple[str, ...] = ("tp",), rank: int = 0) -> Group:
-    """Return a group of one rank, over which every collective returns at once."""
+    """Return a group of one rank, over which every collective is a no-op."""
     return Group(axes=axes, ranks=(rank,), rank=0)

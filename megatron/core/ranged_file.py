@@ -1,4 +1,4 @@
-"""Files and objects that are read by byte ranges, straight into their destination."""
+"""Files and objects read by byte range, directly into their destination."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron.core.object_store import PART_BYTES, ObjectPath, ReadAheadFile
 from megatron.core.safe_io import open_plain_file
 
 _GAP_BYTES = 256 * 1024
-"""Two runs that are nearer to each other than this are asked for as one: a request costs as much as so many bytes."""
+"""Runs with a smaller gap are requested as one, because a request costs as much as reading this many bytes."""
 
 
 class RangedFile(Protocol):
-    """Offer the bytes of a file."""
+    """File that is read by byte range."""
 
     num_bytes: int
 
     def fill(self, data: memoryview, start: int) -> int:
-        """Read into ``data`` from byte ``start`` on; return how many bytes the file had for it.
+        """Read into ``data`` from byte ``start`` on; return the number of bytes read, fewer at the end of the file.
 
         Raises:
             OSError: the file cannot be read.
@@ -29,7 +29,7 @@ class RangedFile(Protocol):
         ...
 
     def announce(self, first: int, run_bytes: int, starts: Iterable[int]) -> Iterable[int]:
-        """Say which runs will be read next, each ``starts`` bytes after ``first``; return the same starts."""
+        """Announce the next runs, each ``starts`` bytes after ``first``, for prefetching; return ``starts``."""
         ...
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class RangedFile(Protocol):
 
 
 class LocalFile:
-    """Read a file of this machine, unbuffered: no other bytes are read."""
+    """Local file, read unbuffered: only the requested bytes are read."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_plain_file(path)
@@ -55,7 +55,7 @@ class LocalFile:
         return received
 
     def announce(self, first: int, run_bytes: int, starts: Iterable[int]) -> Iterable[int]:
-        """Do nothing: the file is near."""
+        """Do nothing: local reads need no prefetching."""
         return starts
 
     def close(self) -> None:
@@ -64,9 +64,9 @@ class LocalFile:
 
 
 class ObjectFile:
-    """Read an object; runs that were announced come together, with short gaps between them.
+    """Object in a store; announced runs are fetched together, including short gaps between them.
 
-    Others are read ahead where they follow each other, as the tensors of a shard do.
+    Other sequential reads, such as the tensors of a shard, use read-ahead.
     """
 
     def __init__(self, path: ObjectPath) -> None:
@@ -89,7 +89,7 @@ class ObjectFile:
         return len(found)
 
     def announce(self, first: int, run_bytes: int, starts: Iterable[int]) -> Iterable[int]:
-        """Read the runs, in as few requests as is worth while."""
+        """Fetch the runs in as few requests as is worthwhile."""
         starts = list(starts)
         self._windows = []
         if len(starts) > 1:
@@ -101,7 +101,7 @@ class ObjectFile:
         return starts
 
     def close(self) -> None:
-        """Forget what was read ahead."""
+        """Discard the prefetched data."""
         self._windows = []
 
     def _announced(self, start: int, end: int) -> memoryview | None:
@@ -113,22 +113,22 @@ class ObjectFile:
 
 
 def open_ranged(path: Path) -> RangedFile:
-    """Open a file, or an object, to be read by ranges.
+    """Open a file or an object for reading by byte range.
 
     Raises:
-        OSError: there is none, it cannot be read, or it is no file.
+        OSError: it does not exist, cannot be read, or is not a regular file.
     """
     return ObjectFile(path) if isinstance(path, ObjectPath) else LocalFile(path)
 
 
 def read_range(file: RangedFile, start: int, num_bytes: int) -> bytes:
-    """Return the bytes of a range, fewer where the file ends within it."""
+    """Return the bytes of a range, fewer if the file ends within it."""
     data = bytearray(min(num_bytes, max(file.num_bytes - start, 0)))
     return bytes(data[: file.fill(memoryview(data), start)])
 
 
 def _merged(starts: Sequence[int], run_bytes: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges that cover runs, those with short gaps between them as one."""
+    """Yield the ranges that cover the runs, with runs that are separated by short gaps merged."""
     begin = end = starts[0]
     for start in starts:
         if start - end > _GAP_BYTES:

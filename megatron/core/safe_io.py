@@ -17,17 +17,17 @@ from typing import Any
 from megatron.core.object_store import ObjectPath
 
 MAX_TEXT_BYTES = 1 << 28
-"""How large a text file may be that is read as a whole: ten times the largest tokenizer that there is."""
+"""Size limit of a text file that is read as a whole: ten times the size of the largest tokenizer."""
 MAX_DEPTH = 64
 
 
 def open_plain_file(path: str | Path) -> io.FileIO:
     """Open a file for reading, unbuffered.
 
-    A pipe or a device, whose reading may never end, and a folder are refused; opening them does not wait either.
+    Pipes and devices, whose reading may never end, and folders are rejected; opening them does not block either.
 
     Raises:
-        OSError: there is none, it cannot be read, or it is no file.
+        OSError: it does not exist, cannot be read, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -41,10 +41,10 @@ def open_plain_file(path: str | Path) -> io.FileIO:
 
 
 def read_plain_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """Return what a file or an object holds.
+    """Return the contents of a file or an object.
 
     Raises:
-        OSError: it cannot be read, is no file, or has more than ``most`` bytes.
+        OSError: it cannot be read, is not a regular file, or has more than ``most`` bytes.
     """
     if isinstance(path, ObjectPath):
         _check_size(path, path.store.size(str(path)), most)
@@ -52,24 +52,24 @@ def read_plain_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
     with open_plain_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         _check_size(path, size, most)
-        return file.read(size)  # not most: that much memory would be taken first
+        return file.read(size)  # not `most`: that much memory would be allocated first
 
 
 def read_plain_text(path: str | Path, most: int = MAX_TEXT_BYTES) -> str:
     """Return the text of a file.
 
     Raises:
-        OSError: it cannot be read, is no file, or has more than ``most`` bytes.
+        OSError: it cannot be read, is not a regular file, or has more than ``most`` bytes.
         ValueError: it is not UTF-8.
     """
     return read_plain_file(path, most).decode("utf-8")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text says.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or nests more than `MAX_DEPTH` levels.
+        ValueError: the text is not JSON, or nests more than `MAX_DEPTH` levels.
     """
     try:
         value = json.loads(text)
@@ -84,7 +84,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_plain_name(name: object) -> bool:
-    """Return whether a value names a file of a folder, and nothing outside it."""
+    """Return whether a value is a plain file name without a path, so that it cannot leave its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Box:
-    """Hold an axis-aligned box of an N-d tensor: where it starts and how far it reaches along every dim."""
+    """Axis-aligned box of an N-d tensor: its offset and length along every dim."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -27,11 +27,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Return the box as an index into the tensor that it lies in."""
+        """Return the box as an index into its tensor."""
         return tuple(slice(start, start + length) for start, length in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the box common to both, or None where they do not meet."""
+        """Return the intersection of both boxes, or None if they are disjoint."""
         offset, shape = [], []
         for start, length, other_start, other_length in zip(
             self.offset, self.shape, other.offset, other.shape, strict=True
@@ -45,20 +45,20 @@ class Box:
         return Box(tuple(offset), tuple(shape))
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """Return the same box with its offset counted from ``origin``."""
+        """Return the same box with its offset relative to ``origin``."""
         return Box(tuple(o - base for o, base in zip(self.offset, origin, strict=True)), self.shape)
 
     def rebased(self, origin: Sequence[int], target: Sequence[int]) -> Box:
-        """Return the same box moved as ``origin`` is moved to ``target``."""
+        """Return the same box translated by ``target - origin``."""
         offset = zip(self.offset, origin, target, strict=True)
         return Box(tuple(o - base + new for o, base, new in offset), self.shape)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Pair a box of the global tensor with the place in the local tensor where its values lie.
+    """Box of a global tensor, and the offset of its values in the local tensor.
 
-    Both boxes have one shape; a fused weight (gate and up, query and key-value) is several shards.
+    The box has the same shape in both tensors. A fused weight (gate and up, query and key-value) has several shards.
     """
 
     global_box: Box
@@ -69,29 +69,30 @@ class Shard:
         return Box(self.local_offset, self.global_box.shape)
 
     def localized(self, box: Box) -> Box:
-        """Return the box of the local tensor where the values of a box within ``global_box`` lie."""
+        """Return the box of the local tensor that holds the values of a box within ``global_box``."""
         return box.rebased(self.global_box.offset, self.local_offset)
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Describe how one local parameter sits in the global model.
+    """Sharding of a local parameter of the global model.
 
     ``name`` is the parameter's global name (global layer numbers, the same at any layout) and ``global_shape`` its
-    unpadded shape. ``shards`` say what the local tensor holds; local elements outside every shard are padding, stay
-    zero and belong to nobody. ``replicated_axes`` are the model-parallel axes (tp, pp) over which equal copies exist;
-    data and context parallelism always replicate. ``is_expert`` says that the parameter is spread over the experts' own
-    factorization of the ranks instead, and replicated over their data-parallel ranks. ``replica_index`` of
-    ``num_replicas`` says which of several equal copies within the tensor-parallel group this one is: all ranks hold one
-    (a norm), or neighboring ranks share one (a key-value group); or which of the two that the first and the last
-    pipeline stage hold (see `tie_over_pipeline`).
-    ``gradient_sum_axes`` are the axes over which the local gradient is only a part and must still be summed over those
-    copies; without it the copies' gradients are equal already.
-    ``fused_rows`` says, where rows of several matrices are stacked, how many of each follow one another, over and over:
-    the query, key and value rows of each group, or all rows of gate and up.
-    ``width_multiplier`` says how many times wider than its base model's a matrix is that scales with the width (muP).
-    ``is_owner`` is the one copy that counts in norms, parameter counts and checkpoints. Initial values are normal with
-    ``init_mean`` and ``init_std``, or uniform from ``-init_bound`` to ``init_bound`` where that is not 0.
+    unpadded shape. ``shards`` describe the contents of the local tensor. Local elements outside every shard are padding
+    and stay zero.
+
+    ``replicated_axes`` are the model-parallel axes (tp, pp) over which equal copies exist; data and context parallelism
+    always replicate. ``is_expert`` says that the parameter is sharded over the expert grid instead, and replicated over
+    its data-parallel ranks. ``replica_index`` of ``num_replicas`` numbers equal copies: those on all tensor-parallel
+    ranks (a norm) or on neighboring ranks (a key-value group), or those of the first and the last pipeline stage (see
+    `tie_over_pipeline`). ``is_owner`` is the one copy that counts in norms, parameter counts and checkpoints.
+    ``gradient_sum_axes`` are the axes over which the local gradients are partial and must be summed; otherwise the
+    gradients of copies are equal already.
+
+    ``fused_rows`` gives, if rows of several matrices are interleaved, the number of consecutive rows of each, repeated
+    over the whole weight: the query, key and value rows of each group, or all rows of gate and up.
+    ``width_multiplier`` is the ratio of the width of a matrix to its width in the base model (muP). Initial values are
+    normal with ``init_mean`` and ``init_std``, or uniform from ``-init_bound`` to ``init_bound`` if it is not 0.
     """
 
     name: str
@@ -114,11 +115,11 @@ class ParamSpec:
 
     @property
     def is_tied_over_pipeline(self) -> bool:
-        """Return whether the first and the last pipeline stage hold a copy each, whose gradients must be summed."""
+        """Return whether the first and the last pipeline stage each hold a copy, whose gradients must be summed."""
         return "pp" in self.gradient_sum_axes
 
     def within(self, box: Box) -> ParamSpec:
-        """Return the description of what a box of the local tensor holds; it may hold nothing but padding."""
+        """Return the description of a box of the local tensor; the box may contain only padding."""
         shards = []
         for shard in self.shards:
             common = shard.local_box.intersect(box)
@@ -133,43 +134,43 @@ class ParamSpec:
 
 
 def attach_spec(parameter: torch.nn.Parameter, spec: ParamSpec) -> None:
-    """Give a parameter its description."""
+    """Attach a description to a parameter."""
     parameter.spec = spec  # type: ignore[attr-defined]
 
 
 def spec_of(parameter: torch.Tensor) -> ParamSpec:
-    """Return the description that a parameter carries.
+    """Return the description of a parameter.
 
     Raises:
-        AttributeError: the parameter was made without one.
+        AttributeError: the parameter has no description.
     """
     return cast(ParamSpec, parameter.spec)  # type: ignore[attr-defined]
 
 
 def attach_held(parameter: torch.nn.Parameter, held: Sequence[tuple[ParamSpec, torch.Tensor]]) -> None:
-    """Say which boxes of a sharded parameter this rank holds, with their values."""
+    """Record the boxes of a sharded parameter that this rank holds, with their values."""
     parameter.held = tuple(held)  # type: ignore[attr-defined]
 
 
 def held_of(parameter: torch.Tensor) -> tuple[tuple[ParamSpec, torch.Tensor], ...]:
-    """Return what this rank holds of a parameter between two passes, with descriptions: all, or boxes of it.
+    """Return this rank's part of a parameter between passes, with descriptions: the whole tensor, or boxes of it.
 
-    Where weights are sharded over the data-parallel ranks the parameter's own memory has values in a pass only.
+    With weights sharded over the data-parallel ranks (FSDP) the parameter's own memory has values only during a pass.
     """
     held: tuple[tuple[ParamSpec, torch.Tensor], ...] | None = parameter.__dict__.get("held")
     return ((spec_of(parameter), parameter),) if held is None else held
 
 
 def is_held_in_parts(parameter: torch.Tensor) -> bool:
-    """Return whether this rank holds boxes of a parameter that no other data-parallel rank holds."""
+    """Return whether this rank holds boxes of a parameter that no other data-parallel rank holds (FSDP)."""
     return "held" in parameter.__dict__
 
 
 def tie_over_pipeline(spec: ParamSpec, *, name: str, is_first_stage: bool) -> ParamSpec:
     """Describe a weight that both ends of the pipeline hold, as the word embedding and as the output layer.
 
-    Both copies carry the global name ``name``, start from the same values and get the sum of both gradients; the first
-    stage's is the one that is counted and saved.
+    Both copies have the global name ``name``, start from the same values and receive the sum of both gradients. The
+    first stage's copy is the one that is counted and saved.
     """
     return replace(
         spec,
@@ -182,7 +183,7 @@ def tie_over_pipeline(spec: ParamSpec, *, name: str, is_first_stage: bool) -> Pa
 
 
 def split_box(box: Box, itemsize: int, max_bytes: int) -> list[Box]:
-    """Cut a box along dim 0 into parts of at most ``max_bytes``, or of single rows where a row is larger."""
+    """Split a box along dim 0 into parts of at most ``max_bytes``, or into single rows if a row is larger."""
     if not box.shape or box.num_elements * itemsize <= max_bytes:
         return [box]
     row_bytes = box.num_elements // box.shape[0] * itemsize
@@ -194,7 +195,7 @@ def split_box(box: Box, itemsize: int, max_bytes: int) -> list[Box]:
 
 
 def subtract(box: Box, other: Box) -> list[Box]:
-    """Return disjoint boxes that make up ``box`` without ``other``, at most two a dim."""
+    """Return disjoint boxes that make up ``box`` without ``other``, at most two per dim."""
     common = box.intersect(other)
     if common is None:
         return [box]
@@ -216,7 +217,7 @@ def subtract(box: Box, other: Box) -> list[Box]:
 
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """Return what no box of ``covers`` holds of ``box``."""
+    """Return the parts of ``box`` that no box of ``covers`` contains."""
     rest = [box] if box.num_elements else []
     for cover in covers:
         rest = [part for remaining in rest for part in subtract(remaining, cover)]
@@ -224,15 +225,15 @@ def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
 
 
 def describe_box(box: Box) -> str:
-    """Return a box as Python would slice it."""
+    """Format a box as a Python slice."""
     return f"[{','.join(f'{part.start}:{part.stop}' for part in box.slices)}]"
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
     """Return the boxes that make up elements ``[start, end)`` of a row-major tensor, in the order of the elements.
 
-    Each box is contiguous in memory, so that consecutive stretches of the range are the boxes' values. There are at
-    most ``2 * len(shape) - 1``: what is left of a first row, whole rows, and the beginning of a last one, dim by dim.
+    Each box is contiguous in memory, so that consecutive parts of the range are the boxes' values. There are at most
+    ``2 * len(shape) - 1`` boxes: the rest of a first row, whole rows, and the start of a last row, dim by dim.
     """
     shape = tuple(shape)
     if start >= end:
@@ -260,7 +261,7 @@ def flat_range_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
 
 
 def full_shards(shape: Sequence[int]) -> tuple[Shard, ...]:
-    """Return the shards of a tensor that is held whole."""
+    """Return the shards of an unsharded tensor."""
     shape = tuple(shape)
     return (Shard(Box((0,) * len(shape), shape), (0,) * len(shape)),)
 
@@ -268,10 +269,10 @@ def full_shards(shape: Sequence[int]) -> tuple[Shard, ...]:
 def even_shards(
     global_shape: Sequence[int], dim: int, index: int, count: int, padded_length: int | None = None
 ) -> tuple[Shard, ...]:
-    """Return shard ``index`` of ``count`` when ``dim`` is cut evenly.
+    """Return shard ``index`` of ``count`` of a tensor split evenly along ``dim``.
 
-    With ``padded_length`` the dim is first padded to it (a vocabulary): the last shards then hold fewer real elements
-    than they have room for, or none.
+    With ``padded_length`` the dim is first padded to that length (a vocabulary): the last shards then have fewer real
+    elements than their size, or none.
     """
     global_shape = tuple(global_shape)
     per_shard = (global_shape[dim] if padded_length is None else padded_length) // count
@@ -285,9 +286,9 @@ def even_shards(
 
 
 def stacked_shards(global_shape: Sequence[int], dim: int, index: int, count: int, parts: int) -> tuple[Shard, ...]:
-    """Return what shard ``index`` of ``count`` holds when ``dim`` stacks ``parts`` equal tensors, each cut evenly.
+    """Return shard ``index`` of ``count`` of ``parts`` equal tensors stacked along ``dim`` and each split evenly.
 
-    A gated unit's ``[gate; up]`` is two parts: the local tensor holds ``[gate_r; up_r]``.
+    A gated unit's ``[gate; up]`` has two parts: the local tensor is ``[gate_r; up_r]``.
     """
     global_shape = tuple(global_shape)
     part_length = global_shape[dim] // parts

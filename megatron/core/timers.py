@@ -1,4 +1,4 @@
-"""Named timers and their report over the ranks."""
+"""Named timers, and their report over all ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _NAME_WIDTH = 48
 
 
 class Timer:
-    """Add up the time between ``start`` and ``stop``; one whose level is not logged does nothing.
+    """Accumulator of the time between ``start`` and ``stop``; no-op if its level is not logged.
 
-    The device is waited for at both ends, so that the time is that of the work and not of queueing it. ``barrier``
-    waits for the other ranks first: ask for it only where a slow peer's time must not count as this rank's.
+    It synchronizes the device at both ends, so that it measures execution and not launch time. ``barrier`` first waits
+    for the other ranks: use it only if the waiting time for a slower rank must not count for this rank.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Timer:
         self._start_time: float | None = None
 
     def start(self, barrier: bool = False) -> None:
-        """Begin a stretch of time."""
+        """Start an interval."""
         if not self.is_active:
             return
         if self._start_time is not None:
@@ -45,7 +45,7 @@ class Timer:
         self._start_time = self._clock()
 
     def stop(self, barrier: bool = False) -> None:
-        """End the stretch and add it."""
+        """End the interval and add it."""
         if not self.is_active:
             return
         if self._start_time is None:
@@ -56,7 +56,7 @@ class Timer:
         self.has_run = True
 
     def elapsed_s(self, reset: bool = True) -> float:
-        """Return the seconds so far, a running stretch included; ``reset`` begins again from zero."""
+        """Return the accumulated seconds, including a running interval; ``reset`` restarts from zero."""
         elapsed = self._elapsed_s
         if self._start_time is not None:
             self._wait(barrier=False)
@@ -79,21 +79,21 @@ class Timer:
         self._synchronize()
 
     def __enter__(self) -> Timer:
-        """Start."""
+        """Start the timer."""
         self.start()
         return self
 
     def __exit__(self, *unused: object) -> None:
-        """Stop."""
+        """Stop the timer."""
         self.stop()
 
 
 class Timers:
-    """Hold a run's timers: ``with timers("forward-backward", log_level=1): ...``.
+    """The timers of a run: ``with timers("forward-backward", log_level=1): ...``.
 
-    ``log_level`` is how much the run times (``--timing-log-level``): timers of a higher level do nothing.
-    ``log_option`` (``--timing-log-option``) is what a report shows of the ranks: max, minmax or all. ``note`` is told
-    the name of every timer that is asked for, whatever its level.
+    ``log_level`` is the run's ``--timing-log-level``: timers of a higher level are no-ops. ``log_option``
+    (``--timing-log-option``) selects the reported statistic over ranks: max, minmax or all. ``note`` is called with the
+    name of every requested timer, whatever its level.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Timers:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int = 0) -> Timer:
-        """Return the timer of this name, made at the first call with its level."""
+        """Return the timer of this name, creating it with this level on the first call."""
         self._note(name)
         timer = self._timers.get(name)
         if timer is None:
@@ -125,7 +125,7 @@ class Timers:
         return timer
 
     def elapsed_s(self, names: Sequence[str] | None = None, reset: bool = True) -> dict[str, float]:
-        """Return this rank's seconds of the timers that have run (all of them, or the named ones)."""
+        """Return this rank's seconds per timer that has run (all timers, or the named ones)."""
         chosen = list(self._timers) if names is None else [name for name in names if name in self._timers]
         return {name: self._timers[name].elapsed_s(reset) for name in chosen if self._timers[name].is_reported}
 
@@ -136,26 +136,26 @@ class Timers:
         normalizer: float = 1.0,
         reset: bool = True,
     ) -> str:
-        """Return Megatron's lines on the times over all ranks, in milliseconds, on the first rank; all ranks must call.
+        """Return the report of the times over all ranks, in milliseconds, in Megatron-LM's format; collective.
 
-        ``normalizer`` divides the times: the number of iterations since the last report. Empty if nothing has run, and
-        on other ranks.
+        ``normalizer`` divides the times: the number of iterations since the last report. The report is empty if no
+        timer has run, and on all ranks but the first.
         """
         return format_report(self.gather(state, names, normalizer, reset), self.log_option)
 
     def gather(
         self, state: ParallelState, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True
     ) -> list[dict[str, float]]:
-        """Return what `format_report` is given: each rank's times by name in milliseconds, on the first rank.
+        """Gather each rank's times by name in milliseconds on the first rank, for `format_report`; collective.
 
-        All ranks must call; the others receive nothing.
+        The other ranks receive an empty list.
         """
         local = {name: s * 1000.0 / normalizer for name, s in self.elapsed_s(names, reset).items()}
         return gather_from_world(local, state)
 
 
 def format_report(times_ms: Sequence[dict[str, float]], log_option: str = "minmax") -> str:
-    """Return the report of each rank's times by name; a rank on which a timer did not run counts for nothing."""
+    """Format the report of each rank's times by name; ranks on which a timer did not run are left out of its line."""
     names = list(dict.fromkeys(name for times in times_ms for name in times))
     if not names:
         return ""

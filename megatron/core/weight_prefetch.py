@@ -1,4 +1,4 @@
-"""Weights whose storage is freed while no pass uses them, and prefetched for the layers that run next."""
+"""Weights whose storage is freed while no pass uses them, with prefetching for the next layers."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from torch import nn
 
 
 def free_storage(module: nn.Module) -> None:
-    """Free the memory of every parameter of a module; their values are lost."""
+    """Free the storage of every parameter of a module; their values are lost."""
     for parameter in module.parameters():
         parameter.untyped_storage().resize_(0)
 
 
 def has_memory(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter has memory for its values; one without elements, or on ``meta``, needs none."""
+    """Return whether a parameter has storage for its values; an empty or ``meta`` parameter needs none."""
     return parameter.is_meta or not parameter.numel() or parameter.untyped_storage().nbytes() > 0
 
 
 def alloc_storage(parameter: torch.Tensor) -> None:
-    """Give a parameter without memory its own, with any content; leave every other one as it is."""
+    """Allocate uninitialized storage for a parameter that has none."""
     if not has_memory(parameter):
         parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
 
 
 class ComingWeights(Protocol):
-    """Bring weights that are somewhere else, and free their memory."""
+    """Interface that loads weights which are stored elsewhere, and frees their memory."""
 
     def begin(self) -> None:
-        """Begin to bring the weights, unless they are here or on their way."""
+        """Start loading the weights, unless they are present or in flight."""
 
     def use(self) -> None:
-        """Let what is computed from here on have the weights."""
+        """Make the weights available to all computation launched from here on."""
 
     def free(self) -> None:
-        """Free the weights' memory, if they have any."""
+        """Free the weights' memory, if it is allocated."""
 
 
 class WeightPrefetch:
-    """Have the weights of ``layers``, in their order, in memory while a pass runs through them.
+    """Keep the weights of each of ``layers`` in memory only while a pass runs through it.
 
-    Those of the neighbor that comes next are brought meanwhile. While ``is_away`` is false all weights are here.
+    The weights of the next layer are prefetched in the meantime. While ``is_away`` is false all weights stay in memory.
     """
 
     def __init__(self, layers: Sequence[nn.Module], weights: Sequence[ComingWeights]) -> None:
@@ -52,17 +52,17 @@ class WeightPrefetch:
         self.follow(layers)
 
     def follow(self, layers: Sequence[nn.Module]) -> None:
-        """Take other layers that hold the same weights, in the same order, for these."""
+        """Add other layers that share the same weights, in the same order."""
         self._index_of |= {id(layer): index for index, layer in enumerate(layers)}
 
     def enter(self, modules: Sequence[nn.Module]) -> None:
-        """Have the weights of layers that run next, and begin to bring those of the layer behind them."""
+        """Load the weights of the layers that run next, and prefetch those of the layer after them."""
         self._use(self._indices(modules), ahead=1)
 
     def exit(self, modules: Sequence[nn.Module], before: torch.Tensor, after: torch.Tensor) -> None:
-        """Free the weights of layers that have run; the backward pass has them from ``after`` to ``before``.
+        """Free the weights of layers that have run; the backward pass has them between ``after`` and ``before``.
 
-        Where nothing in front of the layers is trained, they stay until the end of the step's passes.
+        If nothing before the layers requires gradients, they stay until the end of the step's passes.
         """
         indices = self._indices(modules)
         if not indices or not self.is_away:
@@ -74,7 +74,7 @@ class WeightPrefetch:
             before.register_hook(lambda grad: self._free(indices))  # type: ignore[no-untyped-call]
 
     def _go_back_to(self, indices: Sequence[int]) -> None:
-        """Have the weights of layers whose backward pass begins; that of the layers behind them has ended."""
+        """Load the weights of layers whose backward pass starts; the backward pass of the later layers has ended."""
         self._free(range(max(indices) + 1, len(self._weights)))
         self._use(indices, ahead=-1)
 

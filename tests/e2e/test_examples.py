@@ -425,7 +425,7 @@ def test_a_job_of_two_machines_resumes_and_goes_on_with_one(tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_the_slow_rank_and_the_line_where_it_hangs_are_found(tmp_path: Path) -> None:
-    done = run_tutorial("slow_or_hung", tmp_path)
+    done = run_tutorial("../hangs", tmp_path)
     stragglers = [line for line in done.stdout.splitlines() if line.startswith(" stragglers |")]
     assert " rank 1 takes " in stragglers[-1]
     assert " most at forward (" in stragglers[-1]

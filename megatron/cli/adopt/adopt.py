@@ -1,4 +1,4 @@
-"""Print this project's command for another trainer's launch script or settings file, which is read and never run.
+"""Translate another trainer's launch script or configuration file, without executing it.
 
 Launch scripts of Megatron-LM, Pai-Megatron-Patch and DeepSpeed-Megatron (bash), a TOML file of torchtitan, a YAML
 file of nanotron, a saved config.json of OLMo-core. The status is 0 where the command would run, 1 where something

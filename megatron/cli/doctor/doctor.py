@@ -1,4 +1,4 @@
-"""Look a machine over before a run, and say what to fix.
+"""Check a node before a run, and suggest fixes.
 
 python tools/doctor.py --save checkpoints/gpt --data-path corpus_text_document
 torchrun --nproc-per-node 8 tools/doctor.py        also what the processes of a run need of each other

@@ -1,4 +1,4 @@
-"""The native checkpoint format: described, planned, stored, then published."""
+"""The native checkpoint format: description of tensors, planning, reading and writing."""
 
 from __future__ import annotations
 

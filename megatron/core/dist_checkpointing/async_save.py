@@ -14,9 +14,9 @@ Result = TypeVar("Result")
 
 
 class BackgroundTask(Generic[Result]):
-    """Run ``work`` in a thread from now on; its result, or its error, waits for whoever asks.
+    """Task that runs ``work`` in a background thread and keeps its result or error.
 
-    The thread never keeps a process alive: a process that ends before the work does leaves it half done.
+    The daemon thread does not keep the process alive: if the process exits first, the work is left incomplete.
     """
 
     def __init__(self, work: Callable[[], Result], name: str) -> None:
@@ -28,18 +28,18 @@ class BackgroundTask(Generic[Result]):
 
     @property
     def is_done(self) -> bool:
-        """Return whether `result` would return, or raise, at once."""
+        """Return whether `result` would not block."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for the end of the work, whatever it is."""
+        """Wait for the end of the work, without raising its error."""
         self._thread.join()
 
     def result(self) -> Result:
-        """Wait for the work and return what it returned.
+        """Wait for the work and return its result.
 
         Raises:
-            Exception: what the work raised.
+            Exception: the error that the work raised.
         """
         self._thread.join()
         if self._error is not None:
@@ -54,10 +54,10 @@ class BackgroundTask(Generic[Result]):
 
 
 class StagingArea:
-    """Copy tensors into host memory that is kept for the next copy: a series of saves allocates once.
+    """Host memory into which tensors are copied, reused between copies, so that a series of saves allocates once.
 
-    Where the tensors are on a device the memory is page-locked, in blocks of powers of two: torch rounds each block up
-    to one. ``synchronize`` waits for the device's copies. ``make`` returns so many bytes, page-locked or not.
+    For device tensors the memory is pinned, in blocks of powers of two, because torch rounds each block up to one.
+    ``synchronize`` waits for the device's copies. ``make`` allocates a number of bytes, pinned or not.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class StagingArea:
         return sum(block.numel() for block in self._blocks)
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of the tensors that stay as they are until the next call."""
+        """Return copies of the tensors that stay valid until the next call."""
         sizes = [tensor.nbytes for tensor in tensors]
         if self._packed is None or self._packed[0] != sizes:
             packing = pack_again(sizes, [block.numel() for block in self._blocks])
             if packing is None:
-                self._blocks = []  # the old memory is free before the new one is taken
+                self._blocks = []  # free the old memory before allocating the new memory
                 is_on_device = any(tensor.device.type != "cpu" for tensor in tensors)
                 packing = pack(sizes) if is_on_device else side_by_side(sizes)
                 self._blocks = [self._make(size, is_on_device) for size in packing.blocks]

@@ -1,7 +1,8 @@
-"""Write files and folders durably (fsync), large files with direct I/O, describe storage errors, and compute CRC-32.
+"""Durable writes of files and folders (fsync), direct I/O for large files, storage errors, and CRC-32.
 
-A CRC is linear: the register of a whole, started at zero, is the exclusive or of those of its parts, each with zeros in
-the places of the others. So ranks that read different parts of a stored tensor compare its one checksum together.
+A CRC is linear: the register of a whole, started at zero, is the exclusive or of the registers of its parts, each
+padded with zeros for the bytes of the other parts. So ranks that read different parts of a stored tensor can verify
+its single checksum together.
 """
 
 from __future__ import annotations
@@ -26,31 +27,30 @@ from megatron.core.object_store import ObjectPath, ObjectStoreError, reason_of
 
 CHUNK_BYTES = 16 * 1024 * 1024
 _ALIGNMENT = 4096
-_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux has it
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux only
 _UNREACHABLE = (errno.ETIMEDOUT, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNREFUSED)
-"""What a file system says whose server is away: NFS, and one in user space."""
+"""Error codes of a file system whose server is unreachable: NFS, or a file system in user space."""
 
 
 class CheckpointWriteError(CheckpointError):
-    """Report a checkpoint that the file system did not take; what was saved before is still in place."""
+    """Failed write of a checkpoint; earlier checkpoints are still in place."""
 
 
 class SequentialFile:
-    """Append to a new file past the system's page cache, and force it to disk on leaving the context.
+    """Append to a new file with direct I/O, and sync it to disk when the context exits.
 
-    Bytes are gathered in one of two aligned buffers while the other one is on its way to the disk, in a second thread
-    that only waits for it. The page cache would copy each byte once more, keep the copy in memory where nobody reads
-    it, and begin to write when it is full or when the file is synced. A file system without direct writes gets
-    ordinary ones.
+    Bytes are collected in one of two aligned buffers while a second thread writes the other one to disk. The page cache
+    would copy each byte once more, keep the unused copy in memory, and start to write only when it is full or when the
+    file is synced. On a file system without direct I/O, ordinary writes are used.
 
-    No method holds Python's lock for longer than a few calls, so that other threads can work meanwhile.
+    No method holds the GIL for more than a few calls, so that other threads can work meanwhile.
     """
 
     def __init__(self, path: Path, expected_bytes: int = CHUNK_BYTES) -> None:
         self.num_bytes = 0
         self._descriptor, self._is_direct = _open_new(path)
         size = max(min(-(-expected_bytes // _ALIGNMENT) * _ALIGNMENT, CHUNK_BYTES), _ALIGNMENT)
-        # Anonymous mappings are aligned to pages, and go back to the system whole.
+        # Anonymous mappings are page-aligned, and their memory is returned to the system as a whole.
         self._buffers = [np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8) for _ in range(2)]
         self._num_gathered = 0
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint disk")
@@ -62,7 +62,7 @@ class SequentialFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write what is left, force all to disk and close; after an error only close."""
+        """Write the remaining bytes, sync the file and close it; after an error only close it."""
         try:
             if kind is None:
                 self._hand_over()
@@ -73,7 +73,7 @@ class SequentialFile:
             os.close(self._descriptor)
 
     def append(self, data: NDArray[np.uint8] | bytes) -> int:
-        """Append the bytes and return their CRC-32; an error of an earlier append may be raised here.
+        """Append the bytes and return their CRC-32; an error of an earlier write may be raised here.
 
         Raises:
             OSError: the file cannot be written.
@@ -94,7 +94,7 @@ class SequentialFile:
         return crc
 
     def _hand_over(self) -> None:
-        """Let the disk have what is gathered, and gather in the other buffer."""
+        """Start writing the filled buffer, and collect in the other one."""
         self._wait()
         full = self._buffers[0].data[: self._num_gathered]
         self._writing = self._disk.submit(self._write, full)
@@ -116,7 +116,7 @@ class SequentialFile:
             except OSError as failure:
                 if failure.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._write_through_cache()  # opened for direct writes and yet refusing them
+                self._write_through_cache()  # the file was opened for direct I/O but rejects it
                 continue
             data = data[count:]
             if count % _ALIGNMENT:
@@ -130,7 +130,7 @@ class SequentialFile:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force a folder's entries (new files, renames) to disk; a store has nothing to be forced."""
+    """Sync a folder's entries (new files, renames) to disk; a no-op for object stores."""
     if isinstance(folder, ObjectPath):
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -141,7 +141,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file and force it to disk."""
+    """Write a small file and sync it to disk."""
     if isinstance(path, ObjectPath):
         path.write_bytes(text.encode())
         return
@@ -152,10 +152,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, hidden: Path, text: str) -> None:
-    """Write a small file that is complete or as it was before, under a ``hidden`` name first where it can be renamed.
+    """Replace a small file atomically: on file systems, by writing to ``hidden`` and renaming it.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: the file system reports an error.
     """
     if isinstance(path, ObjectPath):
         write_text(path, text)
@@ -166,7 +166,7 @@ def replace_text(path: Path, hidden: Path, text: str) -> None:
 
 
 def write_error(path: Path, failure: OSError, needed_bytes: int = 0) -> CheckpointWriteError:
-    """Return the error that says what could not be written, how many bytes it needs and how many there are."""
+    """Build the error for a failed write: the path, the reason, the bytes needed and the bytes free."""
     need = f"; {needed_bytes} bytes are needed for it" if needed_bytes else ""
     try:
         free = "" if isinstance(path, ObjectPath) else f", {shutil.disk_usage(path.parent).free} are free"
@@ -176,9 +176,9 @@ def write_error(path: Path, failure: OSError, needed_bytes: int = 0) -> Checkpoi
 
 
 def read_error(message: str, failure: OSError, consequence: str = "") -> InputError:
-    """Return the error of a file that cannot be read: it is damaged, unless what holds it did not let anybody look.
+    """Build the error for a failed read: damage, unless the file system or object store cannot be reached.
 
-    ``message`` ends before the reason; ``consequence`` follows it where the file is damaged.
+    ``message`` precedes the reason; ``consequence`` follows it if the file is damaged.
     """
     if isinstance(failure, ObjectStoreError) and not isinstance(failure, FileNotFoundError):
         return failure
@@ -202,7 +202,7 @@ def _open_new(path: Path) -> tuple[int, bool]:
 _POLYNOMIAL = 0xEDB88320
 _ONES = 0xFFFFFFFF
 _ONE = 1 << 31
-"""The polynomial 1: the highest bit of a register is the coefficient of x**0."""
+"""The polynomial 1: a register's highest bit is the coefficient of x**0."""
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
@@ -210,9 +210,9 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
 
 
 def partial_checksum(runs: Iterable[tuple[int, memoryview]], num_bytes: int) -> int:
-    """Return what runs of bytes, each with where it starts, add to the CRC-32 of the ``num_bytes`` that they lie in.
+    """Return the contribution of runs, given as (offset, bytes), to the CRC-32 of ``num_bytes`` that contain them.
 
-    Runs come in order and do not overlap. Many equal gaps between them, as between columns of a matrix, are cheap.
+    Runs are in order and do not overlap. Many equal gaps between them, as between columns of a matrix, are cheap.
     """
     register, position = 0, 0
     for start, data in runs:
@@ -230,7 +230,7 @@ def partial_checksum(runs: Iterable[tuple[int, memoryview]], num_bytes: int) -> 
 
 
 def join_checksums(parts: Iterable[int], num_bytes: int) -> str:
-    """Return the CRC-32 of a whole, as eight hex digits, from what all of its parts add to it."""
+    """Return the CRC-32 of the whole, as eight hex digits, from the contributions of all its parts."""
     register = _multiply(_ONES, _power(num_bytes)) ^ _ONES
     for part in parts:
         register ^= part
@@ -239,7 +239,7 @@ def join_checksums(parts: Iterable[int], num_bytes: int) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _zeros_tables(count: int) -> tuple[tuple[int, ...], ...]:
-    """Return what ``count`` zero bytes make of a register, one table for each of its four bytes."""
+    """Return the effect of ``count`` zero bytes on a register, as one table for each of its four bytes."""
     factor = _power(count)
     bits = [_multiply(1 << bit, factor) for bit in range(32)]
     tables = []
@@ -252,7 +252,7 @@ def _zeros_tables(count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _power(num_bytes: int) -> int:
-    """Return x to the number of bits in ``num_bytes``, modulo the polynomial."""
+    """Return x to the power of the number of bits in ``num_bytes``, modulo the polynomial."""
     result = _ONE
     for exponent in range(num_bytes.bit_length()):
         if num_bytes >> exponent & 1:
@@ -262,7 +262,7 @@ def _power(num_bytes: int) -> int:
 
 @functools.cache
 def _square(exponent: int) -> int:
-    """Return what appending ``2**exponent`` zero bytes multiplies a register by."""
+    """Return the factor by which appending ``2**exponent`` zero bytes multiplies a register."""
     if exponent == 0:
         return _ONE >> 8
     half = _square(exponent - 1)
@@ -270,7 +270,7 @@ def _square(exponent: int) -> int:
 
 
 def _multiply(left: int, right: int) -> int:
-    """Return the product of two registers as polynomials, modulo the polynomial."""
+    """Multiply two registers as polynomials, modulo the polynomial."""
     product = 0
     while left:
         if left & _ONE:

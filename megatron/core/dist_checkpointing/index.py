@@ -1,6 +1,6 @@
-"""Index of a checkpoint folder: the shards of each tensor, the size of each file, and the shared state.
+"""Index of a checkpoint folder: the shards of each tensor, the size of each file, and the common state.
 
-`check_run_state` validates the shared plain values before a run uses them. Importing this module imports no torch.
+`check_run_state` validates the common plain values before a run uses them. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from megatron.core.sharding import Box
 INDEX_FILE = "index.json"
 FLAT_VERSION = 1
 FORMAT_VERSION = 2
-"""The newest version that is read. It is written only if shard files lie in subfolders, else `FLAT_VERSION`."""
+"""The newest readable version. It is written only if shard files are in subfolders; otherwise `FLAT_VERSION` is."""
 _LARGEST_COUNT = 1 << 63
 
 
 @dataclass(frozen=True)
 class StoredShard:
-    """Say where the values of one box lie: ``num_bytes`` at ``start`` in ``file``, row-major.
+    """Location of the values of one box: ``num_bytes`` at ``start`` in ``file``, row-major.
 
-    ``file`` is a name in the checkpoint's folder or, in large worlds, ``SUBFOLDER/NAME``.
-
-    ``key`` is the entry's name in that safetensors file, ``checksum`` the CRC-32 of its bytes in eight hex digits.
+    ``file`` is a name in the checkpoint's folder or, in large worlds, ``SUBFOLDER/NAME``. ``key`` is the entry's name
+    in that safetensors file, and ``checksum`` the CRC-32 of its bytes in eight hex digits.
     """
 
     box: Box
@@ -43,7 +42,7 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Describe one global tensor of a checkpoint and all its shards."""
+    """Global tensor of a checkpoint, with all its shards."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -53,7 +52,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Hold the size of one shard file, and the size and CRC-32 of its header (length field included)."""
+    """Size of a shard file, and size and CRC-32 of its header (including the length field)."""
 
     num_bytes: int
     header_bytes: int
@@ -62,9 +61,9 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """Hold what ``index.json`` says.
+    """Contents of ``index.json``.
 
-    ``common`` is plain JSON; ``is_intact`` is False where the file was changed after it was written.
+    ``common`` is plain JSON. ``is_intact`` is False if the file was modified after it was written.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -73,12 +72,12 @@ class CheckpointIndex:
     is_intact: bool = True
 
     def shards_of(self, file: str) -> list[StoredShard]:
-        """Return the shards that lie in one file."""
+        """Return the shards in one file."""
         return [shard for tensor in self.tensors.values() for shard in tensor.shards if shard.file == file]
 
 
 def encode_common(common: Mapping[str, Any]) -> str:
-    """Return the shared state as the JSON text that is stored.
+    """Encode the common state as the JSON text that is stored.
 
     Raises:
         TypeError: a value is not plain data.
@@ -87,10 +86,10 @@ def encode_common(common: Mapping[str, Any]) -> str:
 
 
 def index_text(index: CheckpointIndex) -> str:
-    """Return the text of ``index.json``: one line a tensor, and the checksum of everything else in it."""
+    """Return the text of ``index.json``: one line per tensor, and the checksum of all other contents."""
     tensors = {name: _encode_tensor(index.tensors[name]) for name in sorted(index.tensors)}
     files = {name: _encode_file(index.files[name]) for name in sorted(index.files)}
-    # Read back first: what JSON makes of the keys must be what the checksum is of.
+    # Decode it again first: the checksum must cover the keys as JSON represents them.
     common = json.loads(encode_common(index.common))
     content = {"common": common, "files": files, "tensors": tensors}
     version = FORMAT_VERSION if any("/" in name for name in files) else FLAT_VERSION
@@ -110,8 +109,8 @@ def read_index(folder: Path) -> CheckpointIndex:
     """Read ``index.json``.
 
     Raises:
-        DamagedCheckpointError: it is missing or cannot be understood.
-        CheckpointError: a newer version of the format wrote it.
+        DamagedCheckpointError: it is missing or malformed.
+        CheckpointError: it was written in a newer version of the format.
     """
     content = read_index_file(folder)
     try:
@@ -127,11 +126,11 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 def read_index_file(folder: Path) -> dict[str, Any]:
-    """Return what ``index.json`` holds, the version of its format left out.
+    """Return the contents of ``index.json`` without the format version.
 
     Raises:
-        DamagedCheckpointError: it is missing or cannot be understood.
-        CheckpointError: a newer version of the format wrote it.
+        DamagedCheckpointError: it is missing or malformed.
+        CheckpointError: it was written in a newer version of the format.
     """
     path = folder / INDEX_FILE
     try:
@@ -215,10 +214,10 @@ def _name(value: Any) -> str:
 
 
 def check_run_state(folder: Path, common: Mapping[str, Any]) -> None:
-    """See that the shared state of a native checkpoint has the kinds of values that a run makes something of.
+    """Check that the common state of a native checkpoint has values of the expected types.
 
     Raises:
-        DamagedCheckpointError: a value is missing or of another kind; it is named.
+        DamagedCheckpointError: a value is missing or has another type; the message names it.
     """
     for name in ("progress", "config"):
         _expect(folder, name, common.get(name), isinstance(common.get(name), dict))

@@ -1,6 +1,6 @@
-"""Fill the tensors of all ranks from one folder.
+"""Load the tensors of all ranks from one checkpoint folder.
 
-Everything here is collective: every rank calls it, and every rank learns when one of them fails.
+All functions are collective: every rank must call them, and an error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatron.core.process_group import Group
 
 
 def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointIndex:
-    """Return the index, read and compared with the files beside it by the first rank, on every rank.
+    """Return the index on every rank, after the first rank has read it and checked the shard files.
 
-    Files that the first rank does not see are compared by those that do: each machine may hold its own.
+    Files that the first rank cannot see are checked by ranks that can: each node may have its own files.
 
     Raises:
-        DamagedCheckpointError: the index or a shard file is missing or damaged; an index that was changed but still
-            reads is returned, with ``is_intact`` False.
+        DamagedCheckpointError: the index or a shard file is missing or damaged. An index that was modified but is still
+            readable is returned with ``is_intact`` False.
     """
 
     def read() -> CheckpointIndex | None:
@@ -45,7 +45,7 @@ def load_index(folder: Path, world: Group, verify: bool = True) -> CheckpointInd
 
 
 Progress = Callable[[int, int], None]
-"""Take how many bytes this rank has read, and of how many."""
+"""Callback that receives this rank's bytes read so far and in total."""
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -54,7 +54,7 @@ def ignore_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class LoadedTensors:
-    """Say how many bytes this rank read, which tensors of the run keep their values, and which were passed over."""
+    """Result of a load: bytes read, tensors of the run that keep their values, and stored tensors that were skipped."""
 
     bytes_read: int
     left_alone: tuple[str, ...] = ()
@@ -72,15 +72,15 @@ def load_tensors(
     strictness: Strictness = STRICT,
     progress: Progress = ignore_progress,
 ) -> LoadedTensors:
-    """Fill every rank's tensors in place; each rank reads the bytes that it needs, each once.
+    """Fill every rank's tensors in place; each rank reads the bytes that it needs, each of them once.
 
-    A stored tensor whose name begins with one of ``namespaces`` and that no rank wants is refused, and so is one that
-    is wanted and not stored, unless ``strictness`` says otherwise. With ``allow_cast`` values are converted to the
-    dtype of the tensors that they fill.
+    Stored tensors that no rank requests and whose names start with one of ``namespaces`` are an error, and so are
+    requested tensors that are not stored, unless ``strictness`` allows them. With ``allow_cast`` values are converted
+    to the dtype of the tensors that they fill.
 
     Raises:
-        CheckpointError: names, shapes or dtypes do not fit; the first of each are named. On every rank alike.
-        DamagedCheckpointError: a file is missing or changed. On every rank alike.
+        CheckpointError: names, shapes or dtypes do not match; the message names the first of each. All ranks raise.
+        DamagedCheckpointError: a file is missing or modified. All ranks raise.
     """
     world = state.world
     descriptions = all_gather_from_world([tensor.describe() for tensor in tensors], state)
@@ -122,7 +122,7 @@ def _check_files(folder: Path, index: CheckpointIndex, names: Iterable[str], ver
 
 
 def _check_files_elsewhere(folder: Path, index: CheckpointIndex, world: Group, verify: bool) -> None:
-    """Compare the files that the first rank does not see; collective."""
+    """Check the files that the first rank cannot see; collective."""
 
     def there(names: Iterable[str]) -> list[str]:
         return run_on_all_ranks(lambda: [name for name in names if (folder / name).exists()], world)
@@ -133,6 +133,6 @@ def _check_files_elsewhere(folder: Path, index: CheckpointIndex, world: Group, v
         return
     here = there(absent)
     seen = {name for names in all_gather_objects(here, world) for name in names}
-    # The first rank answers for those that nobody sees.
+    # The first rank reports files that no rank sees.
     here = here or [name for name in absent if world.is_first and name not in seen]
     run_on_all_ranks(lambda: _check_files(folder, index, here, verify), world)

@@ -1,7 +1,7 @@
-"""Plan saves and loads: the sharded tensors of a run by name, which rank writes which box, and what each rank reads.
+"""Plan saves and loads: the run's sharded tensors by name, the rank that writes each box, and each rank's reads.
 
-A save plan is agreed on once and kept while nothing changes. Load plans split the stored shards into the same cells
-on all ranks. They are pure functions of boxes.
+A save plan is computed once and reused while nothing changes. Load plans split stored shards into the same cells on all
+ranks. Plans are pure functions of boxes.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _DTYPES: tuple[torch.dtype, ...] = (
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """Say which boxes of a global tensor one rank holds; it carries no values and travels between ranks.
+    """The boxes of a global tensor that one rank holds, without values, for exchange between ranks.
 
-    ``is_owner`` is False for a copy that another rank of the same model replica saves. ``is_expert`` says whose
-    replicas hold equal boxes (see `ParamSpec`).
+    ``is_owner`` is False for a copy that another rank of the same model replica saves. ``is_expert`` selects the ranks
+    that hold replicas of the boxes (see `ParamSpec`).
     """
 
     name: str
@@ -63,10 +63,10 @@ class TensorDescription:
 
 @dataclass(frozen=True, eq=False)
 class ShardedTensor:
-    """Pair a local tensor with the boxes of the global tensor that it holds.
+    """Local tensor, with the boxes of the global tensor that it holds.
 
-    ``name`` is the name in the checkpoint, the same at any layout. Local elements outside every shard are padding:
-    they are neither saved nor loaded.
+    ``name`` is the name in the checkpoint, the same at any layout. Local elements outside every shard are padding,
+    which is neither saved nor loaded.
     """
 
     name: str
@@ -77,7 +77,7 @@ class ShardedTensor:
     is_expert: bool = False
 
     def describe(self) -> TensorDescription:
-        """Return the description without the values."""
+        """Return the description without values."""
         return TensorDescription(
             name=self.name,
             global_shape=self.global_shape,
@@ -88,7 +88,7 @@ class ShardedTensor:
         )
 
     def view(self, box: Box) -> torch.Tensor | None:
-        """Return the local values of a global box that lies within one shard, or None where none holds it."""
+        """Return the local values of a global box if it is within one shard, otherwise None."""
         for shard in self.shards:
             if shard.global_box.intersect(box) == box:
                 return self.data[shard.localized(box).slices]
@@ -96,7 +96,7 @@ class ShardedTensor:
 
 
 def from_spec(spec: ParamSpec, data: torch.Tensor) -> ShardedTensor:
-    """Describe a tensor that is laid out, and named, as ``spec`` says."""
+    """Create the sharded tensor of ``data``, with the name and layout of ``spec``."""
     for shard in spec.shards:
         ends = (o + n for o, n in zip(shard.local_offset, shard.global_box.shape, strict=True))
         assert all(end <= size for end, size in zip(ends, data.shape, strict=True)), (
@@ -107,20 +107,20 @@ def from_spec(spec: ParamSpec, data: torch.Tensor) -> ShardedTensor:
 
 
 def whole_tensor(name: str, data: torch.Tensor) -> ShardedTensor:
-    """Describe a tensor that this rank holds whole."""
+    """Create the sharded tensor of an unsharded tensor."""
     return ShardedTensor(name, tuple(data.shape), full_shards(data.shape), data.detach())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name as the index stores it, such as ``bfloat16``."""
+    """Return a dtype's name in the index, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a stored name.
+    """Return the dtype of a name in the index.
 
     Raises:
-        KeyError: no tensor of a checkpoint can have this dtype.
+        KeyError: checkpoints do not support this dtype.
     """
     return {dtype_name(dtype): dtype for dtype in _DTYPES}[name]
 
@@ -140,12 +140,12 @@ FLOAT8_PREFIX = "float8."
 
 
 class CheckpointableOptimizer(Protocol):
-    """What a checkpoint asks of an optimizer."""
+    """Interface of an optimizer that can be checkpointed."""
 
     def sharded_state(self) -> dict[str, tuple[ParamSpec, torch.Tensor]]:
-        """Return every tensor of the state, made first where it does not exist yet, under keys of any kind.
+        """Return every tensor of the state, creating it if it does not exist yet, under arbitrary unique keys.
 
-        The names in the checkpoint are those of the descriptions: layout-independent, and beginning with
+        The names in the checkpoint are those of the descriptions, which are independent of the layout and start with
         ``optimizer.``. The tensors are the optimizer's own: loading fills them in place.
         """
 
@@ -153,28 +153,28 @@ class CheckpointableOptimizer(Protocol):
         """Return the rest of the state as plain JSON values."""
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
-        """Take over what `scalar_state` returned."""
+        """Restore what `scalar_state` returned."""
 
     def restart_average(self) -> None:
-        """Begin the average of the weights anew, if there is one."""
+        """Restart the moving average of the weights, if there is one."""
 
 
 class Float8Scaling(Protocol):
-    """What a checkpoint asks of fp8's delayed scaling."""
+    """Interface of FP8 delayed scaling that can be checkpointed."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return what is saved, by name; loading fills it in place."""
+        """Return the tensors to save, by name; loading fills them in place."""
 
     def loaded(self) -> None:
-        """Note that the tensors were filled."""
+        """Notify that the tensors were filled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointState:
-    """Hold the objects whose tensors a checkpoint saves and fills.
+    """Objects whose tensors a checkpoint saves and loads.
 
-    ``models`` are this rank's model chunks, ``rng`` the state of each named stream of random numbers, ``float8`` what
-    fp8's delayed scaling remembers of the whole model, the same on every rank.
+    ``models`` are this rank's model chunks, ``rng`` the state of each named random number stream, and ``float8`` the
+    history of FP8 delayed scaling for the whole model, the same on every rank.
     """
 
     models: Sequence[torch.nn.Module]
@@ -194,7 +194,7 @@ def model_tensors(models: Sequence[torch.nn.Module]) -> list[ShardedTensor]:
 
 
 def optimizer_tensors(optimizer: CheckpointableOptimizer) -> list[ShardedTensor]:
-    """Describe every tensor of the optimizer's state; several may be parts of one global tensor."""
+    """Describe every tensor of the optimizer's state; several may be shards of one global tensor."""
     tensors = [from_spec(spec, tensor) for spec, tensor in optimizer.sharded_state().values()]
     for tensor in tensors:
         assert tensor.name.startswith(OPTIMIZER_PREFIX), f"{tensor.name} does not begin with {OPTIMIZER_PREFIX}"
@@ -202,27 +202,27 @@ def optimizer_tensors(optimizer: CheckpointableOptimizer) -> list[ShardedTensor]
 
 
 def rng_tensors(rng: Mapping[str, torch.Tensor], state: ParallelState) -> list[ShardedTensor]:
-    """Describe this rank's random number streams, named by its place in the grid."""
+    """Describe this rank's random number streams, named by its grid coordinates."""
     return [whole_tensor(rng_name(stream, state.place), tensor) for stream, tensor in sorted(rng.items())]
 
 
 def float8_tensors(float8: Float8Scaling | None, state: ParallelState) -> list[ShardedTensor]:
-    """Describe what delayed scaling remembers; the first rank of a model copy owns it."""
+    """Describe the history of delayed scaling; the first rank of a model copy owns it."""
     is_owner = state.tp.is_first and state.pp.is_first
     tensors = {} if float8 is None else float8.tensors()
     return [replace(whole_tensor(FLOAT8_PREFIX + name, each), is_owner=is_owner) for name, each in tensors.items()]
 
 
 def rng_name(stream: str, place: Place) -> str:
-    """Return the name of a random number stream of the rank at a place in the grid."""
+    """Return the name of a random number stream of the rank with the given grid coordinates."""
     return RNG_PREFIX + "".join(f"{axis}{place[axis]}." for axis in GRID_AXES) + stream
 
 
 @dataclass(frozen=True, eq=False)
 class AverageChoice:
-    """Hold the optimizer's tensors that a checkpoint fills, and the namespaces that must be filled.
+    """The optimizer tensors to load from a checkpoint, and the namespaces that must be loaded completely.
 
-    ``line`` is there where the averages begin anew, with the loaded weights.
+    ``line`` is a note for the log if the averages restart from the loaded weights.
     """
 
     tensors: tuple[ShardedTensor, ...]
@@ -231,7 +231,7 @@ class AverageChoice:
 
 
 def average_choice(tensors: Sequence[ShardedTensor], index: CheckpointIndex) -> AverageChoice:
-    """Choose what is loaded of an optimizer's state: averages only where both have them."""
+    """Select the optimizer tensors to load: averages only if both the run and the checkpoint have them."""
     is_wanted = any(tensor.name.startswith(AVERAGE_PREFIX) for tensor in tensors)
     is_stored = any(name.startswith(AVERAGE_PREFIX) for name in index.tensors)
     if is_wanted == is_stored:
@@ -246,15 +246,15 @@ def average_choice(tensors: Sequence[ShardedTensor], index: CheckpointIndex) -> 
 
 
 MAX_SHARD_BYTES = 64 * 1024 * 1024
-"""Larger boxes are cut along dim 0: it bounds the memory of reading and writing, and evens out the writers."""
+"""Larger boxes are split along dim 0, which bounds the memory of reads and writes and balances the writers."""
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Hold what this rank has described and what of it the rank writes.
+    """What this rank holds and what it writes.
 
-    ``own`` lists the boxes that this rank writes in the order of its file, wide types first. ``ranks`` holds the
-    ``own`` of every rank of the world on its first rank, and nothing elsewhere.
+    ``own`` lists the boxes that this rank writes in the order of its file, widest dtypes first. ``ranks`` has the
+    ``own`` of every rank on the first rank of the world, and is empty elsewhere.
     """
 
     held: tuple[TensorDescription, ...]
@@ -263,10 +263,10 @@ class SavePlan:
 
 
 class SavePlanner:
-    """Plan the saves of one run; collective.
+    """Planner of the saves of one run; collective.
 
-    A plan is made among the ranks that can hold equal boxes, those of one model-parallel place, and checked by the
-    first rank of the world. Later saves keep it after one reduction that finds no rank's descriptions changed.
+    Ranks that can hold equal boxes, those with the same model-parallel coordinates, agree on a plan, and the first rank
+    of the world checks it. Later saves reuse it after one all-reduce confirms that no rank's descriptions have changed.
     """
 
     def __init__(self, state: ParallelState, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -275,10 +275,10 @@ class SavePlanner:
         self._plan: SavePlan | None = None
 
     def plan(self, tensors: Sequence[ShardedTensor]) -> SavePlan:
-        """Return who writes what of the tensors.
+        """Return the plan that assigns the writes of the tensors to ranks.
 
         Raises:
-            CheckpointError: the tensors leave a gap, or ranks disagree on one. On every rank alike.
+            CheckpointError: the tensors leave a gap, or ranks disagree on a tensor. All ranks raise.
         """
         held = tuple(tensor.describe() for tensor in tensors)
         if self._plan is None or any_rank(held != self._plan.held, self._state.world):
@@ -287,7 +287,7 @@ class SavePlanner:
 
     def _agree(self, held: tuple[TensorDescription, ...]) -> SavePlan:
         state = self._state
-        # Ranks that can hold equal boxes: the data-parallel replicas and, of experts, those that hold the same.
+        # Ranks that can hold equal boxes: the data-parallel replicas and, for experts, the ranks with the same experts.
         kinds = [(state.dp_cp, tuple(each for each in held if not each.is_expert))]
         if any(each.is_expert for each in held):
             kinds.append((state.expert_dp, tuple(each for each in held if each.is_expert)))
@@ -309,11 +309,11 @@ def plan_writes(
     ranks: Sequence[int],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[tuple[TensorDescription, ...]]:
-    """Decide which of several ranks writes which box; each computes the same plan from all their descriptions.
+    """Assign each box to the rank that writes it; every rank computes the same plan from all descriptions.
 
-    ``descriptions[i]`` lists what ``ranks[i]`` holds. Copies that are not owners write nothing. Of the ranks that own
+    ``descriptions[i]`` lists what ``ranks[i]`` holds. Copies that are not owners are not written. Of the ranks that own
     an equal box (data- and context-parallel replicas) the one with the fewest bytes so far writes it, large boxes
-    first. The first rank also lists the tensors that it writes nothing of.
+    first. The first rank's list also includes the tensors of which it writes nothing.
 
     Raises:
         CheckpointError: ranks disagree on a shape or dtype.
@@ -342,7 +342,7 @@ def plan_writes(
 
 
 def check_writes(ranks: Sequence[Sequence[TensorDescription]]) -> None:
-    """Check that what all ranks write makes up every tensor; ``ranks[r]`` is what rank ``r`` writes.
+    """Check that the boxes that all ranks write cover every tensor exactly; ``ranks[r]`` is the list of rank ``r``.
 
     Raises:
         CheckpointError: ranks disagree on a shape or dtype, or there is a gap or an overlap in a tensor.
@@ -355,7 +355,7 @@ def check_writes(ranks: Sequence[Sequence[TensorDescription]]) -> None:
             boxes.setdefault(description.name, []).extend(description.boxes)
     for name, description in tensors.items():
         whole = Box((0,) * len(description.global_shape), description.global_shape)
-        # In the order of their offsets boxes leave little over at a time.
+        # Subtracting boxes in the order of their offsets keeps the number of remaining boxes small.
         gaps = uncovered(whole, sorted(boxes[name], key=lambda box: box.offset))
         if gaps:
             raise CheckpointError(f"no rank holds {name}{describe_box(gaps[0])}; nothing was saved")
@@ -385,7 +385,7 @@ def _file_order(description: TensorDescription) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Copy:
-    """Say where the values of a cell go: a box of the local tensor at place ``target`` of the plan's list."""
+    """Destination of a cell's values: a box of the local tensor at index ``target`` of the plan's list."""
 
     target: int
     destination: Box
@@ -393,9 +393,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Cell:
-    """Hold a box of a stored shard, counted from the shard's own corner, and everywhere that its values go.
+    """Box of a stored shard, relative to the shard's origin, and all destinations of its values.
 
-    A cell that goes nowhere is read for the checksum of its shard alone.
+    A cell without destinations is read only for the checksum of its shard.
     """
 
     box: Box
@@ -404,7 +404,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ShardRead:
-    """Pair a stored shard with the disjoint cells that this rank reads of it."""
+    """Stored shard with the disjoint cells of it that this rank reads."""
 
     tensor: StoredTensor
     shard: StoredShard
@@ -412,12 +412,12 @@ class ShardRead:
 
     @property
     def num_bytes(self) -> int:
-        """Return how many bytes of the file the cells are."""
+        """Return the number of bytes in the file that the cells cover."""
         return sum(cell.box.num_elements for cell in self.cells) * dtype_of(self.tensor.dtype).itemsize
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the cells are all of the shard."""
+        """Return whether the cells cover the whole shard."""
         return sum(cell.box.num_elements for cell in self.cells) == self.shard.box.num_elements
 
 
@@ -428,14 +428,15 @@ def plan_reads(
     rank: int = 0,
     verify: bool = True,
 ) -> tuple[ShardRead, ...]:
-    """Plan what this rank reads to fill the shards of its local tensors, in the order in which it lies on disk.
+    """Plan this rank's reads to fill the shards of its local tensors, in the order of their position on disk.
 
-    No element is read twice. ``ranks`` holds what every rank wants, this one at place ``rank``; without it this one is
-    alone. What any two ranks read of a shard is cut into the same cells, so that they can check its one checksum
-    together. With ``verify`` a part of a shard that nobody wants is read by the first rank that wants another part.
+    No element is read twice. ``ranks`` lists what every rank requests, with this rank at index ``rank``; without it,
+    this rank is the only one. The reads of all ranks are split into the same cells, so that the ranks can verify a
+    shard's single checksum together. With ``verify``, parts of a shard that no rank requests are read by the first rank
+    that requests another part of it.
 
     Raises:
-        CheckpointError: a wanted box, named with its tensor, is not stored or only in part.
+        CheckpointError: a requested box is not stored, or only in part; the message names it and its tensor.
     """
     if not ranks:
         ranks, rank = [[_describe(name, shards, stored) for name, shards in wanted]], 0
@@ -462,7 +463,7 @@ def plan_reads(
 
 
 def refine(boxes: Iterable[Box]) -> list[Box]:
-    """Cut boxes into disjoint cells so that each box is a union of cells."""
+    """Split boxes into disjoint cells, so that each box is a union of cells."""
     cells: list[Box] = []
     for box in dict.fromkeys(boxes):
         rest = [box] if box.num_elements else []
@@ -485,7 +486,7 @@ def _describe(name: str, shards: Sequence[Shard], stored: Mapping[str, StoredTen
 
 
 def _boxes_by_tensor(ranks: Sequence[Sequence[TensorDescription]], names: set[str]) -> dict[str, list[list[Box]]]:
-    """Return, for each of the tensors, the boxes that each rank wants of it."""
+    """Return the boxes that each rank requests, for each of the tensors."""
     boxes: dict[str, list[list[Box]]] = {name: [[] for _ in ranks] for name in names}
     for number, descriptions in enumerate(ranks):
         for description in descriptions:
@@ -502,7 +503,7 @@ def _check_covered(tensor: StoredTensor, shards: Sequence[Shard]) -> None:
 
 
 def _own_cells(stored_box: Box, cells: Sequence[Box], own: Sequence[tuple[int, Shard]]) -> tuple[Cell, ...]:
-    """Return the cells within a stored box that this rank wants, each with its places."""
+    """Return the cells within a stored box that this rank requests, each with its destinations."""
     found = []
     for cell in cells:
         common = cell.intersect(stored_box)

@@ -1,4 +1,4 @@
-"""Write the shard file of a rank, and check that a stored file is complete and undamaged."""
+"""Write a rank's shard file, and check that a stored file is complete and undamaged."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
 }
 _LENGTH_BYTES = 8
 MAX_FILES_PER_FOLDER = 1024
-"""The shards of larger worlds lie in subfolders: a parallel file system makes the files of one folder one by one."""
+"""Larger worlds write to subfolders, because parallel file systems serialize file creation within a folder."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardEntry:
-    """Name the values of one entry of a shard file; ``values`` may be a view on any device."""
+    """Entry of a shard file; ``values`` may be a view on any device."""
 
     key: str
     values: torch.Tensor
@@ -51,7 +51,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class WrittenShare:
-    """Say what a rank has written: its file, None where it is nothing, and the checksum of each entry in order."""
+    """Result of a rank's write: its file, or None if it wrote none, and the checksum of each entry in order."""
 
     file: StoredFile | None
     checksums: tuple[str, ...]
@@ -59,21 +59,21 @@ class WrittenShare:
 
 @dataclass(frozen=True, eq=False)
 class RankShare:
-    """Hold what this rank writes of a checkpoint; entries of wide types come first."""
+    """The part of a checkpoint that this rank writes, widest dtypes first."""
 
     file_name: str
     entries: tuple[ShardEntry, ...]
 
     def staged(self, area: StagingArea) -> RankShare:
-        """Return the same share with a copy of its values, which training no longer changes."""
+        """Return the same share with a copy of its values, which training no longer modifies."""
         copies = area.copy([entry.values for entry in self.entries])
         return replace(self, entries=tuple(replace(entry, values=copy) for entry, copy in zip(self.entries, copies)))
 
     def write(self, folder: Path) -> WrittenShare:
-        """Write the share into an existing folder and force it to disk; a rank without a share writes no file.
+        """Write the share into an existing folder and sync it to disk; an empty share writes no file.
 
         Raises:
-            CheckpointWriteError: the file system refused; the half-written file is gone.
+            CheckpointWriteError: the file system reported an error; the partial file has been deleted.
         """
         if not self.entries:
             return WrittenShare(None, ())
@@ -93,9 +93,9 @@ class RankShare:
 
 
 def take_share(plan: SavePlan, tensors: Sequence[ShardedTensor], rank: int, num_ranks: int, tag: str = "") -> RankShare:
-    """Return what ``rank`` of ``num_ranks``, this one, writes of its tensors according to the plan made of them.
+    """Return the share of ``rank``, this rank, of ``num_ranks``, according to the plan for its tensors.
 
-    A ``tag`` keeps its file apart from those of other saves.
+    A ``tag`` distinguishes its file from files of other saves.
     """
     by_name: dict[str, list[ShardedTensor]] = {}
     for tensor in tensors:
@@ -111,9 +111,9 @@ def take_share(plan: SavePlan, tensors: Sequence[ShardedTensor], rank: int, num_
 
 
 def shard_name(rank: int, num_ranks: int, tag: str = "") -> str:
-    """Return the name of the file that one of ``num_ranks`` ranks writes, with its subfolder in large worlds.
+    """Return the name of a rank's shard file, with its subfolder in large worlds.
 
-    A name with a ``tag`` is that of an object in a store, which has no folders.
+    A name with a ``tag`` is used in object stores, which have no folders.
     """
     name = ".".join((f"shard_{rank:05d}", *filter(None, (tag,)), "safetensors"))
     if tag or num_ranks <= MAX_FILES_PER_FOLDER:
@@ -124,7 +124,7 @@ def shard_name(rank: int, num_ranks: int, tag: str = "") -> str:
 def build_index(
     plan: SavePlan, shares: Sequence[WrittenShare], common: Mapping[str, Any], tag: str = ""
 ) -> CheckpointIndex:
-    """Return the index of a checkpoint whose shares, in the order of the ranks, are written; for the first rank."""
+    """Build the index of a checkpoint from the written shares in rank order; for the first rank."""
     planned: dict[str, TensorDescription] = {}
     shards: dict[str, list[StoredShard]] = {}
     for rank, (own, share) in enumerate(zip(plan.ranks, shares, strict=True)):
@@ -153,7 +153,7 @@ def build_index(
 
 
 def shard_header(entries: Sequence[ShardEntry]) -> bytes:
-    """Return a safetensors header for the entries in their order, its length field included."""
+    """Return the safetensors header for the entries in their order, including its length field."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for entry in entries:
@@ -170,9 +170,9 @@ def shard_header(entries: Sequence[ShardEntry]) -> bytes:
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry]) -> WrittenShare:
-    """Write entries to a safetensors file and force it to disk; no more than one entry is copied at a time.
+    """Write entries to a safetensors file and sync it to disk; only one entry at a time is copied.
 
-    Entries of wide types must come first, so that every one is aligned in the file.
+    Entries with the widest dtypes must come first, so that every entry is aligned in the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -186,17 +186,17 @@ def write_shard(path: Path, entries: Sequence[ShardEntry]) -> WrittenShare:
 
 
 def shard_bytes(entries: Sequence[ShardEntry]) -> int:
-    """Return the size of the file that `write_shard` makes of the entries."""
+    """Return the size of the file that `write_shard` writes for the entries."""
     data_bytes = sum(entry.values.numel() * entry.values.element_size() for entry in entries)
     return len(shard_header(entries)) + data_bytes
 
 
 def check_file(path: Path, expected: StoredFile, shards: Sequence[StoredShard], verify: bool = True) -> None:
-    """Compare a shard file's size, and with ``verify`` its header, with what the index says.
+    """Compare a shard file's size, and with ``verify`` its header, with the index.
 
     Raises:
-        DamagedCheckpointError: the file is missing or differs; the message names the shards that are lost.
-        StorageError: what holds the file does not answer.
+        DamagedCheckpointError: the file is missing or differs; the message names the lost shards.
+        StorageError: the file system or object store of the file does not respond.
     """
     try:
         with closing(open_ranged(path)) as file:
@@ -215,14 +215,14 @@ def check_file(path: Path, expected: StoredFile, shards: Sequence[StoredShard], 
 
 
 def _name_some(keys: set[str]) -> str:
-    """Return the end of a message about tensors that are lost; of very many, the first few."""
+    """Return the end of a message that lists lost tensors; long lists are abbreviated."""
     names = sorted(keys)
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return f"; lost: {', '.join(names[:20])}{more}" if names else ""
 
 
 def readable_keys(path: Path) -> set[str]:
-    """Return the keys that a safetensors file's own header lists and whose bytes the file reaches."""
+    """Return the keys in a safetensors file's header whose data are within the file."""
     try:
         with closing(open_ranged(path)) as file:
             num_bytes = file.num_bytes
@@ -235,7 +235,7 @@ def readable_keys(path: Path) -> set[str]:
             if key != "__metadata__" and int(entry["data_offsets"][1]) <= data_bytes
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
-        # A header that cannot be read gives access to nothing.
+        # Without a readable header no entry can be read.
         return set()
 
 

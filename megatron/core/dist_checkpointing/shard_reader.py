@@ -1,4 +1,4 @@
-"""Read the shards of a load plan from shard files, on this node or another, and compare checksums."""
+"""Read the shards of a load plan from shard files, on this node or another, and verify checksums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Place = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class CellChecksum:
-    """Hold what a cell that one rank read adds to the checksum of the shard at ``start`` in ``file``."""
+    """Contribution of a cell, read by one rank, to the checksum of the shard at ``start`` in ``file``."""
 
     file: str
     start: int
@@ -36,11 +36,11 @@ class CellChecksum:
 
 
 class ShardReader:
-    """Read shards from the shard files of one checkpoint folder; a context manager that closes them.
+    """Reader of the shard files of one checkpoint folder; a context manager that closes them.
 
-    Exactly the bytes of a plan's cells are read. With ``verify`` the checksum of a shard that is read whole is compared
-    at once; what the cells of other shards add to theirs is collected in ``cell_checksums``, for `check_shards`.
-    ``bytes_read`` counts what came from disk. One buffer, of the largest cell, serves all reads.
+    It reads exactly the bytes of a plan's cells. With ``verify`` the checksum of a shard that is read whole is verified
+    at once. The contributions of cells of other shards are collected in ``cell_checksums``, for `check_shards`.
+    ``bytes_read`` counts the bytes read from storage. One buffer, of the largest cell's size, is reused for all reads.
     """
 
     def __init__(self, folder: Path, verify: bool = True) -> None:
@@ -63,12 +63,12 @@ class ShardReader:
             file.close()
 
     def read(self, read: ShardRead, targets: Sequence[torch.Tensor], shard_bytes: bytes | None = None) -> None:
-        """Read one shard's cells and copy them to where the plan wants them, in place.
+        """Read one shard's cells and copy them to their targets in place.
 
-        With ``shard_bytes``, the bytes of the whole shard, the file is not touched.
+        If ``shard_bytes``, the contents of the whole shard, is given, the file is not read.
 
         Raises:
-            DamagedCheckpointError: the file is missing, cut short or changed.
+            DamagedCheckpointError: the file is missing, truncated or modified.
         """
         shard = read.shard
         self._shard_bytes = shard_bytes
@@ -83,11 +83,11 @@ class ShardReader:
         if read.is_whole and join_checksums((cell.checksum for cell in checksums), shard.num_bytes) != shard.checksum:
             raise _mismatch(self._folder, shard)
         if not (read.is_whole and len(checksums) == 1):
-            # Other ranks may read some of these cells, and need the rest for their comparison.
+            # Other ranks may read some of these cells and need the others to verify the shard.
             self.cell_checksums += checksums
 
     def _read_cell(self, tensor: StoredTensor, shard: StoredShard, cell: Cell) -> tuple[torch.Tensor, int]:
-        """Return the values of a cell, in the buffer, and what they add to the checksum of the shard."""
+        """Read a cell into the buffer; return its values and its contribution to the shard's checksum."""
         dtype = dtype_of(tensor.dtype)
         num_bytes = cell.box.num_elements * dtype.itemsize
         if self._buffer.numel() < num_bytes:
@@ -109,7 +109,7 @@ class ShardReader:
     def _read_runs(
         self, shard: StoredShard, data: memoryview, run_bytes: int, starts: Iterable[int]
     ) -> Iterator[tuple[int, memoryview]]:
-        """Fill ``data`` run by run; yield where in the shard each one starts, and its bytes."""
+        """Fill ``data`` run by run; yield each run's offset in the shard and its bytes."""
         if self._shard_bytes is None:
             starts = self._file(shard.file).announce(shard.start, run_bytes, starts)
         for number, start in enumerate(starts):
@@ -132,11 +132,11 @@ class ShardReader:
 
 
 def contiguous_runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[int, Iterable[int]]:
-    """Return the bytes of each contiguous run of a box in a row-major tensor of ``shape``, and where the runs start."""
+    """Return the size in bytes and the offsets of the contiguous runs of a box in a row-major tensor of ``shape``."""
     split = len(shape)
     while split and box.shape[split - 1] == shape[split - 1]:
         split -= 1
-    # All dims behind the last one that the box cuts are whole: that one's stretch is contiguous.
+    # All dims after the last one that the box splits are whole, so a range of that dim is contiguous.
     split = max(split - 1, 0)
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
     base = sum(offset * stride for offset, stride in zip(box.offset, strides, strict=True))
@@ -148,10 +148,10 @@ def contiguous_runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[int,
 def check_shards(
     folder: Path, tensors: Mapping[str, StoredTensor], cell_checksums: Iterable[Sequence[CellChecksum]]
 ) -> None:
-    """Compare the checksums of shards that no rank read whole with what all ranks' cells add up to.
+    """Verify the checksums of shards that no rank read whole, from the contributions of all ranks' cells.
 
     Raises:
-        DamagedCheckpointError: the bytes of a shard are not those that were written, or two ranks read different ones.
+        DamagedCheckpointError: a shard's bytes are not the written ones, or two ranks read different bytes.
     """
     cells: dict[tuple[str, int], dict[Box, int]] = {}
     differing: set[tuple[str, int]] = set()
@@ -175,15 +175,15 @@ def check_shards(
 def read_remote_shards(
     reader: ShardReader, folder: Path, reads: Sequence[ShardRead], targets: Sequence[torch.Tensor], world: Group
 ) -> CheckpointError | None:
-    """Read shards whose files this rank does not see; every rank calls this, with as many reads as it has or none.
+    """Read shards from files that this rank cannot see; collective, also for ranks without such reads.
 
-    Of the ranks that see a file, the first one reads the wanted shards from it and sends each to all ranks: one shard
-    at a time, whole, so that no rank holds more than one. It is the way for replicated weights, of which each machine
-    wrote a part; for a checkpoint that is all on one machine it is slow. Returns what is wrong with a shard here.
+    For each file, the first rank that sees it reads the requested shards and broadcasts them: one whole shard at a
+    time, so that no rank holds more than one. This suits replicated weights, of which each node wrote a part; for a
+    checkpoint that is entirely on one node it is slow. Returns the error of a shard on this rank, if any.
 
     Raises:
-        DamagedCheckpointError: no rank sees a file, or it cannot be read. On every rank alike.
-        StorageError: what holds a file does not answer. On every rank alike.
+        DamagedCheckpointError: no rank sees a file, or it cannot be read. All ranks raise.
+        StorageError: the file system or object store of a file does not respond. All ranks raise.
     """
     own = {_place(read): read for read in reads}
     if not any_rank(bool(own), world):
@@ -206,7 +206,7 @@ def read_remote_shards(
 
 
 def _find_senders(folder: Path, files: Sequence[str], world: Group) -> dict[str, int]:
-    """Return the place in the group of the first rank that sees each file."""
+    """Return the group index of the first rank that sees each file."""
     senders: dict[str, int] = {}
     here = run_on_all_ranks(lambda: [name for name in files if (folder / name).exists()], world)
     for number, seen in enumerate(all_gather_objects(here, world)):

@@ -1,4 +1,4 @@
-"""Validate a checkpoint: its index against the files, and its tensors against the model that is to be loaded."""
+"""Validate a checkpoint: its index against the files, and its tensors against the model to be loaded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True)
 class Strictness:
-    """Say what tensors that are on one side only mean.
+    """Handling of tensors that only the run or only the checkpoint has.
 
     ``allows_missing``: a tensor of the run that the checkpoint lacks keeps its value, and is listed.
-    ``allows_unexpected``: a tensor of the checkpoint that the run lacks is passed over; ``lists_unexpected``, by name.
+    ``allows_unexpected``: a tensor of the checkpoint that the run lacks is skipped; ``lists_unexpected`` lists it.
     """
 
     allows_missing: bool = False
@@ -45,22 +45,22 @@ STRICTNESS: Mapping[str, Strictness] = {
     "return_unexpected": Strictness(allows_missing=True, allows_unexpected=True),
     "ignore_all": Strictness(allows_missing=True, allows_unexpected=True),
 }
-"""What each value of ``--dist-ckpt-strictness`` means. To Megatron, a tensor that the checkpoint lacks is unexpected.
+"""The values of ``--dist-ckpt-strictness``. Megatron-LM calls a tensor that the checkpoint lacks unexpected.
 
-No random value stays in silence: what was left alone is listed by all that allow it.
+Every value that allows missing tensors lists them, so that no tensor silently keeps random values.
 """
 
 
 @dataclass(frozen=True)
 class Misfits:
-    """Hold the names of tensors on one side only, and a few words for each that has another shape or dtype."""
+    """Names of missing and unexpected tensors, and a description of each tensor with another shape or dtype."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     different: tuple[str, ...]
 
     def problems(self, strictness: Strictness = STRICT) -> list[str]:
-        """Return a few words for each kind of tensor that is refused; of many, the first are named."""
+        """Return a message for each kind of tensor that is not allowed; long lists are abbreviated."""
         problems = []
         if self.missing and not strictness.allows_missing:
             problems.append(f"missing in the checkpoint: {_listed(self.missing)}")
@@ -84,8 +84,8 @@ def find_misfits(
 ) -> Misfits:
     """Find every tensor that is missing, unexpected, or of another shape or dtype.
 
-    ``wanted`` holds all ranks' descriptions: a tensor is unexpected only if no rank wants it and its name begins with
-    one of ``namespaces``. With ``allow_cast`` a differing dtype is no problem.
+    ``wanted`` has all ranks' descriptions. A tensor is unexpected if no rank requests it and its name starts with one
+    of ``namespaces``. With ``allow_cast`` a different dtype is accepted.
     """
     names: dict[str, TensorDescription] = {}
     for descriptions in wanted:
@@ -108,12 +108,12 @@ def find_misfits(
 
 
 def check_geometry(folder: Path, index: CheckpointIndex) -> None:
-    """Refuse boxes that are outside of their tensor, overlap, have other sizes than their bytes, or are in no file.
+    """Reject boxes that exceed their tensor, overlap, do not match their number of bytes, or are outside their file.
 
-    So nothing that is read is larger than the files. A gap between boxes is found where somebody reads it.
+    This also bounds the size of all reads by the size of the files. Gaps between boxes are detected when they are read.
 
     Raises:
-        DamagedCheckpointError: there is such a box; it is named.
+        DamagedCheckpointError: there is such a box; the message names it.
     """
     try:
         _check_index(index)

@@ -1,4 +1,4 @@
-"""Data parallelism: gradients of a model chunk gathered in flat buffers and reduced over the replicas."""
+"""Data parallelism: gradients of a model chunk, collected in flat buffers and reduced over the replicas."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ from megatron.core.weight_prefetch import alloc_storage
 class DistributedDataParallel(nn.Module):
     """Wrap one model chunk; its gradients are accumulated in main gradients and reduced over data × context parallel.
 
-    Experts' gradients are reduced over the ranks that hold the same experts, in buckets of their own.
+    Gradients of experts are reduced over the ranks that hold the same experts, in separate buckets.
 
-    Call ``zero_grad_buffer`` before an iteration, run each backward pass but the last under ``no_sync``, and
+    Call ``zero_grad_buffer`` before an iteration, run all backward passes but the last under ``no_sync``, and call
     ``finish_grad_sync`` after the last. With ``calculate_per_token_loss`` gradients are summed over the replicas (the
-    caller divides by the number of tokens), otherwise averaged. One replica needs no communication and takes the same
-    path.
+    caller divides by the number of tokens), otherwise averaged. A single replica uses the same code path without
+    communication.
 
-    Where the configuration shards the optimizer and there are replicas (``is_sharded``), a rank ends with the reduced
-    gradients of its own shards only, the parameters are views of flat buffers, and ``start_param_gather`` brings in the
-    other ranks' updates. ``shards`` are what this rank has to update, at any sharding; ``gathers_while_updating`` asks
-    for an update bucket by bucket, each of which is gathered while the next is updated.
+    If the configuration shards the optimizer and there are replicas (``is_sharded``), a rank ends with the reduced
+    gradients of only its own shards, the parameters are views of flat buffers, and ``start_param_gather`` gathers the
+    other ranks' updates. ``shards`` are what this rank updates, at any sharding. ``gathers_while_updating`` requests an
+    update bucket by bucket, so that each bucket is gathered while the next is updated.
 
-    Parameters without memory are given it, or shards of zeros. Where weights are sharded too, ``weights`` has those of
-    ``layers``, ``first`` and the rest in memory while they are used (see `ShardedWeights`); it is None else.
+    Parameters without memory are allocated, or get zero-filled shards. If weights are sharded too, ``weights`` keeps
+    the weights of ``layers``, ``first`` and the rest in memory only while they are used (see `ShardedWeights`);
+    otherwise it is None.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class DistributedDataParallel(nn.Module):
     def _make_grad_buffers(
         self, trained: Sequence[nn.Parameter], group: Group, plan: ReductionPlan
     ) -> Iterator[ParamAndGradBuffer]:
-        """Yield the buffers of parameters that are replicated over a group."""
+        """Yield the gradient buffers of parameters that are replicated over a group."""
         is_sharded, num_replicas = self.config.shards_over(group.size), group.size
         copies: Group | None = None
         if is_sharded and group.levels is not None:
@@ -118,9 +119,9 @@ class DistributedDataParallel(nn.Module):
         owner = weakref.ref(self)
 
         def is_last_microbatch() -> bool:
-            # Captured layers hold autograd nodes, and the garbage collector does not see what these hold. If buffers
-            # held the model, which holds the captured layers, none of it would be freed. Nobody reduces gradients of a
-            # model that is gone.
+            # Captured layers hold autograd nodes, whose references the garbage collector does not see. If buffers held
+            # a strong reference to the model, which holds the captured layers, none of it would be freed. Once the
+            # model is freed, no gradients are reduced.
             ddp = owner()
             return ddp is None or ddp.is_last_microbatch
 
@@ -133,7 +134,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def shards(self) -> tuple[ParamShard, ...]:
-        """Return what this rank has to update: every parameter, or the stretches that lie in its shards."""
+        """Return the parameters, or shards of parameters, that this rank updates."""
         return tuple(shard for buffer in self.grad_buffers for shard in buffer.shards)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,10 +143,10 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self, *, ends_microbatch: bool = True) -> Iterator[None]:
-        """Accumulate the backward pass inside without finishing the reduction.
+        """Accumulate the gradients of the backward pass inside the context without finishing the reduction.
 
-        Sharded gradients are reduced after each micro-batch all the same, at the end of this context at the latest;
-        without ``ends_microbatch`` a later pass brings the rest of the micro-batch's gradients.
+        Sharded gradients are nevertheless reduced after each micro-batch, at the latest at the end of this context.
+        Without ``ends_microbatch`` a later pass computes the rest of the micro-batch's gradients.
         """
         self.is_last_microbatch = False
         try:
@@ -159,7 +160,7 @@ class DistributedDataParallel(nn.Module):
             self.is_last_microbatch = True
 
     def zero_grad_buffer(self) -> None:
-        """Begin an iteration: what was accumulated is forgotten, and no memory is written."""
+        """Start an iteration: discard accumulated gradients, without writing memory."""
         for buffer in self.grad_buffers:
             buffer.reset()
 
@@ -171,19 +172,19 @@ class DistributedDataParallel(nn.Module):
             self.weights.free_all()
 
     def start_param_gather(self) -> None:
-        """Gather the parameters that other ranks have updated.
+        """All-gather the parameters that other ranks have updated.
 
-        With ``overlap_param_gather`` this returns at once, and each module waits for its own when it is called; whoever
-        reads parameters outside a forward pass calls ``finish_param_gather`` first.
+        With ``overlap_param_gather`` this returns at once, and each module waits for its own parameters when it is
+        called. Call ``finish_param_gather`` before reading parameters outside a forward pass.
         """
         for buffer in self.grad_buffers:
             if buffer.flat_parameters is not None:
                 buffer.flat_parameters.start_gather(async_op=self._overlaps_gather)
 
     def shards_and_gathers(self) -> Iterator[tuple[tuple[ParamShard, ...], Callable[[], None]]]:
-        """Yield what this rank has to update of each bucket, and what gathers the bucket then, as a forward pass goes.
+        """Yield the shards of each bucket that this rank updates, and the function that gathers it, in forward order.
 
-        The chunk must be sharded; what it holds whole is gathered by nobody.
+        The chunk must be sharded. Buckets that this rank holds whole need no gather.
         """
         for buffer in self.grad_buffers:
             if buffer.flat_parameters is None:
@@ -194,7 +195,7 @@ class DistributedDataParallel(nn.Module):
                 yield buffer.shards_by_bucket[index], gather
 
     def finish_param_gather(self) -> None:
-        """Wait until every parameter has its new value."""
+        """Wait until all parameters are gathered."""
         for buffer in self.grad_buffers:
             if buffer.flat_parameters is not None:
                 buffer.flat_parameters.wait_for_all()
@@ -205,10 +206,10 @@ class DistributedDataParallel(nn.Module):
             buffer.scale(factor)
 
     def local_grad_norms(self) -> list[tuple[str, float]]:
-        """Return each parameter's name with the norm of its gradient on this rank before it was reduced.
+        """Return each parameter's name and the norm of its gradient on this rank before the reduction.
 
-        Norms are NaN, or infinite, where the gradient is not finite or its squares overflow. Only an error report asks
-        for it: it waits for the device.
+        A norm is NaN or infinite if the gradient is not finite or its squares overflow. Only for error reports, because
+        it waits for the device.
         """
         found = []
         for buffer in self.grad_buffers:
@@ -218,19 +219,19 @@ class DistributedDataParallel(nn.Module):
         return found
 
     def names_of_bad_local_gradients(self) -> list[str]:
-        """Return the parameters whose gradient was not finite on this rank before it was reduced.
+        """Return the names of parameters whose gradient on this rank was not finite before the reduction.
 
-        Only an error report asks for it: it waits for the device.
+        Only for error reports, because it waits for the device.
         """
         return [name for name, norm in self.local_grad_norms() if not math.isfinite(norm)]
 
 
 def _gather_nothing() -> None:
-    """Gather nothing: this rank has all of it."""
+    """Do nothing: this rank holds the whole buffer."""
 
 
 def _move_into_main_grad(parameter: torch.Tensor) -> None:
-    # Autograd runs the hook, without a gradient, for weights whose function wrote into the main gradient itself.
+    # Autograd also runs the hook, without a gradient, for weights whose function wrote to the main gradient itself.
     if parameter.grad is None:
         return
     main_grad = main_grad_of(parameter)

@@ -9,9 +9,9 @@ from megatron.core.config_base import POSITIVE, Config, flag
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedDataParallelConfig(Config, role="layout", in_args=True):
-    """Hold what data parallelism is built from.
+    """Data-parallelism configuration.
 
-    Gradients of half-precision parameters are accumulated in float32 unless ``grad_reduce_in_bf16`` is given.
+    Gradients of half-precision parameters are accumulated in float32 unless ``grad_reduce_in_bf16`` is set.
     """
 
     use_distributed_optimizer: bool = False
@@ -58,29 +58,29 @@ class DistributedDataParallelConfig(Config, role="layout", in_args=True):
 
     @property
     def shards_optimizer(self) -> bool:
-        """Return whether each data-parallel rank keeps the optimizer's state of its own shard only."""
+        """Return whether each data-parallel rank keeps only its own shard of the optimizer state."""
         return self.use_distributed_optimizer or self.data_parallel_sharding_strategy != "no_shard"
 
     def shards_over(self, num_replicas: int) -> bool:
-        """Return whether that many ranks with the same weights share the optimizer's state: one rank has all of it."""
+        """Return whether ``num_replicas`` ranks with the same weights share the optimizer state."""
         return self.shards_optimizer and self.num_shards(num_replicas) > 1
 
     def num_shards(self, num_replicas: int) -> int:
-        """Return over how many of the ranks with the same weights what is sharded is cut; the others hold copies."""
+        """Return over how many of the ranks with the same weights state is sharded; the other ranks hold copies."""
         return max(1, num_replicas // self.num_distributed_optimizer_instances)
 
     def grad_dtype(self, params_dtype: str) -> str:
-        """Return the dtype in which gradients of parameters of a dtype are accumulated and reduced, both by name."""
+        """Return the dtype in which gradients are accumulated and reduced; both dtypes are names."""
         if self.grad_reduce_in_bf16 and params_dtype == "bfloat16":
             return params_dtype
         return "float64" if params_dtype == "float64" else "float32"
 
     @property
     def shards_gradients(self) -> bool:
-        """Return whether each data-parallel rank keeps the gradients of its own shard only."""
+        """Return whether each data-parallel rank keeps only its own shard of the gradients."""
         return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
 
     @property
     def shards_weights(self) -> bool:
-        """Return whether each data-parallel rank keeps the weights of its own shard only."""
+        """Return whether each data-parallel rank keeps only its own shard of the weights."""
         return self.data_parallel_sharding_strategy == "optim_grads_params"

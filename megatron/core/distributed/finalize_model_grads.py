@@ -1,4 +1,4 @@
-"""Gradients between the last backward pass and the optimizer: the last reductions, and the divisor of the loss."""
+"""Final gradient reductions between the last backward pass and the optimizer, and normalization of the loss."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def finalize_model_grads(
     num_tokens: torch.Tensor | None = None,
     timers: Timers | None = None,
 ) -> None:
-    """Finish the data-parallel reduction, sum partial gradients over the ranks with copies, apply the divisor.
+    """Finish the data-parallel reduction, sum partial gradients over ranks with copies, and normalize.
 
-    Copies are those within the tensor-parallel group, and those of the word embedding on the first and the last
-    pipeline stage. ``num_tokens`` is the number of tokens in this rank's loss sums over all micro-batches of the
-    iteration; only the last pipeline stage's value is used. If it is given, every gradient is divided by its total
-    over the global batch. ``timers`` time the two sums.
+    Copies exist within the tensor-parallel group, and of the word embedding on the first and the last pipeline stage.
+    ``num_tokens`` is the number of tokens in this rank's loss sums over all micro-batches of the iteration; only the
+    last pipeline stage's value is used. If it is given, every gradient is divided by its total over the global batch.
+    ``timers`` time the two sums.
 
     Shapes: ``num_tokens: []``.
     """
@@ -51,7 +51,7 @@ def finalize_model_grads(
 def reduce_tied_gradients(shards: Sequence[ParamShard], embedding: Group) -> None:
     """All-reduce the gradients of tied weights over the first and the last pipeline stage.
 
-    Each copy is alone in its bucket, so that both ranks hold the same elements of it.
+    Each copy has its own bucket, so that both ranks hold the same elements of it.
     """
     if embedding.size == 1:
         return
@@ -63,9 +63,8 @@ def reduce_tied_gradients(shards: Sequence[ParamShard], embedding: Group) -> Non
 def reduce_partial_gradients(shards: Sequence[ParamShard], tp: Group) -> None:
     """All-reduce the gradients of replicated parameters of which each tensor-parallel rank has only a partial gradient.
 
-    Copies are on consecutive ranks: on all of them for a norm under sequence parallelism, on the ranks that share a
-    key-value head otherwise. One all-reduce for each dtype carries every parameter: each set of copies has a slot of
-    its own in it.
+    Copies are on consecutive ranks: on all ranks for a norm under sequence parallelism, or on the ranks that share a
+    key-value head. One all-reduce per dtype handles all parameters: each set of copies has a separate slot in it.
     """
     if tp.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Flat parameters: one buffer per dtype, all-gathered from shards, and the shard of each that a rank updates.
+"""Flat parameters: one buffer per dtype, all-gathered from shards, and the shard that each rank updates.
 
 Weights that only FP8 matmuls use are all-gathered in FP8.
 """
@@ -20,7 +20,7 @@ from megatron.core.sharding import ParamSpec, flat_range_boxes, spec_of
 
 
 class FlatParameters:
-    """Move parameters into one flat buffer, whose buckets are gathered from the data-parallel ranks' shards.
+    """Flat buffer of parameters, whose buckets are all-gathered from the data-parallel ranks' shards.
 
     The parameters become views of the buffer.
 
@@ -59,7 +59,7 @@ class FlatParameters:
         return bucket_index in self._works
 
     def wait(self, bucket_index: int) -> None:
-        """Wait until a bucket is gathered; return at once where it is."""
+        """Wait until a bucket is gathered, if its gather is pending."""
         work = self._works.pop(bucket_index, None)
         if work is not None:
             work.wait()
@@ -72,9 +72,9 @@ class FlatParameters:
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
-    """Hold the elements ``[start, end)`` of a flattened parameter: their values and, once reduced, their gradient.
+    """The elements ``[start, end)`` of a flattened parameter: their values and, once reduced, their gradient.
 
-    Both are views: of the parameter's own memory and of where the gradients of an iteration end up.
+    Both are views: of the parameter's own memory and of the reduced gradients.
 
     Shapes: ``values, gradient: [end - start]``.
     """
@@ -92,7 +92,7 @@ class ParamShard:
     def described(self, flat: torch.Tensor) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """Split a tensor of this shard's length into views, each with the description of a box of the local parameter.
 
-        Boxes that are padding only are left out.
+        Boxes that contain only padding are omitted.
 
         Shapes: ``flat: [end - start]``.
         """
@@ -106,9 +106,9 @@ class ParamShard:
 
 
 def send_in_float8(parameter: torch.nn.Parameter, num_scales: int = 1) -> None:
-    """Let a parameter travel in fp8 when it is gathered from shards, with scales for equal parts along its first dim.
+    """Mark a parameter to be all-gathered in FP8, with one scale for each of ``num_scales`` equal parts along dim 0.
 
-    Each part has the rows of a product of its own: an expert's.
+    Each part is the weight of a separate matmul, such as an expert's.
     """
     assert len(parameter) % num_scales == 0
     parameter.num_float8_scales = num_scales  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ def num_float8_scales(parameter: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class _ScaledRange:
-    """Hold elements of a flat buffer that share a scale: ``[start, end)``, and the scale's place among all."""
+    """Elements ``[start, end)`` of a flat buffer that share a scale, and the index of this scale."""
 
     scale: int
     start: int
@@ -132,10 +132,10 @@ class _ScaledRange:
 
 
 class Float8FlatParameters(FlatParameters):
-    """Gather parameters as E4M3 with their scales, and leave what the fp8 numbers stand for in the flat buffer.
+    """Flat parameters that are all-gathered as E4M3 with scales, and dequantized into the flat buffer.
 
-    All ranks then hold the same numbers, the owner of a shard too. A scale is a power of two from all of the local
-    parameter, or of its part, whose amax the ranks find together in a small all-reduce before they send.
+    All ranks then hold the same values, including the owner of a shard. A scale is a power of two for the whole local
+    parameter, or for one part of it, from an amax that the ranks compute with a small all-reduce before they send.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: ParamLayout, group: Group) -> None:
@@ -143,7 +143,7 @@ class Float8FlatParameters(FlatParameters):
         numbers = [num_float8_scales(parameter) for parameter in parameters]
         self._lengths = [parameter.numel() // number for parameter, number in zip(parameters, numbers)]
         self._first_scales = list(accumulate(numbers, initial=0))
-        # By bucket: what is on its way, and all scales, of which the bucket's are set.
+        # By bucket: the payload in flight, and all scales, of which only the bucket's are set.
         self._payloads: dict[int, torch.Tensor] = {}
         self._scales: dict[int, torch.Tensor] = {}
 
@@ -158,17 +158,17 @@ class Float8FlatParameters(FlatParameters):
 
     @torch.no_grad()
     def start_gather_of(self, bucket_index: int, async_op: bool) -> None:
-        """All-gather one bucket, whose parameters are updated; with ``async_op`` do not wait for its numbers."""
+        """All-gather one bucket after its parameters' update; with ``async_op`` do not wait for the payload."""
         self._send(bucket_index, self._common_scales([bucket_index]), async_op)
 
     def wait(self, bucket_index: int) -> None:
-        """Wait until a bucket is gathered and unpacked; return at once where it is."""
+        """Wait until a bucket is gathered, and dequantize it, if its gather is pending."""
         super().wait(bucket_index)
         if bucket_index in self._payloads:
             self._unpack(bucket_index)
 
     def _scaled_ranges(self, bucket: BucketLayout, start: int, end: int) -> Iterator[_ScaledRange]:
-        """Yield what lies in the range ``[start, end)`` of the layout, scale by scale."""
+        """Yield the parts of the layout's range ``[start, end)``, one per scale."""
         for held in ranges_within(bucket.ranges, start, end):
             length, begin = self._lengths[held.index], start + held.position - held.start
             for number in range(held.start // length, -(-held.end // length)):
@@ -176,7 +176,7 @@ class Float8FlatParameters(FlatParameters):
                 yield _ScaledRange(self._first_scales[held.index] + number, begin + first, begin + last)
 
     def _common_scales(self, bucket_indices: Sequence[int]) -> torch.Tensor:
-        """Return every scale of the parameters of some buckets, the same on all ranks; 1 of others."""
+        """Return all scales, identical on all ranks; scales of parameters outside the given buckets are 1."""
         amax = torch.zeros(self._first_scales[-1], device=self.data.device)
         for bucket in (self.layout.buckets[index] for index in bucket_indices):
             for scaled in self._scaled_ranges(bucket, *bucket.shard(self.group.rank, self.group.size)):

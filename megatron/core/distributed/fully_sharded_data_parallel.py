@@ -1,7 +1,7 @@
 """Sharded gradients (ZeRO-2) and fully sharded data parallelism (FSDP, ZeRO-3).
 
 ZeRO-2: between micro-batches a rank keeps only its own shards of the accumulated gradient.
-ZeRO-3: a rank keeps only its own shards of the weights, and has a layer's whole weights while a pass runs through it.
+ZeRO-3: a rank keeps only its own shards of the weights, and a layer's whole weights only while a pass runs through it.
 Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; Zhao et al. 2023, https://arxiv.org/abs/2304.11277.
 """
 
@@ -28,7 +28,7 @@ from megatron.core.weight_prefetch import WeightPrefetch, has_memory
 
 
 class BucketPool:
-    """Lend memory of a full bucket's size; reuse what was returned, and allocate where everything is lent.
+    """Pool of full-size bucket buffers: reuses returned buffers, and allocates a new one if all are in use.
 
     Shapes: each loan is ``[max_elements]``.
     """
@@ -43,20 +43,20 @@ class BucketPool:
         return bool(self._free)
 
     def take(self) -> torch.Tensor:
-        """Lend memory with any content."""
+        """Take a buffer with arbitrary contents."""
         if self._free:
             return self._free.pop()
         self.num_allocated += 1
         return self._new()
 
     def give(self, memory: torch.Tensor) -> None:
-        """Take memory back."""
+        """Return a buffer to the pool."""
         self._free.append(memory)
 
 
 @dataclass(frozen=True, eq=False)
 class _Reduction:
-    """Hold a reduction that has been started: ``addend`` is to be added to the shard unless it was written there."""
+    """Reduction in flight; ``addend`` is to be added to the shard, or None if the result was written there."""
 
     memory: torch.Tensor
     work: PendingWork | None
@@ -65,11 +65,11 @@ class _Reduction:
 
 
 class ShardedGradBuffer(ParamAndGradBuffer):
-    """Reduce-scatter every bucket after every micro-batch into this rank's shard, and reuse full-size memory.
+    """Gradient buffer that reduce-scatters every bucket into this rank's shard after every micro-batch (ZeRO-2).
 
-    A bucket borrows full-size memory when the first gradient of a backward pass comes, and returns it when its sum over
-    the ranks has been added to the shard. Every backward pass reduces each bucket once on every rank, also where some
-    of its parameters were unused. ``end_microbatch`` must follow every backward pass but the last.
+    A bucket takes full-size memory from a pool when the first gradient of a backward pass arrives, and returns it when
+    its sum over the ranks has been added to the shard. Every backward pass reduces each bucket once on every rank, even
+    if some of its parameters are unused. ``end_microbatch`` must follow every backward pass but the last.
 
     Shapes: ``grad_data: [layout.num_elements / group.size]``.
     """
@@ -84,7 +84,7 @@ class ShardedGradBuffer(ParamAndGradBuffer):
         counts_as_last_microbatch: Callable[[], bool],
     ) -> None:
         assert plan.shard
-        # What a gradient's tensor is while its bucket has no memory: it has the dtype, and no element to write to.
+        # Placeholder for a gradient's tensor while its bucket has no memory: right dtype, no elements.
         self._nothing = torch.empty(0, dtype=grad_dtype, device=parameters[0].device)
         self.pool = BucketPool(max(b.num_elements for b in layout.buckets), grad_dtype, parameters[0].device)
         super().__init__(parameters, layout, grad_dtype, group, plan, counts_as_last_microbatch)
@@ -93,7 +93,7 @@ class ShardedGradBuffer(ParamAndGradBuffer):
         self._has_sum = [False] * len(self.buckets)
 
     def reset(self) -> None:
-        """Forget the accumulated gradients."""
+        """Discard the accumulated gradients."""
         assert not self._under_way, "a reduction is still under way"
         for index in list(self._memory):
             self.pool.give(self._release(index))
@@ -101,18 +101,18 @@ class ShardedGradBuffer(ParamAndGradBuffer):
         super().reset()
 
     def end_microbatch(self) -> None:
-        """Reduce the buckets that the backward pass left open because it did not use all their parameters."""
+        """Reduce the buckets that are incomplete because the backward pass did not use all their parameters."""
         while self._num_started or any(self._is_open(index) for index in range(len(self.buckets))):
             self._finish_round()
 
     def start_sync(self) -> None:
-        """Start every other reduction; buckets without any gradient since the reset reduce zeros."""
+        """Start all remaining reductions; buckets without any gradient since the reset reduce zeros."""
         self.end_microbatch()
         if not all(self._has_sum):
             self._finish_round()
 
     def finish_sync(self) -> None:
-        """Start every other reduction, and wait until the shards hold the sum of all micro-batches."""
+        """Start all remaining reductions, and wait until the shards hold the sum of all micro-batches."""
         self.start_sync()
         while self._under_way:
             self._settle()
@@ -153,7 +153,7 @@ class ShardedGradBuffer(ParamAndGradBuffer):
         _clear(memory, position, bucket.layout.num_elements)
 
     def _release(self, index: int) -> torch.Tensor:
-        """Take a bucket's memory from it, and expect the next micro-batch's gradients."""
+        """Detach a bucket's memory, and prepare the bucket for the next micro-batch's gradients."""
         bucket = self.buckets[index]
         bucket.completed.clear()
         for main_grad in bucket.main_grads:
@@ -176,7 +176,7 @@ class ShardedGradBuffer(ParamAndGradBuffer):
             self._start_next_bucket()
 
     def _start_next_bucket(self) -> None:
-        """Start the next bucket's reduction; after the last one comes the first, of the next micro-batch."""
+        """Start the next bucket's reduction; the last bucket is followed by the first one of the next micro-batch."""
         index = self._num_started
         self._num_started = (index + 1) % len(self.buckets)
         bucket, bucket_shard = self.buckets[index], self.bucket_shards[index]
@@ -194,7 +194,7 @@ class ShardedGradBuffer(ParamAndGradBuffer):
             self._settle()
 
     def _settle(self) -> None:
-        """Wait for the oldest reduction, add it to its shard and give its memory back."""
+        """Wait for the oldest reduction, add its result to its shard and return its memory to the pool."""
         reduction = self._under_way.popleft()
         if reduction.work is not None:
             reduction.work.wait()
@@ -204,19 +204,19 @@ class ShardedGradBuffer(ParamAndGradBuffer):
 
 
 def _clear(memory: torch.Tensor, start: int, end: int) -> None:
-    """Set padding to zero: it is reduced with the rest, and another bucket may have left anything there."""
+    """Zero padding, because it is reduced with the rest and another bucket may have written to it."""
     if start < end:
         memory[start:end].zero_()
 
 
 class WeightShards:
-    """Keep this rank's shard of every bucket of weights, and bring whole buckets from all ranks' shards.
+    """This rank's shard of every bucket of weights, with all-gather of whole buckets (ZeRO-3).
 
-    The parameters become views of the whole buckets, whose memory is filled again and again: autograd's references to
-    them stay true. Between `begin` and `free` a parameter has its values. The shards of parameters without memory are
-    zero until somebody fills them.
+    The parameters are views of the whole buckets, whose storage is freed and allocated repeatedly, so that autograd's
+    references to them stay valid. A parameter has its values between `use` and `free`. The shards of parameters without
+    memory are zero until they are filled.
 
-    Shapes: ``data: [layout.num_elements / group.size]``, the shards one after the other.
+    Shapes: ``data: [layout.num_elements / group.size]``, the shards of all buckets concatenated.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: ParamLayout, group: Group) -> None:
@@ -231,7 +231,7 @@ class WeightShards:
         position = 0
         for index, bucket in enumerate(layout.buckets):
             filled = {each.index for each in bucket.ranges if has_memory(parameters[each.index])}
-            # Memory that nothing is written to is freed before it costs a process anything.
+            # Without a value to copy, the memory is never touched before it is freed, so it costs the process nothing.
             make = torch.zeros if filled else torch.empty
             whole = make(bucket.num_elements, dtype=first.dtype, device=first.device)
             for each in bucket.ranges:
@@ -250,7 +250,7 @@ class WeightShards:
             self.free(index)
 
     def begin(self, bucket_index: int) -> None:
-        """Begin to gather a bucket, unless it is here or on its way."""
+        """Start gathering a bucket, unless it is present or in flight."""
         if self._is_here[bucket_index]:
             return
         whole = self._whole[bucket_index]
@@ -261,14 +261,14 @@ class WeightShards:
         self._is_here[bucket_index] = True
 
     def use(self, bucket_index: int) -> None:
-        """Gather a bucket where that has not begun, and wait for it."""
+        """Gather a bucket, if this has not started, and wait for it."""
         self.begin(bucket_index)
         work = self._works.pop(bucket_index, None)
         if work is not None:
             work.wait()
 
     def free(self, bucket_index: int) -> None:
-        """Free a bucket's memory, if it has any."""
+        """Free a bucket's memory, if it is allocated."""
         if self._is_here[bucket_index]:
             work = self._works.pop(bucket_index, None)
             if work is not None:
@@ -278,7 +278,7 @@ class WeightShards:
 
 
 class ShardedWeightBuffer(ShardedGradBuffer):
-    """Shard weights as well as their gradients: what this rank updates is its shards of both."""
+    """Buffer of sharded weights and sharded gradients; this rank updates its shards of both."""
 
     def __init__(
         self,
@@ -299,11 +299,11 @@ class ShardedWeightBuffer(ShardedGradBuffer):
             attach_held(parameters[index], [box for shard in shards for box in shard.described(shard.values)])
 
     def _keep_weights(self) -> None:
-        """Leave the weights to their shards: nothing is gathered after an update."""
+        """Do nothing: sharded weights are not gathered after an update, but when passes need them."""
         self.flat_parameters = None
 
     def _shards_of(self, bucket_shard: BucketShard) -> Iterable[ParamShard]:
-        # The shards of weights lie one after the other, as those of gradients do.
+        # The shards of weights are concatenated like the shards of gradients.
         begin = bucket_shard.gradient.storage_offset() - self.grad_data.storage_offset()
         values = self.weights.data[begin : begin + bucket_shard.end - bucket_shard.start]
         for held in ranges_within(self.layout.ranges, bucket_shard.start, bucket_shard.end):
@@ -312,7 +312,7 @@ class ShardedWeightBuffer(ShardedGradBuffer):
 
 
 class _Unit:
-    """Hold weights that come and go together: those of a layer, in the buckets of one or several buffers."""
+    """Weights that are gathered and freed together: those of a layer, in buckets of one or more buffers."""
 
     def __init__(self) -> None:
         self.buckets: list[tuple[WeightShards, int]] = []
@@ -332,11 +332,12 @@ class _Unit:
 
 
 class ShardedWeights(WeightPrefetch):
-    """Have a chunk's whole weights layer by layer, as its passes run; those of the next layer come meanwhile.
+    """Whole weights of a chunk, gathered layer by layer as its passes run, with prefetching of the next layer.
 
-    ``layers`` are told of by who runs them, see `WeightPrefetch`. The weights of ``first``, which runs before the
-    layers, come for its forward pass alone: its backward pass must not need them. All others come with a forward pass
-    of the chunk, and stay until its backward pass has ended, or until the forward pass has where none follows.
+    The code that runs ``layers`` announces them, see `WeightPrefetch`. The weights of ``first``, which runs before the
+    layers, are gathered only for its forward pass: its backward pass must not need them. All other weights are gathered
+    for a forward pass of the chunk, and stay until its backward pass has ended, or, without one, until the forward pass
+    has ended.
     """
 
     def __init__(
@@ -360,7 +361,7 @@ class ShardedWeights(WeightPrefetch):
         self._hook(chunk, first)
 
     def follow_chunk(self, chunk: nn.Module, layers: Sequence[nn.Module], first: nn.Module | None) -> None:
-        """Have the whole weights for the passes of another chunk too, which holds the same parameters."""
+        """Also gather the weights for the passes of another chunk, which shares the parameters."""
         self.follow(layers)
         self._hook(chunk, first)
 
@@ -372,12 +373,12 @@ class ShardedWeights(WeightPrefetch):
             first.register_forward_hook(self._end_first)
 
     def use_all(self) -> None:
-        """Have all weights, until they are freed."""
+        """Gather all weights and keep them until they are freed."""
         for unit in self._all:
             unit.use()
 
     def free_all(self) -> None:
-        """Free all weights: a micro-batch's backward pass has ended, or nobody needs them any more."""
+        """Free all weights, after a micro-batch's backward pass or when they are no longer needed."""
         for unit in self._all:
             unit.free()
 
@@ -388,7 +389,7 @@ class ShardedWeights(WeightPrefetch):
         if not torch.is_grad_enabled():
             self.free_all()
         elif isinstance(output, torch.Tensor) and output.requires_grad:
-            # The backward pass of another micro-batch may have ended since.
+            # The backward pass of another micro-batch may have freed the weights since.
             output.register_hook(lambda grad: self._rest.use())  # type: ignore[no-untyped-call]
 
     def _begin_first(self, module: nn.Module, arguments: object) -> None:
@@ -401,11 +402,11 @@ class ShardedWeights(WeightPrefetch):
 
 
 FIRST, REST = -1, -2
-"""Labels of what is in no layer: of the module before the layers, and of everything else."""
+"""Labels of parameters outside the layers: of the module before the layers, and of everything else."""
 
 
 def unit_labels(chunk: nn.Module, layers: Sequence[nn.Module], first: nn.Module | None) -> dict[int, int]:
-    """Return for each parameter, by its id, the number of its layer, or one of the labels beside."""
+    """Return, by parameter id, the index of the parameter's layer, or `FIRST` or `REST`."""
     labels = {id(parameter): REST for parameter in chunk.parameters()}
     if first is not None:
         labels |= {id(parameter): FIRST for parameter in first.parameters()}

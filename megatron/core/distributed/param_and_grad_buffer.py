@@ -25,22 +25,23 @@ from megatron.core.process_group import Group
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """Say how gradients are combined over the data-parallel ranks.
+    """Reduction of gradients over the data-parallel ranks.
 
     - ``average`` divides by the number of ranks: in a pass before the sum, or in the collective with
-      ``average_in_collective``. NCCL makes an average of floating-point numbers a sum of addends multiplied first
-      (PreMulSum), which NVLS does not offer.
-      ``num_averaged`` is that number where it is not the group's: ranks that hold the same expert see the tokens of
-      others too.
+      ``average_in_collective``. NCCL implements the average of floating-point numbers as a sum of pre-multiplied values
+      (PreMulSum), which NVLS does not support.
+      ``num_averaged`` is this number if it differs from the group size: ranks that hold the same expert also receive
+      tokens of other ranks.
     - ``overlap`` starts reducing a bucket as soon as its last gradient has arrived.
     - ``record_local_norms`` keeps the norm of each parameter's gradient before the reduction: afterwards no rank could
-      tell which one brought a value that is not finite.
-    - ``fuse_accumulation`` adds a weight's product to its gradient in one kernel and without rounding it to 16 bits
-      first, where the device can.
-    - ``shard`` leaves each rank with the sum of its own shard of each bucket (reduce-scatter). The parameters then lie
-      in a flat buffer of the same layout, and are gathered from the shards after the update.
-    - ``copies`` are the ranks that hold copies of this rank's shards, where these are not cut over all ranks. The
-      gradients of the shards are summed over them at last.
+      tell which rank contributed a non-finite value.
+    - ``fuse_accumulation`` adds a weight gradient's matmul to the main gradient in one kernel, without rounding it to
+    16
+      bits first, if the device supports it.
+    - ``shard`` leaves each rank with the sum of only its own shard of each bucket (reduce-scatter). The parameters are
+      then in a flat buffer of the same layout, and are all-gathered from the shards after the update.
+    - ``copies`` are the ranks that hold copies of this rank's shards, if shards are not spread over all ranks. The
+      gradients of the shards are finally summed over them.
     """
 
     average: bool = True
@@ -55,7 +56,7 @@ class ReductionPlan:
 
 @dataclass(frozen=True, eq=False)
 class BucketShard:
-    """Hold the range ``[start, end)`` of the buffer's layout whose reduced gradients are this rank's to use.
+    """Range ``[start, end)`` of the buffer's layout of which this rank uses the reduced gradients.
 
     Shapes: ``gradient: [end - start]``.
     """
@@ -67,7 +68,7 @@ class BucketShard:
 
 @dataclass
 class GradBucket:
-    """Hold one bucket of the buffer and what has happened to it since the last reset."""
+    """One bucket of the buffer, and its state since the last reset."""
 
     layout: BucketLayout
     main_grads: tuple[MainGrad, ...]
@@ -80,25 +81,25 @@ class GradBucket:
         return len(self.completed) == len(self.main_grads)
 
     def reset(self) -> None:
-        """Expect a contribution to every parameter again."""
+        """Restart the count of completed gradients, and discard all accumulated gradients."""
         self.completed.clear()
         self.local_norms = ()
         for main_grad in self.main_grads:
             main_grad.reset()
 
     def add_local_norms(self) -> None:
-        """Add the norm of what each main gradient holds; a value that is not finite shows in the sum."""
+        """Add the norm of each main gradient; a non-finite value makes the sum non-finite."""
         norms = torch._foreach_norm([grad.tensor for grad in self.main_grads])
         self.local_norms = tuple(torch._foreach_add(self.local_norms, norms) if self.local_norms else norms)
 
 
 class ParamAndGradBuffer:
-    """Own the main gradients of parameters that share a parameter and a gradient dtype.
+    """Main gradients of parameters that share a parameter dtype and a gradient dtype.
 
     Buckets are reduced strictly in buffer order, so that every data-parallel rank issues the same collectives in the
-    same order even where a parameter stays unused on some of them. ``bucket_shards`` and ``shards`` say where this rank
-    finds its reduced gradients: the whole buffer or, where the plan shards, one shard of every bucket.
-    ``shards_by_bucket`` has the parameters' shards for each of ``bucket_shards``.
+    same order even if a parameter is unused on some ranks. ``bucket_shards`` and ``shards`` are this rank's reduced
+    gradients: the whole buffer or, if the plan shards, one shard of every bucket. ``shards_by_bucket`` has the
+    parameters' shards for each of ``bucket_shards``.
 
     Shapes: ``grad_data: [layout.num_elements]``; padding between parameters is zero and stays so.
     """
@@ -133,22 +134,22 @@ class ParamAndGradBuffer:
         return tuple(self.parameters[each.index] for each in bucket.layout.ranges)
 
     def reset(self) -> None:
-        """Forget the accumulated gradients; memory is not touched, the next contributions overwrite it."""
+        """Discard the accumulated gradients without writing memory; the next contributions overwrite it."""
         assert all(bucket.work is None for bucket in self.buckets), "a reduction is still under way"
         self._num_started = 0
         for bucket in self.buckets:
             bucket.reset()
 
     def end_microbatch(self) -> None:
-        """End a micro-batch that is not the last: do nothing, since the whole gradient accumulates here."""
+        """Do nothing after a micro-batch that is not the last: gradients accumulate locally."""
 
     def start_sync(self) -> None:
-        """Start the reduction of every other bucket; unused parameters count as zero."""
+        """Start all remaining reductions; unused parameters count as zero."""
         while self._num_started < len(self.buckets):
             self._start_next_bucket()
 
     def finish_sync(self) -> None:
-        """Start every other reduction, and wait until every bucket holds the reduced gradient."""
+        """Start all remaining reductions, and wait until every bucket holds the reduced gradient."""
         self.start_sync()
         for bucket in self.buckets:
             if bucket.work is not None:
@@ -162,13 +163,13 @@ class ParamAndGradBuffer:
             bucket_shard.gradient.mul_(factor)
 
     def _sum_copies(self) -> None:
-        """Sum the gradients of this rank's shards over the ranks that hold copies of these."""
+        """Sum the gradients of this rank's shards over the ranks that hold copies of these shards."""
         if self.plan.copies is not None:
             for bucket_shard in self.bucket_shards:
                 all_reduce(bucket_shard.gradient, self.plan.copies)
 
     def _keep_weights(self) -> None:
-        """Let the weights lie where they are gathered after an update, where the plan shards."""
+        """Move the weights to the buffer that is all-gathered after an update, if the plan shards."""
         kind = Float8FlatParameters if is_sent_in_float8(self.parameters[0]) else FlatParameters
         self.flat_parameters = kind(self.parameters, self.layout, self.group) if self.plan.shard else None
 
@@ -240,7 +241,7 @@ class ParamAndGradBuffer:
         bucket.work = self._reduce(bucket, whole, self.grad_data[start:end])
 
     def _reduce(self, bucket: GradBucket, whole: torch.Tensor, shard: torch.Tensor) -> PendingWork | None:
-        """Reduce a full bucket, in place or, where the plan shards, into ``shard``, which may lie within it."""
+        """Reduce a full bucket in place or, if the plan shards, into ``shard``, which may be a part of it."""
         if self.plan.record_local_norms:
             bucket.add_local_norms()
         op = "sum"
@@ -256,10 +257,10 @@ class ParamAndGradBuffer:
 
 
 def await_in_forward(module: nn.Module, buffers: Sequence[ParamAndGradBuffer]) -> None:
-    """Let every submodule, when it is called, wait until the buckets of its own parameters are gathered.
+    """Make every submodule wait, when it is called, until the buckets of its own parameters are all-gathered.
 
-    So gathering overlaps with the forward passes of the submodules before. A parameter may be used elsewhere only
-    after its own module has been called in the same forward pass.
+    All-gathers thus overlap with the forward passes of earlier submodules. Other modules may use a parameter only after
+    its own module has been called in the same forward pass.
     """
     bucket_of: dict[int, tuple[FlatParameters, int]] = {}
     for buffer in buffers:

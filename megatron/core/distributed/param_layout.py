@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer, and how the buffer is split into buckets and each bucket into shards.
+"""Layout of parameters in a flat buffer, and the split of the buffer into buckets and of each bucket into shards.
 
 Gradients become ready from the last layer to the first, so a buffer filled in that order can be reduced bucket by
 bucket while the backward pass still runs. Li et al. 2020, https://arxiv.org/abs/2006.15704.
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 
 PARAM_ALIGNMENT = 128
-"""Elements at a multiple of which each parameter starts; norms are summed block by block of this size."""
+"""Alignment of each parameter's start, in elements; norms are summed in blocks of this size."""
 MIN_POOL_SIZE = 2
-"""Number of full-size buckets of sharded gradients to allocate before one waits for a reduction in flight."""
+"""Minimum number of full-size buckets of sharded gradients to allocate before waiting for a reduction in flight."""
 
 
 @dataclass(frozen=True)
 class ParamRange:
-    """The elements ``[start, end)`` of parameter ``index``, flattened, and where they are in a flat buffer.
+    """The elements ``[start, end)`` of the flattened parameter ``index``, and their position in a flat buffer.
 
-    ``index`` counts the caller's list of parameters. ``position`` counts elements from the beginning of the buffer, or
-    of the range of the buffer that `ranges_within` was asked for.
+    ``index`` counts the caller's list of parameters. ``position`` counts elements from the start of the buffer, or of
+    the range of the buffer that was passed to `ranges_within`.
     """
 
     index: int
@@ -41,7 +41,7 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Hold the range ``[start, end)`` of the flat buffer that one collective reduces, padding included."""
+    """Range ``[start, end)`` of the flat buffer that one collective reduces, including padding."""
 
     start: int
     end: int
@@ -49,11 +49,11 @@ class BucketLayout:
 
     @property
     def num_elements(self) -> int:
-        """Return the length of the range, padding included."""
+        """Return the length of the range, including padding."""
         return self.end - self.start
 
     def shard(self, index: int, count: int) -> tuple[int, int]:
-        """Return the range of the flat buffer that is shard ``index`` of ``count`` equal ones."""
+        """Return the range of the flat buffer of shard ``index`` of ``count`` equal shards."""
         length = self.num_elements // count
         assert length * count == self.num_elements, "the layout was planned for another number of shards"
         return self.start + index * length, self.start + (index + 1) * length
@@ -61,13 +61,13 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Hold the buckets of a flat buffer in the order in which their gradients become ready."""
+    """Buckets of a flat buffer in the order in which their gradients become ready."""
 
     buckets: tuple[BucketLayout, ...]
 
     @property
     def num_elements(self) -> int:
-        """Return the length of the buffer, padding included."""
+        """Return the length of the buffer, including padding."""
         return self.buckets[-1].end if self.buckets else 0
 
     @property
@@ -83,13 +83,13 @@ def plan_layout(
     alone: Collection[int] = (),
     units: Sequence[int] = (),
 ) -> ParamLayout:
-    """Place parameters of ``sizes`` elements, given in order of use, last used first.
+    """Lay out parameters of ``sizes`` elements, given in order of use; the last one used is placed first.
 
-    A bucket is closed by the parameter that brings it to ``bucket_size`` elements; None makes one bucket. Every
+    A bucket ends with the parameter that brings it to ``bucket_size`` elements; None makes a single bucket. Every
     parameter starts at a multiple of ``param_alignment``, and the length of every bucket is a multiple of it times
-    ``num_shards``, so that a bucket can be cut into aligned equal shards. Parameters listed in ``alone`` get a bucket
-    each: whatever else a rank holds, their shards are the same. No bucket has parameters of two ``units``, which are a
-    label for each parameter.
+    ``num_shards``, so that a bucket can be split into aligned equal shards. Each parameter listed in ``alone`` gets its
+    own bucket, so that its shards do not depend on the rank's other parameters. A bucket never mixes parameters of
+    different ``units``, which gives a label for each parameter.
     """
     buckets: list[BucketLayout] = []
     ranges: list[ParamRange] = []
@@ -126,9 +126,9 @@ def plan_buckets(
 ) -> ParamLayout:
     """Return the buckets and shards in which data parallelism reduces the gradients of parameters of one dtype.
 
-    ``sizes`` are in order of use, ``tied`` lists those that another pipeline stage holds too, ``num_replicas`` is the
-    number of ranks with the same weights. Where weights are sharded, each of the ``units``, one label for each
-    parameter, has buckets of its own, and no other limit.
+    ``sizes`` are in order of use, and ``tied`` lists the parameters that another pipeline stage holds too.
+    ``num_replicas`` is the number of ranks with the same weights. If weights are sharded, each of the ``units``, one
+    label per parameter, has separate buckets without a size limit.
     """
     is_sharded = config.shards_over(num_replicas)
     shares_piecewise = is_sharded and (config.shards_gradients or config.overlap_param_gather)
@@ -136,16 +136,16 @@ def plan_buckets(
     by_unit = is_sharded and config.shards_weights and bool(units)
     if not by_unit and (config.overlap_grad_reduce or shares_piecewise):
         bucket_size = config.ddp_bucket_size or default_bucket_size(num_replicas)
-    # Both stages that hold a copy must find the same elements of it in their shards.
+    # Both stages that hold a copy must have the same elements of it in their shards.
     alone = tied if is_sharded else ()
     num_shards = config.num_shards(num_replicas)
     return plan_layout(sizes, bucket_size, num_shards=num_shards, alone=alone, units=units if by_unit else ())
 
 
 def ranges_within(ranges: Sequence[ParamRange], start: int, end: int) -> list[ParamRange]:
-    """Return what the range ``[start, end)`` of the flat buffer holds of each parameter, in buffer order.
+    """Return the parts of parameters within the range ``[start, end)`` of the flat buffer, in buffer order.
 
-    The positions of ``ranges`` count from the beginning of the buffer, those of the result from ``start``.
+    The positions of ``ranges`` are relative to the start of the buffer, those of the result to ``start``.
     """
     held = []
     for each in ranges:
@@ -157,7 +157,7 @@ def ranges_within(ranges: Sequence[ParamRange], start: int, end: int) -> list[Pa
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
-    """Return the bucket size in elements that keeps many ranks' collectives limited by bandwidth, not latency."""
+    """Return the bucket size in elements that keeps collectives bandwidth-bound on many ranks."""
     return max(40_000_000, 1_000_000 * data_parallel_size)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the weights: values that are not finite or far too large, and replicas that differ in a bit."""
+"""Weight checks: non-finite or far too large values, and replicas that differ in any bit."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from megatron.core.process_group import Group, single_rank_group
 from megatron.core.sharding import ParamSpec, held_of, is_held_in_parts, spec_of
 
 OUTLIER_RATIO = 1.0e3
-"""How many times as large as its neighbors an element must be to be suspected, beside other evidence."""
+"""Ratio of an element to the others above which it is suspicious, given other evidence."""
 ABSURD_RATIO = 1.0e6
-"""How many times as large it must be to be wrong whatever else is seen: an exponent's bit makes it so."""
+"""Ratio of an element to the others above which it is certainly wrong, as after a bit flip in the exponent."""
 
 HUGE_WEIGHT = 1.0e3
-"""The root mean square of a parameter's elements beyond which training has lost it."""
+"""Root mean square of a parameter above which training has diverged."""
 
 
 class BadWeightsError(TrainingError):
-    """Report weights that hold what is not finite: only an earlier checkpoint has good ones."""
+    """Non-finite weights; only an earlier checkpoint has valid ones."""
 
 
 @dataclass(frozen=True)
 class BadWeight:
-    """Hold what is wrong with one parameter; ``first`` is the place of the first bad element in the global tensor.
+    """Finding about one parameter; ``first`` is the index of the first bad element in the global tensor.
 
-    ``num_elements`` are those of the rank's own part.
+    ``num_elements`` is the number of elements on the rank.
     """
 
     name: str
@@ -43,7 +43,7 @@ class BadWeight:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """Return the finding as a message shows it."""
+        """Format the finding for a message."""
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         return (
             f"{self.name} on {ranks}: {self.num_bad} of {self.num_elements} elements, the first at "
@@ -52,33 +52,33 @@ class BadWeight:
 
 
 def find_bad_weights(parameters: Iterable[torch.Tensor]) -> list[BadWeight]:
-    """Return the parameters of this rank that hold what is not finite; it waits for the device."""
+    """Return this rank's parameters with non-finite values; waits for the device."""
     held = [each for parameter in parameters for each in held_of(parameter)]
     bad = {id(values) for values in not_finite([values for _, values in held])}
     return [_describe(spec, each.detach(), ~each.detach().isfinite()) for spec, each in held if id(each) in bad]
 
 
 def not_finite(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those of the floating-point tensors that hold what is not finite; it waits for the device once."""
+    """Return the floating-point tensors with non-finite values; waits for the device once."""
     floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not floating:
         return []
-    # The extremes are finite where all is: a maximum is NaN where anything is.
+    # The extremes are finite if all values are: a maximum is NaN if any value is NaN.
     extremes = torch.stack([torch.stack(tensor.detach().aminmax()).float().to("cpu") for tensor in floating])
     return [tensor for tensor, are_finite in zip(floating, extremes.isfinite().all(dim=1).tolist()) if not are_finite]
 
 
 def find_outlying_weights(parameters: Iterable[torch.Tensor], ratio: float = OUTLIER_RATIO) -> list[BadWeight]:
-    """Return the parameters of this rank with an element ``ratio`` times as large as the others are in the mean.
+    """Return this rank's parameters with an element that is ``ratio`` times the root mean square of the others.
 
-    Such an element is finite, and no training makes it: a bit of it was changed, or it was written by mistake.
+    Such an element is finite, but does not result from training: a bit has flipped, or it was written by mistake.
     """
     found = []
     for spec, held in (each for parameter in parameters for each in held_of(parameter)):
         values = held.detach().abs().double()
         largest = values.max()
         others = (values.square().sum() - largest.square()).clamp(min=0.0)
-        # What cancels in the difference is measured anew without the largest.
+        # Avoid cancellation in the difference: sum again without the largest value.
         if bool(others <= 1.0e-9 * largest.square()):
             others = torch.where(values == largest, 0.0, values).square().sum()
         mean = (others / max(values.numel() - 1, 1)).sqrt().clamp(min=1.0e-3)
@@ -88,7 +88,7 @@ def find_outlying_weights(parameters: Iterable[torch.Tensor], ratio: float = OUT
 
 
 def find_huge_weights(parameters: Iterable[torch.Tensor]) -> list[BadWeight]:
-    """Return the parameters of this rank beyond `HUGE_WEIGHT` in the root mean square: training made them so."""
+    """Return this rank's parameters whose root mean square exceeds `HUGE_WEIGHT`, as after divergence."""
     found = []
     for spec, held in (each for parameter in parameters for each in held_of(parameter)):
         values = held.detach()
@@ -98,7 +98,7 @@ def find_huge_weights(parameters: Iterable[torch.Tensor]) -> list[BadWeight]:
 
 
 def gather_bad_weights(local: Sequence[BadWeight], world: Group) -> list[BadWeight]:
-    """Return what all ranks have found, each parameter once with its ranks; collective."""
+    """Collect the findings of all ranks, one per parameter with its ranks; collective."""
     found: dict[tuple[str, tuple[int, ...]], BadWeight] = {}
     for rank, reported in zip(world.ranks, all_gather_objects(list(local), world)):
         for weight in reported:
@@ -108,7 +108,7 @@ def gather_bad_weights(local: Sequence[BadWeight], world: Group) -> list[BadWeig
 
 
 def describe_bad_weights(found: Sequence[BadWeight]) -> str:
-    """Return the findings as one line names them, the first four in full."""
+    """Format the findings on one line, the first four in full."""
     more = f" and {len(found) - 4} more" if len(found) > 4 else ""
     return "; ".join(map(str, found[:4])) + more
 
@@ -119,7 +119,7 @@ def _describe(spec: ParamSpec, values: torch.Tensor, bad: torch.Tensor) -> BadWe
 
 
 def _global_place(spec: ParamSpec, local: tuple[int, ...]) -> tuple[int, ...]:
-    """Return where an element of the local tensor lies in the global one; its own place where it is padding."""
+    """Return the index in the global tensor of an element of the local tensor; its local index if it is padding."""
     for shard in spec.shards:
         box = shard.local_box
         if all(start <= at < start + length for at, start, length in zip(local, box.offset, box.shape)):
@@ -135,7 +135,7 @@ _MIX_B = -4658895280553007687
 
 
 def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 64-bit hash of a tensor's bits and their places, computed on its device.
+    """Return a 64-bit hash of a tensor's bits and their positions, computed on its device.
 
     Shapes: ``[...] -> [] int64``.
     """
@@ -150,10 +150,10 @@ def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_replicas_equal(parameters: Iterable[torch.nn.Parameter], state: ParallelState) -> None:
-    """Compare every parameter's bits over the ranks that hold copies; all of these must call.
+    """Compare every parameter's bits over the ranks that hold copies; collective over these ranks.
 
     Raises:
-        TrainingError: replicas differ; the message names the parameters, and the ranks that differ from most others.
+        TrainingError: replicas differ; the message names the parameters, and the ranks that differ from the majority.
     """
     difference = _compare(list(parameters), state)
     if difference:
@@ -161,13 +161,13 @@ def check_replicas_equal(parameters: Iterable[torch.nn.Parameter], state: Parall
 
 
 def differing_replicas(parameters: Iterable[torch.nn.Parameter], state: ParallelState) -> str:
-    """Return what `check_replicas_equal` finds in the data-parallel groups of all ranks; empty where all are equal."""
+    """Return what `check_replicas_equal` finds in the data-parallel groups of all ranks; empty if all are equal."""
     found = _compare(list(parameters), state)
     return "; ".join(dict.fromkeys(text for text in all_gather_objects(found, state.world) if text))
 
 
 def _compare(parameters: Sequence[torch.nn.Parameter], state: ParallelState) -> str:
-    """Compare what has copies: of sharded weights the shards, where hybrid sharding has others of them."""
+    """Compare replicated parameters, and shards of sharded parameters that hybrid sharding replicates."""
     whole = [(spec_of(each), each) for each in parameters if not is_held_in_parts(each)]
     shards = [held for each in parameters if is_held_in_parts(each) for held in held_of(each)]
     found = (
@@ -178,7 +178,7 @@ def _compare(parameters: Sequence[torch.nn.Parameter], state: ParallelState) -> 
 
 
 def _copies_of_shards(state: ParallelState, spec: ParamSpec) -> Group:
-    """Return the ranks that hold the same shards of a parameter: without copies this rank alone."""
+    """Return the ranks that hold the same shards of a parameter; without copies, this rank alone."""
     levels = state.replicas_of(spec).levels
     return single_rank_group(()) if levels is None else levels[1]
 
@@ -189,7 +189,7 @@ def compare_over_replicas(
     what: str = "parameters",
     copies: Callable[[ParallelState, ParamSpec], Group] = ParallelState.replicas_of,
 ) -> str:
-    """Compare described tensors over the ranks that hold copies, experts over theirs, as `compare_replicas` does."""
+    """Compare described tensors over the ranks that hold copies (see `compare_replicas`); experts over their own."""
     kinds = {spec.is_expert: copies(state, spec) for spec, _ in tensors}
     found = (
         compare_replicas([(spec.name, each) for spec, each in tensors if spec.is_expert == is_expert], group, what)
@@ -199,10 +199,10 @@ def compare_over_replicas(
 
 
 def compare_replicas(tensors: Sequence[tuple[str, torch.Tensor]], group: Group, what: str = "parameters") -> str:
-    """Compare the bits of named tensors over a group whose ranks hold copies; all of them must call.
+    """Compare the bits of named tensors over a group of replicas; collective.
 
-    Returns in words what differs, and who: the ranks that are not among the most that agree. Two cannot be told apart.
-    Empty where all are equal.
+    Returns a message with the differing tensors and the ranks outside the majority, if there is a majority. The message
+    is empty if all are equal.
     """
     if group.size == 1 or not tensors:
         return ""

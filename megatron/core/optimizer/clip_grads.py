@@ -1,6 +1,6 @@
-"""Gradient clipping: the global norm, a maximum norm per kind of parameter, and reports of NaN or Inf.
+"""Gradient clipping: the global norm, optional maximum norms per kind of parameter, and reports of NaN or Inf.
 
-The norm counts every element of the model once. The kinds are matrices, embeddings and vectors.
+The norm counts every element of the model exactly once. The kinds are matrices, embeddings and vectors.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from megatron.core.timers import Timers
 
 @dataclass(frozen=True)
 class GradStatistics:
-    """Hold the global gradient norm and, if asked for, the number of zeros.
+    """Global gradient norm and, if requested, the number of zeros.
 
-    The norm is not finite exactly where some gradient is not.
+    The norm is not finite if some gradient is not.
     """
 
     norm: float
@@ -48,7 +48,7 @@ class GradStatistics:
 
     @classmethod
     def from_totals(cls, totals: Sequence[float]) -> GradStatistics:
-        """Return what the totals of `GradNorm.measure` say, once they are read."""
+        """Convert the totals of `GradNorm.measure`, once the host has read them."""
         return cls(math.sqrt(totals[0]), int(totals[1]) if len(totals) > 1 else None)
 
 
@@ -58,21 +58,21 @@ def is_counted(spec: ParamSpec, state: ParallelState) -> bool:
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return the factor, at most 1, that brings a gradient of ``norm`` down to ``max_norm``; 0 means no clipping.
+    """Return the factor, at most 1, that scales a gradient of ``norm`` down to ``max_norm``; 0 means no clipping.
 
     Shapes: ``norm: [] -> []``.
     """
     if max_norm <= 0.0:
         return torch.ones_like(norm)
-    # A number divided by a tensor would be multiplied by its reciprocal, and be rounded twice.
+    # Dividing a Python number by a tensor multiplies by its reciprocal, which rounds twice.
     return torch.full_like(norm, max_norm).div_(norm + 1.0e-6).clamp_(max=1.0)
 
 
 class DedupMask:
-    """Say over which ranks sums over the model go, and which of a rank's parameters count in them, each element once.
+    """Selection of the parameters that a rank counts in sums over the model, so that each element counts once.
 
-    The ranks are those of one model copy, or all where state is sharded or experts are spread over other ranks than the
-    rest; then of replicas that are not sharded the first counts.
+    ``group`` are the ranks of the sum: one model copy, or all ranks if state is sharded or if experts use another grid
+    than the rest of the model. In the latter case the first of several unsharded replicas counts.
     """
 
     def __init__(self, model_chunks: Sequence[DistributedDataParallel], state: ParallelState) -> None:
@@ -83,22 +83,22 @@ class DedupMask:
         self._is_of_world = is_of_world
 
     def counts(self, spec: ParamSpec) -> bool:
-        """Return whether this rank's copy of a parameter, or its shard of it, counts."""
+        """Return whether this rank counts its copy, or its shard, of a parameter."""
         if not is_counted(spec, self._state):
             return False
         replicas = self._state.replicas_of(spec)
         if not self._is_of_world or replicas.is_first:
             return True
-        # Of the copies of a shard the first counts.
+        # The first copy of a shard counts.
         is_first_copy = replicas.levels is None or replicas.levels[1].is_first
         return is_first_copy and self._config.shards_over(replicas.size)
 
 
 class GradNorm:
-    """Measure the reduced gradients of model chunks in one pass over memory and one reduction.
+    """Norm of the reduced gradients of model chunks, computed in one pass over memory and one all-reduce.
 
-    A buffer is summed in blocks of the parameters' alignment, so that no block holds parts of two parameters. Blocks
-    of copies that another rank counts have weight zero; a value in them that is not finite still makes the norm so.
+    A buffer is summed in blocks of the parameters' alignment, so that a block belongs to a single parameter. Blocks
+    that another rank counts have weight zero, but a non-finite value in them still makes the norm non-finite.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class GradNorm:
         ]
 
     def _weights_of(self, bucket_shard: BucketShard, buffer: ParamAndGradBuffer) -> torch.Tensor | None:
-        """Return one weight a block, or None where every block counts."""
+        """Return one weight per block, or None if every block counts."""
         weights = torch.ones((bucket_shard.end - bucket_shard.start) // PARAM_ALIGNMENT, dtype=torch.float64)
         for held in ranges_within(buffer.layout.ranges, bucket_shard.start, bucket_shard.end):
             if not self._counting.counts(spec_of(buffer.parameters[held.index])):
@@ -131,7 +131,7 @@ class GradNorm:
         return None if bool(weights.all()) else weights.to(bucket_shard.gradient.device)
 
     def _weights_of_kinds(self, bucket_shard: BucketShard, buffer: ParamAndGradBuffer) -> list[torch.Tensor]:
-        """Return one weight a block for each kind of parameters."""
+        """Return one weight per block for each kind of parameter."""
         count = (bucket_shard.end - bucket_shard.start) // PARAM_ALIGNMENT
         weights = {kind: torch.zeros(count, dtype=torch.float64) for kind in self._kinds}
         if self._kind_of is not None:
@@ -143,18 +143,18 @@ class GradNorm:
         return [of_kind.to(bucket_shard.gradient.device) for of_kind in weights.values()]
 
     def measure(self, count_zeros: bool = False, timers: Timers | None = None) -> torch.Tensor:
-        """Return what `measure_kinds` does of all kinds together."""
+        """Return the totals of `measure_kinds` over all kinds."""
         return self.measure_kinds(count_zeros, timers)[0]
 
     def measure_kinds(
         self, count_zeros: bool = False, timers: Timers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of squares and, if asked for, the number of zeros over the whole model, on the device.
+        """Return, on the device, the sum of squares over the whole model and, if requested, the number of zeros.
 
-        Also the sums of squares of each kind, none where kinds are not told apart.
+        The second tensor has the sum of squares of each kind, and is empty if kinds are not distinguished.
 
-        Every rank that holds a part of the model must call. Nothing waits for the device but ``timers``, which time
-        the counting; see `GradStatistics.from_totals`.
+        All ranks that hold a part of the model must call this. Nothing waits for the device except ``timers``, which
+        time the counting; see `GradStatistics.from_totals`.
 
         Shapes: ``-> [1 or 2], [kinds]`` float64.
         """
@@ -177,7 +177,7 @@ class GradNorm:
 
 
 def _num_zeros(shard: ParamShard) -> torch.Tensor | int:
-    """Return the number of zeros in the gradient of a shard, without padding."""
+    """Count the zeros in the gradient of a shard, excluding padding."""
     zeros = [
         (view[shard.local_box.slices] == 0).sum()
         for spec, view in shard.described(shard.gradient)
@@ -187,19 +187,20 @@ def _num_zeros(shard: ParamShard) -> torch.Tensor | int:
 
 
 def _block_norms(flat: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each block. Shapes: ``[n] -> [n / PARAM_ALIGNMENT]`` float64."""
+    """Return the norm of each block; shapes: ``[n] -> [n / PARAM_ALIGNMENT]`` float64."""
     blocks = flat.view(-1, PARAM_ALIGNMENT)
     norms: torch.Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=arithmetic_dtype(flat.dtype)).double()
     return norms
 
 
 def sum_of_squares(flat: torch.Tensor, block_weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the sum of squares in float64, each block weighted.
+    """Return the sum of squares in float64, with optional weights per block.
 
     Squares within a block are summed in the arithmetic dtype, blocks in float64: torch's own norm of 30 million
-    float32 values on CPU was off by 1.6e-3 relative, this one by 1e-10 in the same time.
+    float32 values on CPU had a relative error of 1.6e-3, this sum 1e-10 in the same time.
 
-    Shapes: ``flat: [n]``, ``block_weights: [n / PARAM_ALIGNMENT]``, for which n is a multiple of the block.
+    Shapes: ``flat: [n]``, ``block_weights: [n / PARAM_ALIGNMENT]``, which requires n to be a multiple of the block
+    size.
     """
     whole = flat.numel() // PARAM_ALIGNMENT * PARAM_ALIGNMENT
     norms = _block_norms(flat[:whole])
@@ -211,12 +212,12 @@ def sum_of_squares(flat: torch.Tensor, block_weights: torch.Tensor | None = None
 
 KINDS = ("matrices", "embeddings", "vectors")
 ALL_KINDS = ""
-"""What stands for all kinds together, where they are not told apart."""
+"""Key for all kinds together, if they are not distinguished."""
 _EMBEDDINGS = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
 
 
 def kind_of(spec: ParamSpec) -> str:
-    """Return the kind of a parameter; the output layer is one of the embeddings, with which it may be tied."""
+    """Return the kind of a parameter; the output layer counts as an embedding, as the two may be tied."""
     if spec.name.endswith(_EMBEDDINGS):
         return "embeddings"
     return "vectors" if len(spec.global_shape) < 2 or spec.name.endswith("bias") else "matrices"
@@ -225,11 +226,11 @@ def kind_of(spec: ParamSpec) -> str:
 def grad_multipliers(
     norm: torch.Tensor, of_kinds: torch.Tensor, scale: float, config: OptimizerConfig
 ) -> Mapping[str, torch.Tensor]:
-    """Return what the gradients of each kind are multiplied by: clipped by their kind, and then all together.
+    """Return the gradient multipliers of each kind: clipping per kind, then global clipping.
 
-    ``norm`` is that of all gradients, ``of_kinds`` are the sums of squares of each kind. ``scale`` is that of the
-    loss, and divided out. Where kinds are not told apart there is one number for all; where they are, also one for
-    what is of none.
+    ``norm`` is the norm of all gradients, and ``of_kinds`` are the sums of squares of each kind. The multipliers divide
+    by ``scale``, the loss scale. Without limits per kind there is one multiplier for all; with them, there is also one
+    for gradients that are clipped only globally.
 
     Shapes: ``norm: []``, ``of_kinds: [3]``, in float64.
     """
@@ -252,7 +253,7 @@ _NUM_RANKS_NAMED = 8
 
 
 def check_weights(model_chunks: Sequence[DistributedDataParallel], world: Group) -> None:
-    """Look the weights of all ranks over; collective, and it waits for the device.
+    """Check the weights of all ranks for NaN or Inf; collective, and waits for the device.
 
     Raises:
         BadWeightsError: some are not finite; the message names parameters, ranks and elements. All ranks raise.
@@ -268,9 +269,9 @@ def check_weights(model_chunks: Sequence[DistributedDataParallel], world: Group)
 
 
 def describe_bad_gradients(model_chunks: Sequence[DistributedDataParallel], world: Group, loss_scale: float) -> str:
-    """Return what the reduced gradients are, and which parameters' were not finite before, by rank; collective.
+    """Describe the reduced gradients, and the parameters whose local gradients were not finite, by rank; collective.
 
-    Finite gradients whose squares overflow are called too large, with the largest values.
+    Finite gradients whose squares overflow are reported as too large, with the largest values.
     """
     bad = [name for chunk in model_chunks for name in chunk.names_of_bad_local_gradients()]
     shards = [shard for chunk in model_chunks for shard in chunk.shards if shard.gradient.numel()]

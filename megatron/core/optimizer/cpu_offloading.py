@@ -1,4 +1,4 @@
-"""Optimizer offload: a part of the main parameters and of the state is stored and updated in host memory.
+"""Optimizer CPU offload: a part of the main parameters and of the state is stored and updated in host memory.
 
 Ren et al. 2021, https://arxiv.org/abs/2101.06840.
 """
@@ -19,9 +19,9 @@ _ALIGNMENT = 128
 
 
 class _Slots:
-    """Lend host memory to buckets in turn: to each a view for each of its shards, of the dtype of what is copied.
+    """Host staging buffers that buckets use in turn, with one view per shard in the dtype of the copied tensor.
 
-    ``reach`` waits until what a bucket's slot was last used for is done.
+    ``reach`` waits until the previous use of a bucket's slot has finished.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class _Slots:
         plans = [_plan([copied(optimized.shard) for optimized in bucket.shards]) for bucket in buckets]
         size = max(end for _, end in plans)
         like = copied(buckets[0].shards[0].shard)
-        # Made like a tensor of the device, so that a dry run makes memory without values.
+        # Created from a device tensor, so that a dry run creates memory without values.
         self.memory = [
             torch.empty_like(like[:0], dtype=torch.uint8, device="cpu").new_empty(size, pin_memory=is_pinned)
             for _ in range(count)
@@ -45,23 +45,23 @@ class _Slots:
         self._last: list[Copied | None] = [None] * count
 
     def views(self, number: int) -> list[torch.Tensor]:
-        """Return the memory of each shard of a bucket."""
+        """Return the staging memory of each shard of a bucket."""
         memory = self.memory[number % len(self.memory)]
         return [memory[start:end].view(dtype) for start, end, dtype in self._plans[number]]
 
     def use(self, number: int, last: Copied) -> None:
-        """Note the last of the copies of a bucket."""
+        """Record the last copy of a bucket."""
         self._last[number % len(self._last)] = last
 
     def reach(self, number: int) -> None:
-        """Wait for the last copies of a bucket's slot."""
+        """Wait for the last copy in a bucket's slot."""
         last = self._last[number % len(self._last)]
         if last is not None:
             self._copies.wait_on_host(last)
 
 
 def _plan(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, torch.dtype]], int]:
-    """Return the bytes from and to which each tensor lies in a slot, and where the slot ends."""
+    """Return the byte range and dtype of each tensor in a slot, and the size of the slot."""
     places, position = [], 0
     for tensor in tensors:
         places.append((position, position + tensor.nbytes, tensor.dtype))
@@ -70,11 +70,12 @@ def _plan(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int, torch.d
 
 
 class HostOffload:
-    """Update buckets on the host: fetch their gradients, update the main parameters, send the parameters back.
+    """Update buckets on the host: copy their gradients, update the main parameters, and copy the weights back.
 
-    With ``overlap`` the gradients of the next buckets come, and the parameters of the last ones go, while a bucket is
-    updated; the first gradients come while the device updates its own part. Without it one follows the other. Two
-    buckets' gradients and two buckets' parameters are on the way at most. ``copies`` counts their bytes.
+    With ``overlap_cpu_optimizer_d2h_h2d`` the gradients of the next buckets and the weights of the previous buckets are
+    copied while a bucket is updated; the first gradients are copied while the device updates its own part. Without it,
+    all steps are sequential. At most two buckets' gradients and two buckets' weights are in flight. ``copies`` counts
+    their bytes.
     """
 
     def __init__(self, config: OptimizerConfig, buckets: Sequence[UpdateBucket], copies: HostCopies) -> None:
@@ -90,19 +91,19 @@ class HostOffload:
 
     @property
     def staging_bytes(self) -> int:
-        """Return the host memory through which gradients and parameters pass."""
+        """Return the size of the host memory that stages gradients and weights."""
         return sum(memory.nbytes for slots in (self._gradients, self._values) for memory in slots.memory)
 
     def begin(self) -> None:
-        """Let the first gradients come, where copies overlap."""
+        """Start copying the first gradients, if copies overlap."""
         if self._overlaps:
             for number in range(min(self._count, len(self.buckets))):
                 self._fetch(number)
 
     def finish(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
-        """Update every bucket from its gradients times a factor, if they are finite; the host waits to know it.
+        """Update every bucket from its gradients times a factor, if they are finite; the host waits for this flag.
 
-        What the device is given later waits for the parameters.
+        Work launched on the device afterwards waits for the weights.
 
         Shapes: ``is_finite, grad_multiplier: []``.
         """
@@ -138,7 +139,7 @@ class HostOffload:
 
 
 def split_groups(groups: Iterable[ShardGroup], fraction: float) -> tuple[list[ShardGroup], list[ShardGroup]]:
-    """Return the shards of the host, in their order the first ``fraction`` of all elements, and those of the device.
+    """Split shards into those on the host, the first ``fraction`` of all elements, and those on the device.
 
     The shard at the boundary is split at a multiple of the parameters' alignment.
     """

@@ -1,4 +1,4 @@
-"""The distributed optimizer: each data-parallel rank keeps the state of its shards only, and updates only those.
+"""The distributed optimizer (ZeRO-1): each data-parallel rank keeps the state of its shards, and updates only them.
 
 Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
 """
@@ -18,15 +18,15 @@ from megatron.core.parallel_state import ParallelState
 
 
 class DistributedOptimizer(MegatronOptimizer):
-    """Update this rank's shards of the parameters, then gather the parameters from all ranks' shards.
+    """Update this rank's shards of the parameters, then all-gather the parameters.
 
     The model chunks are sharded (see `DistributedDataParallel`): a rank has the reduced gradients, main parameters and
-    moments of its shards alone. The gradient norm and the check for finite gradients go over all ranks. The update is
-    the same arithmetic, element by element. The state is described in boxes of the global tensors, so that it loads at
-    any data-parallel size and without sharding.
+    moments of its own shards only. The gradient norm and the check for finite gradients cover all ranks. The
+    elementwise arithmetic is the same as without sharding. The state is described by boxes of the global tensors, so
+    that it can be loaded at any data-parallel size and without sharding.
 
-    With d ranks, weights, gradients and state take 6 + 12/d bytes a parameter in bfloat16, or 2 + 16/d and the pool of
-    full-size buckets where gradients are sharded too.
+    With d ranks, weights, gradients and state take 6 + 12/d bytes per parameter in bfloat16, or 2 + 16/d plus the pool
+    of full-size buckets if gradients are sharded too.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DistributedOptimizer(MegatronOptimizer):
         buckets_of: dict[int, list[UpdateBucket]] = {}
         for bucket in filter(lambda bucket: bucket.shards, self._on_device):
             buckets_of.setdefault(id(bucket.shards[0].shard.parameter), []).append(bucket)
-        # The gathers in the order that all ranks share, each with what this rank updates before it.
+        # The all-gathers in the order that all ranks share, each with the buckets that this rank updates before it.
         self._gathers = [
             ([bucket for shard in shards for bucket in buckets_of.pop(id(shard.parameter), ())], gather)
             for chunk in self._gathering_chunks()
@@ -64,9 +64,9 @@ class DistributedOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def finish_step(self, totals: Sequence[float], is_accepted: bool = True) -> StepOutcome:
-        """Do what `MegatronOptimizer.finish_step` does, and start the gathers that the next forward pass waits for.
+        """Finish the step as `MegatronOptimizer.finish_step` does, and start the all-gathers for the next forward pass.
 
-        Started before, they would hold up what the ranks agree on after an update, for which the host waits.
+        If they started earlier, they would delay the collectives after an update that the host waits for.
         """
         outcome = super().finish_step(totals, is_accepted)
         if self._gathers_in_forward:
@@ -79,9 +79,9 @@ class DistributedOptimizer(MegatronOptimizer):
                 chunk.start_param_gather()
 
     def _update_by_gather(self, is_finite: torch.Tensor, grad_multipliers: Mapping[str, torch.Tensor]) -> None:
-        """Update what is gathered together; it is gathered while the next is updated."""
+        """Update the buckets of each all-gather in turn; an all-gather overlaps with the next bucket's update."""
         if not all(bucket.inner.decides_on_device for bucket in self._on_device):
-            # The host asks for each bucket: what it reads must not wait for those before.
+            # The host reads these for each bucket, and must not wait for the updates of earlier buckets.
             is_finite = is_finite.cpu()
             grad_multipliers = {kind: multiplier.cpu() for kind, multiplier in grad_multipliers.items()}
         for buckets, gather in self._gathers:
@@ -112,6 +112,6 @@ def make_optimizer(
     fused_adam: type[torch.optim.Optimizer] | None = None,
     host_copies: Callable[[], HostCopies] = HostCopies,
 ) -> MegatronOptimizer:
-    """Return the distributed optimizer for sharded model chunks, the plain one for others."""
+    """Create the distributed optimizer for sharded model chunks, otherwise the plain optimizer."""
     kind = DistributedOptimizer if any(chunk.is_sharded for chunk in model_chunks) else MegatronOptimizer
     return kind(config, model_chunks, state, fused_adam, host_copies)

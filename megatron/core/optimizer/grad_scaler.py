@@ -12,28 +12,28 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
 class GradScaler(Protocol):
-    """Hold a loss scale and adapt it to whether an iteration's gradients were finite."""
+    """Interface of a loss scale that adapts to whether an iteration's gradients were finite."""
 
     @property
     def scale(self) -> float:
-        """Return the factor on the loss of the next iteration."""
+        """Return the loss scale of the next iteration."""
 
     @property
     def is_at_minimum(self) -> bool:
-        """Return whether the scale is dynamic and can fall no further."""
+        """Return whether the scale is dynamic and cannot decrease further."""
 
     def update(self, found_inf: bool) -> None:
-        """Adapt the scale to one iteration."""
+        """Update the scale after one iteration."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON-ready values."""
+        """Return the state for resuming, as JSON-ready values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from what ``state_dict`` returned."""
+        """Restore the state that ``state_dict`` returned."""
 
 
 class ConstantGradScaler:
-    """Keep one constant scale."""
+    """Constant loss scale."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self._scale = scale
@@ -44,14 +44,14 @@ class ConstantGradScaler:
 
     @property
     def is_at_minimum(self) -> bool:
-        """Return False: a constant scale is not expected to fall."""
+        """Return False: a constant scale never decreases."""
         return False
 
     def update(self, found_inf: bool) -> None:
         """Do nothing: the scale is constant."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the scale comes from the configuration."""
+        """Return an empty dictionary: the scale comes from the configuration."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -59,10 +59,10 @@ class ConstantGradScaler:
 
 
 class DynamicGradScaler:
-    """Back off at overflows, by halving the scale, and grow after many finite iterations, by doubling it.
+    """Dynamic loss scale: halved after overflows, doubled after many finite iterations.
 
-    ``growth_interval`` finite iterations in a row make the scale grow. Overflows are counted from one growth to the
-    next: those before the ``hysteresis``-th are forgiven, that one and every later one back off.
+    The scale grows after ``growth_interval`` consecutive finite iterations. Overflows are counted from one growth to
+    the next: those before the ``hysteresis``-th are tolerated; that one and every later one halve the scale.
     """
 
     def __init__(self, initial_scale: float, min_scale: float, growth_interval: int, hysteresis: int) -> None:
@@ -82,7 +82,7 @@ class DynamicGradScaler:
         return self._scale <= self.min_scale
 
     def update(self, found_inf: bool) -> None:
-        """Count one iteration, and move the scale where a count is reached."""
+        """Count one iteration, and change the scale when a counter reaches its limit."""
         self._num_overflows += found_inf
         self._num_finite = 0 if found_inf else self._num_finite + 1
         if found_inf and self._num_overflows >= self.hysteresis:
@@ -92,7 +92,7 @@ class DynamicGradScaler:
             self._num_finite = self._num_overflows = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, the finite iterations in a row, and how many more overflows are forgiven plus one."""
+        """Return the scale, the consecutive finite iterations, and the remaining hysteresis."""
         return {
             "scale": self._scale,
             "growth_tracker": self._num_finite,
@@ -100,10 +100,10 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the scale and both counters.
+        """Restore the scale and both counters.
 
         Raises:
-            CheckpointError: the state is not that of a dynamic loss scale.
+            CheckpointError: the state is not that of a dynamic loss scaler.
         """
         if not state:
             raise CheckpointError(
@@ -116,7 +116,7 @@ class DynamicGradScaler:
 
 
 def make_grad_scaler(config: OptimizerConfig) -> GradScaler:
-    """Return the scaler of a run: constant where a loss scale is given or nothing is float16, else dynamic."""
+    """Create a run's scaler: constant if a loss scale is configured or the model is not float16, otherwise dynamic."""
     if config.loss_scale is not None:
         return ConstantGradScaler(config.loss_scale)
     if config.params_dtype != "float16":

@@ -1,9 +1,8 @@
 """The inner optimizer: AdamW, SGD, Lion or apex's Adam, its parameter groups, and trial steps that check it.
 
-AdamW: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101. Lion takes the sign of a momentum:
-Chen et al. 2023, https://arxiv.org/abs/2302.06675. The trial steps find out whether an
-update rule is elementwise, and which of its state a checkpoint would not hold. apex is imported only on
-request.
+AdamW: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101. Lion takes the sign of a momentum: Chen et al.
+2023, https://arxiv.org/abs/2302.06675. The trial steps determine whether an update rule is elementwise, and which of
+its state a checkpoint would miss. apex is imported only on request.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from megatron.core.errors import ConfigurationError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 _PIECE = 1 << 24
-"""Elements that are updated together: what stands beside them takes memory."""
+"""Elements that are updated together; it bounds the size of temporary tensors."""
 
 
 class Lion(torch.optim.Optimizer):
-    """Subtract learning rate × (sign of ``beta1`` · momentum + (1 - ``beta1``) · gradient, and decay · weight).
+    """Lion: subtract learning rate × (sign(``beta1`` · momentum + (1 - ``beta1``) · gradient) + decay · weight).
 
-    The momentum, ``exp_avg`` in the state, then decays by ``beta2`` towards the gradient.
+    The momentum, ``exp_avg`` in the state, then decays toward the gradient with ``beta2``.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], betas: tuple[float, float], lr: float = 0.0) -> None:
@@ -34,7 +33,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; there is no closure."""
+        """Update every parameter that has a gradient; a closure is not supported."""
         assert closure is None
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -51,9 +50,9 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_if(self, is_finite: torch.Tensor, grad_multiplier: torch.Tensor) -> None:
-        """Make a ``step`` from the gradients times a factor where ``is_finite`` is true, and change nothing elsewhere.
+        """Update with the gradients times a factor if ``is_finite`` is true; otherwise change nothing.
 
-        The device decides: the host reads neither number. The gradients stay as they are.
+        The device evaluates the condition, so the host reads neither argument. The gradients are not modified.
 
         Shapes: ``is_finite: []`` of bool, ``grad_multiplier: []`` float64.
         """
@@ -66,7 +65,7 @@ class Lion(torch.optim.Optimizer):
                 _update_if(is_finite, group, weights, list(torch._foreach_mul(gradients, factors[dtype])), momenta)
 
     def _chunks(self, parameters: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
-        """Yield what is updated together, of one dtype: weights, gradients and momenta, large ones in flat pieces."""
+        """Yield weights, gradients and momenta to update together, of one dtype; large tensors in flat pieces."""
         chunk: list[Sequence[torch.Tensor]] = []
         room = _PIECE
         for parameter in parameters:
@@ -91,7 +90,7 @@ def _update_if(
     gradients: list[torch.Tensor],
     momenta: list[torch.Tensor],
 ) -> None:
-    """Make a step of some weights where ``is_finite`` is true; what stands beside them ends with the call."""
+    """Update some weights if ``is_finite`` is true; all temporary tensors are freed on return."""
     beta1, beta2 = group["betas"]
     updates = torch._foreach_lerp(momenta, gradients, 1.0 - beta1)
     torch._foreach_sign_(updates)
@@ -104,7 +103,7 @@ def _update_if(
 
 
 def load_fused_adam() -> type[torch.optim.Optimizer] | None:
-    """Return apex's fused Adam, or None where apex is absent or broken (with one warning if broken)."""
+    """Return apex's fused Adam, or None if apex is missing or broken (with a warning if broken)."""
     try:
         from apex.optimizers import FusedAdam
     except ModuleNotFoundError:
@@ -116,19 +115,19 @@ def load_fused_adam() -> type[torch.optim.Optimizer] | None:
 
 
 BUILT_IN = ("adam", "sgd", "lion")
-"""Update rules that are elementwise and create all their state at the start."""
+"""Update rules that are elementwise and create all their state initially."""
 STEP = "step"
-"""The count of updates in a rule's state; it is saved once, as that of the whole optimizer."""
+"""Number of updates in a rule's state; a checkpoint stores it once, for the whole optimizer."""
 
 
 class InnerOptimizer:
-    """Update main parameters from their ``grad``.
+    """Optimizer that updates main parameters from their ``grad``.
 
-    ``state_names`` are the tensors of a parameter's shape that exist from the start: Adam's moments, or a momentum. An
-    update rule may create other state with its first update; `make_state` creates it before, so that loading can fill
-    it. One step count serves all parameters. ``groups`` pairs main parameters with the multiplier of their weight
-    decay. ``fused_adam`` is apex's class, used instead of torch's if every main parameter is a float32 CUDA tensor. The
-    rule updates a parameter as a flat tensor, or in the shape that ``shapes`` has for its id.
+    ``state_names`` are the state tensors that exist initially, in a parameter's shape: Adam's moments, or a momentum.
+    An update rule may create other state in its first update; `make_state` creates it earlier, so that it can be
+    loaded. One step count is shared by all parameters. ``groups`` pairs main parameters with their weight-decay
+    multiplier. ``fused_adam`` is apex's class, used instead of torch's if every main parameter is a float32 CUDA
+    tensor. The rule updates a parameter as a flat tensor, or in the shape that ``shapes`` has for its id.
     """
 
     def __init__(
@@ -150,12 +149,12 @@ class InnerOptimizer:
         self._is_torch = fused_adam is None or config.elementwise != "adam"
         self._torch_optimizer = _make_torch_optimizer(config, param_groups, fused_adam)
         self.state_names = _state_names(config)
-        # The fused kernels read the scale as a float32, which would round a float64 run's gradients.
-        # A rule that does not declare `grad_scale` ignores it: its gradients are scaled before the update.
+        # The fused kernels read the scale as float32, which would round a float64 run's gradients. A rule that does not
+        # declare `grad_scale` ignores it, so its gradients are scaled before the update.
         is_fused = self._is_torch and bool(self._torch_optimizer.defaults.get("fused"))
         divides = is_fused or hasattr(type(self._torch_optimizer), "grad_scale")
         self._scales_in_kernel = divides and all(p.dtype is torch.float32 for p in parameters)
-        # On CPU the host reads for nothing, and then spares the kernel a division and a store.
+        # On CPU the host can read the flag without waiting, which saves the kernel a division and a store.
         is_fused = is_fused and self._scales_in_kernel
         can_decide = is_fused or isinstance(self._torch_optimizer, Lion)
         self.decides_on_device = can_decide and all(p.is_cuda for p in parameters)
@@ -164,7 +163,7 @@ class InnerOptimizer:
         self._is_made = False
         self._fill_state()
         self._first_state: dict[torch.Tensor, dict[str, Any]] = {}
-        # Tensors that `state_of` has returned for numbers: `restore_numbers` reads the numbers back from them.
+        # Tensors that `state_of` returned for numbers: `restore_numbers` reads the numbers back from them.
         self._lent: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     @property
@@ -172,7 +171,7 @@ class InnerOptimizer:
         return self._torch_optimizer
 
     def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
-        """Set what the next step uses."""
+        """Set the values of the next step."""
         for group, multiplier in zip(self._torch_optimizer.param_groups, self._weight_decay_multipliers):
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay * multiplier
@@ -180,10 +179,10 @@ class InnerOptimizer:
     def step_if(
         self, is_finite: torch.Tensor, parameters: Sequence[torch.Tensor], grad_multiplier: torch.Tensor
     ) -> None:
-        """Make a ``step`` where ``is_finite`` is true, and change nothing where it is not.
+        """Update if ``is_finite`` is true; otherwise change nothing.
 
-        On CUDA torch's fused kernels and Lion find out by themselves (``decides_on_device``), so that the host need not
-        wait for them.
+        On CUDA torch's fused kernels and Lion evaluate the condition on the device (``decides_on_device``), so that the
+        host does not wait.
 
         Shapes: ``is_finite: []`` of bool, ``grad_multiplier: []`` float64.
         """
@@ -196,7 +195,7 @@ class InnerOptimizer:
         if isinstance(self._torch_optimizer, Lion):
             self._torch_optimizer.step_if(is_finite, grad_multiplier)
             return
-        # torch's own GradScaler hands the fused optimizers the divisor and the verdict through these attributes.
+        # torch's own GradScaler passes the divisor and the overflow flag to fused optimizers through these attributes.
         optimizer: Any = self._torch_optimizer
         optimizer.grad_scale = grad_multiplier.reciprocal().float()
         optimizer.found_inf = is_finite.logical_not().float()
@@ -204,9 +203,9 @@ class InnerOptimizer:
         optimizer.grad_scale = optimizer.found_inf = None
 
     def step(self, parameters: Sequence[torch.Tensor], grad_multiplier: float) -> None:
-        """Update every parameter with its gradient times ``grad_multiplier``, in the same pass where possible.
+        """Update every parameter with its gradient times ``grad_multiplier``, in the same kernel if possible.
 
-        Afterwards the gradients may or may not hold the product. A rank whose shards are padding has none.
+        Afterwards the gradients may or may not be scaled. A rank whose shards are only padding has no parameters.
         """
         if not parameters:
             return
@@ -221,7 +220,7 @@ class InnerOptimizer:
             self._torch_optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def state_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return one of the state tensors of a main parameter, or a number as a tensor for `restore_numbers`."""
+        """Return a state tensor of a main parameter, or a number as a tensor for `restore_numbers`."""
         state = self._torch_optimizer.state[self._updated[id(parameter)]]
         value = state[name]
         if isinstance(value, torch.Tensor):
@@ -231,16 +230,16 @@ class InnerOptimizer:
         return tensor
 
     def names_of_state(self, parameter: torch.Tensor) -> list[str]:
-        """Return the names of the tensors and numbers that exist of a main parameter, without the count of updates."""
+        """Return the names of a main parameter's tensors and numbers in the state, without the number of updates."""
         updated = self._updated[id(parameter)]
         state = self._torch_optimizer.state.get(updated, {})
         return [name for name, value in state.items() if name != STEP and is_saved(value)]
 
     @torch.no_grad()
     def make_state(self) -> None:
-        """Create the state that the rule creates with its first update, and leave every parameter as it is.
+        """Create the state that the rule creates in its first update, without changing any parameter.
 
-        The values are for loading to fill, or to be saved before the first update; `drop_made_state` removes them.
+        The values are to be overwritten by loading, or saved before the first update. `drop_made_state` removes them.
         """
         groups = self._torch_optimizer.param_groups
         updated = [p for group in groups for p in group["params"]]
@@ -262,7 +261,7 @@ class InnerOptimizer:
         self._is_made = True
 
     def drop_made_state(self) -> None:
-        """Return to the state before the first update."""
+        """Return to the state before the first update, if `make_state` created state or an update was made."""
         if self._has_own_state and self._is_made:
             self._lent.clear()
             self._torch_optimizer.state.clear()
@@ -272,17 +271,17 @@ class InnerOptimizer:
             self._is_made = False
 
     def forget_lent_numbers(self) -> None:
-        """Drop the tensors that `state_of` has returned for numbers: saving needs none of them afterwards."""
+        """Drop the tensors that `state_of` returned for numbers; they are not needed after saving."""
         self._lent.clear()
 
     def restore_numbers(self) -> None:
-        """Copy loaded values back into the numeric state."""
+        """Copy loaded values back into the numbers of the state."""
         for state, name, tensor in self._lent:
             state[name] = tensor.item()
         self._lent.clear()
 
     def _fill_state(self) -> None:
-        """Create the state that exists from the start."""
+        """Create the initial state."""
         for parameter in self._updated.values():
             state: dict[str, Any] = {name: torch.zeros_like(parameter) for name in self.state_names}
             if self._is_adam:
@@ -291,7 +290,7 @@ class InnerOptimizer:
                 self._torch_optimizer.state[parameter] = state
 
     def _step_shaped(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make the rule's step, with gradients in the shapes in which it updates the parameters."""
+        """Run the rule's step with gradients in the shapes in which it updates the parameters."""
         shaped = [(p, updated) for p in parameters if (updated := self._updated[id(p)]) is not p]
         for parameter, updated in shaped:
             updated.grad = None if parameter.grad is None else parameter.grad.view(updated.shape)
@@ -302,7 +301,7 @@ class InnerOptimizer:
 
     @property
     def num_updates(self) -> torch.Tensor | int:
-        """Return the count of Adam's updates, where it lies; 0 for what keeps none."""
+        """Return Adam's number of updates, as a tensor on its device; 0 for rules that do not count."""
         for state in self._torch_optimizer.state.values():
             if "step" in state:
                 count: torch.Tensor = state["step"]
@@ -310,7 +309,7 @@ class InnerOptimizer:
         return max((group.get("step", 0) for group in self._torch_optimizer.param_groups), default=0)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Set the count of updates made, from which Adam corrects the bias of its moments."""
+        """Set the number of updates, which Adam uses for bias correction."""
         for state in self._torch_optimizer.state.values():
             if isinstance(state.get(STEP), torch.Tensor):
                 state[STEP].fill_(num_steps)
@@ -324,7 +323,7 @@ class InnerOptimizer:
 
 
 def is_saved(value: Any) -> bool:
-    """Return whether a checkpoint can hold a value of a rule's state: a tensor or a number."""
+    """Return whether a checkpoint can store a value of a rule's state: a tensor or a number."""
     return isinstance(value, torch.Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
@@ -358,19 +357,19 @@ def _state_names(config: OptimizerConfig) -> tuple[str, ...]:
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether weight decay applies: to everything but biases and one-dimensional parameters."""
+    """Return whether weight decay applies: to everything except biases and one-dimensional parameters."""
     return parameter.dim() > 1 and not name.endswith("bias")
 
 
 def is_decoupled(name: str) -> bool:
-    """Return whether --decoupled-lr is the learning rate of a parameter: a word embedding or an output layer."""
+    """Return whether --decoupled-lr applies to a parameter: a word embedding or an output layer."""
     return name.endswith(("word_embeddings.weight", "output_layer.weight"))
 
 
 _ROWS, _COLUMNS, _CUT = 3, 4, 5
 _NUM_STEPS = 3
 _GRADIENT_SCALES = (1.0, 1e3, 1e-3)
-"""Small and large gradients: a rule with a threshold on the norm of a tensor may be elementwise on one side of it."""
+"""Small and large gradients: a rule with a threshold on a tensor's norm may be elementwise only on one side of it."""
 _TOLERANCE = 1e-9
 _SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (((12,),), ((_CUT,), (12 - _CUT,)), ((_ROWS, _COLUMNS),))
 
@@ -379,9 +378,9 @@ _SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (((12,),), ((_CUT,), (12 - _C
 class UpdateRule:
     """Properties of an update rule.
 
-    ``is_elementwise``: an element's update depends on no other element, so that a shard is updated as the whole is.
-    ``unsaved`` names the state that no checkpoint would hold, each with its place. Both are found by trial steps, which
-    cannot show a dependence that begins beyond the sizes of their gradients.
+    ``is_elementwise``: an element's update depends on no other element, so that a shard is updated like the whole
+    tensor. ``unsaved`` lists the state that a checkpoint would miss, with its location. Both are determined by trial
+    steps, which cannot detect a dependence that occurs only beyond the tested gradient sizes.
     """
 
     name: str
@@ -391,12 +390,13 @@ class UpdateRule:
 
 @torch.no_grad()
 def examine_rule(config: OptimizerConfig) -> UpdateRule:
-    """Probe the configuration's update rule by three trial steps on twelve float64 numbers on the CPU.
+    """Probe the configured update rule with three trial steps on twelve float64 numbers on CPU.
 
-    The rule is elementwise if it gives the same result for the numbers as one vector, as two and as a matrix, whether
-    gradients are small or large.
+    The rule is elementwise if the results are the same for the numbers as one vector, as two vectors and as a matrix,
+    with both small and large gradients.
 
     Raises:
+        ConfigurationError: the rule fails in a trial step.
         ConfigurationError: the rule does not make a step.
     """
     if config.elementwise in BUILT_IN:
@@ -410,7 +410,7 @@ def examine_rule(config: OptimizerConfig) -> UpdateRule:
 
 
 class _Trial:
-    """Let a rule update parameters of some shapes, which hold the same twelve numbers whatever the shapes are."""
+    """Trial of a rule on parameters of given shapes, which always hold the same twelve numbers."""
 
     def __init__(self, config: OptimizerConfig, shapes: Sequence[tuple[int, ...]], gradient_scale: float) -> None:
         self._shapes = tuple(shapes)
@@ -443,7 +443,7 @@ class _Trial:
         return next(iter(self._optimizer.state.values()), {})
 
     def agrees_with(self, other: _Trial) -> bool:
-        """Return whether both have the same parameters, numbers and tensors at the end."""
+        """Return whether both trials end with the same parameters and state."""
         if not _is_close(_joined(self._parameters), _joined(other._parameters)):
             return False
         states = [list(trial._optimizer.state.values()) for trial in (self, other)]
@@ -451,7 +451,7 @@ class _Trial:
         return len(names) <= 1 and all(self._is_alike(states, name) for name in self.state)
 
     def _is_alike(self, states: Sequence[Sequence[dict[str, Any]]], name: str) -> bool:
-        """Return whether one kind of state is each element's own, or one value for all."""
+        """Return whether a kind of state is elementwise, or one value for all elements."""
         mine, others = ([state[name] for state in of_trial] for of_trial in states)
         if not all(is_saved(value) for value in (*mine, *others)):
             return True
@@ -483,7 +483,7 @@ class _Trial:
 
 
 def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers that a rule keeps outside its parameters' state, but for the rates that the schedule sets."""
+    """Yield the numbers that a rule keeps outside its parameters' state, except for the scheduled rates."""
     places = [(f"param_groups[{number}]", group) for number, group in enumerate(optimizer.param_groups)]
     for place, values in (*places, ("the optimizer", vars(optimizer))):
         for name, value in values.items():

@@ -26,14 +26,14 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
-"""Coefficients a, b, c of ``a x + b x³ + c x⁵``, one triple for each step and then again from the first."""
+"""Coefficients a, b, c of ``a x + b x³ + c x⁵``: one triple per step, repeated from the first when used up."""
 _EPSILON = 1e-7
 
 
 def orthogonalize(matrix: torch.Tensor, num_steps: int, coefficients: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return about the nearest matrix whose rows, or columns where these are fewer, are orthonormal.
+    """Return approximately the nearest matrix with orthonormal rows, or columns if there are fewer columns.
 
-    Singular values end between about 0.7 and 1.2; a matrix of zeros stays one. Products are computed in ``dtype``.
+    Singular values end between about 0.7 and 1.2. A zero matrix stays zero. Matmuls are computed in ``dtype``.
 
     Shapes: ``[rows, columns] -> [rows, columns]`` in the matrix's own dtype.
     """
@@ -51,10 +51,11 @@ def orthogonalize(matrix: torch.Tensor, num_steps: int, coefficients: str, dtype
 
 
 def update_scale(rows: int, columns: int, mode: str) -> float:
-    """Return the factor of an orthogonal update of a matrix that maps ``columns`` features to ``rows``.
+    """Return the scale factor of an orthogonalized update of a matrix that maps ``columns`` features to ``rows``.
 
-    ``spectral`` gives each element about the size of 1 (0.2 of it is that of AdamW: Liu et al. 2025,
-    https://arxiv.org/abs/2502.16982), ``unit_rms_norm`` and ``shape_scaling`` keep outputs as large at any width.
+    ``spectral`` gives elements a root mean square of about 1 (0.2 times it is that of AdamW: Liu et al. 2025,
+    https://arxiv.org/abs/2502.16982). ``unit_rms_norm`` and ``shape_scaling`` keep the size of outputs independent of
+    the width.
     """
     ratio = {
         "spectral": max(rows, columns),
@@ -69,11 +70,11 @@ _IN_16_BITS = ("low", "medium")
 
 
 _Run = tuple[ShardRange, tuple[int, ...]]
-"""Contiguous ranges of a shard as one, and their lengths."""
+"""Contiguous ranges of a shard merged into one, and their lengths."""
 
 
 def merge_contiguous(ranges: Iterable[ShardRange]) -> list[_Run]:
-    """Merge ranges of a shard that follow one another, without changing their order."""
+    """Merge adjacent ranges of a shard, preserving their order."""
     runs: list[tuple[ShardRange, list[int]]] = []
     for at in ranges:
         if runs and (runs[-1][0].shard, runs[-1][0].end) == (at.shard, at.start):
@@ -86,18 +87,18 @@ def merge_contiguous(ranges: Iterable[ShardRange]) -> list[_Run]:
 
 
 def is_orthogonalized(spec: ParamSpec) -> bool:
-    """Return whether Muon updates a parameter: a matrix, or one of each expert, but no embedding or output layer."""
+    """Return whether Muon updates a parameter: a matrix, also of an expert, but no embedding or output layer."""
     return len(spec.global_shape) == (3 if spec.is_expert else 2) and not spec.name.endswith(_NOT_HIDDEN)
 
 
 class Muon:
-    """Update shards of matrices from their gradients, as `InnerOptimizer` does shards of any parameter.
+    """Muon update of shards of matrices, with the interface of `InnerOptimizer`.
 
-    The momentum is sharded as the parameter is; whole matrices exist on their owners only, those of one batch at
-    a time (see `MuonShardExchange`). Decay is decoupled: a weight loses learning rate × decay of itself.
-    ``multipliers`` are those of the weight decay, one for each parameter.
+    The momentum is sharded as the parameter is. Whole matrices exist only on their owners, one batch at a time (see
+    `MuonShardExchange`). Weight decay is decoupled: a weight decreases by learning rate × decay × weight.
+    ``multipliers`` are the weight-decay multipliers of the parameters.
 
-    Every rank of the exchange's groups must call ``step_if``, also one without shards.
+    Every rank of the exchange's groups must call ``step_if``, even without shards.
     """
 
     decides_on_device = True
@@ -119,7 +120,7 @@ class Muon:
         self._learning_rate = self._weight_decay = 0.0
 
     def set_learning_rate(self, learning_rate: float, weight_decay: float) -> None:
-        """Set what the next step uses."""
+        """Set the values of the next step."""
         self._learning_rate, self._weight_decay = learning_rate, weight_decay
 
     def step_if(
@@ -129,15 +130,15 @@ class Muon:
         gradients: Sequence[torch.Tensor],
         grad_multiplier: torch.Tensor,
     ) -> None:
-        """Update from the gradients times a factor where ``is_finite`` is true; change nothing where it is not.
+        """Update from the gradients times a factor if ``is_finite`` is true; otherwise change nothing.
 
         Gradients in another dtype than their parameter's are converted one batch at a time.
 
-        Shapes: ``is_finite: []`` of bool, ``gradients``: one of each parameter's, ``grad_multiplier: []`` float64.
+        Shapes: ``is_finite: []`` of bool, ``gradients``: one per parameter, ``grad_multiplier: []`` float64.
         """
         factors = {dtype: grad_multiplier.to(dtype) for dtype in {parameter.dtype for parameter in parameters}}
         for batch, runs in zip(self._exchange.batches, self._runs, strict=True):
-            # What stands beside the momentum or the weights of a batch ends with each of these calls.
+            # Temporary tensors of a batch are freed after each of these calls.
             values: list[torch.Tensor] = []
             for at, lengths in runs:
                 parameter, factor = parameters[at.shard], factors[parameters[at.shard].dtype]
@@ -152,7 +153,7 @@ class Muon:
         factor: torch.Tensor,
         is_finite: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what is to be made orthogonal, and store the next momentum where ``is_finite`` is true."""
+        """Return the values to orthogonalize, and store the next momentum if ``is_finite`` is true."""
         config = self._config
         gradient = gradient[at.start : at.end].to(parameter.dtype) * factor
         stored = self._momentum[id(parameter)][at.start : at.end]
@@ -167,7 +168,7 @@ class Muon:
         updates: list[torch.Tensor],
         is_finite: torch.Tensor,
     ) -> None:
-        """Decay the weights of some runs and subtract the updates of their ranges, where ``is_finite`` is true."""
+        """Decay the weights of some runs and subtract the updates of their ranges, if ``is_finite`` is true."""
         position = 0
         for at, lengths in runs:
             parameter = parameters[at.shard][at.start : at.end]
@@ -186,14 +187,14 @@ class Muon:
         return self._momentum[id(parameter)]
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Take note of nothing: no step is another than the first."""
+        """Do nothing: no step differs from the first."""
 
     def _orthogonal(self, matrix: torch.Tensor, fused_rows: tuple[int, ...]) -> torch.Tensor:
-        """Return a matrix's update, that of each matrix by itself where several are fused."""
+        """Return the update of a matrix, orthogonalized separately for each of several fused matrices."""
         is_query_key_value = len(fused_rows) == 3
         if not fused_rows or (is_query_key_value and not self._config.muon_split_qkv):
             return self._scaled(matrix)
-        # Rows of the matrices take turns: [turns, rows of all, columns].
+        # Rows of the fused matrices are interleaved: [repetitions, rows of all, columns].
         turns = matrix.view(-1, sum(fused_rows), matrix.shape[1])
         parts = [
             self._scaled(part.reshape(-1, matrix.shape[1])).view(len(turns), -1, matrix.shape[1])

@@ -1,6 +1,6 @@
-"""Whole matrices for Muon: ranks send their shards of each matrix to one owner, which updates it and sends shards back.
+"""Whole matrices for Muon: ranks send their shards of a matrix to its owner, which updates it and sends shards back.
 
-An update rule that needs a whole matrix is so computed once per matrix instead of once per rank.
+An update rule that needs whole matrices is thus computed once per matrix instead of once per rank.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron.core.sharding import Box, ParamSpec, Shard, spec_of
 
 Item = TypeVar("Item")
 Compute = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
-"""Return a matrix of the same shape from a matrix and its ``fused_rows``."""
+"""Returns a matrix of the same shape, given a matrix and its ``fused_rows``."""
 BATCH_BYTES = 2**26
-"""The matrices of a batch, in bytes per owner."""
+"""Size of a batch of matrices, in bytes per owner."""
 
 
 class RankCoordinates(NamedTuple):
-    """A rank's rank within the data-parallel group, and within the group that shards the model."""
+    """A rank's index in the data-parallel group, and in the group over which the model is sharded."""
 
     dp: int
     model: int
@@ -58,9 +58,9 @@ class MatrixRange:
 
 @dataclass(frozen=True, eq=False)
 class LocalMatrix:
-    """What this rank's local tensors have of one matrix: a local tensor of its own, or one expert's part of one.
+    """This rank's part of one matrix: a whole local tensor, or one expert's part of a local tensor.
 
-    ``start`` is where it begins in the elements of ``parameter``; ``spec`` describes the matrix.
+    ``start`` is the offset of the matrix in the elements of ``parameter``, and ``spec`` describes the matrix.
     """
 
     parameter: torch.nn.Parameter
@@ -75,7 +75,7 @@ class LocalMatrix:
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """A shard of a matrix in a local matrix of some model-parallel rank; of equal copies one ``is_sender``."""
+    """Shard of a matrix on a model-parallel rank; of several equal copies, only one ``is_sender``."""
 
     matrix: int
     shard: Shard
@@ -88,10 +88,10 @@ class MatrixShard:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Who holds and who owns what, equal for all batches of an exchange.
+    """Shards and owners of the matrices, shared by all batches of an exchange.
 
-    ``shards`` are those of each model-parallel rank by the matrix's name. ``empty`` has no elements, and the dtype and
-    the device of everything that is sent.
+    ``shards`` has, for each model-parallel rank, its shards by name of the matrix. ``empty`` is an empty tensor with
+    the dtype and the device of all exchanged data.
     """
 
     matrices: Sequence[LocalMatrix]
@@ -107,19 +107,19 @@ class _Layout:
 
 
 class MuonShardExchange:
-    """Choose the owner of each matrix, and divide the matrices into ``batches`` that are exchanged together.
+    """Assign an owner to each matrix, and divide the matrices into ``batches`` that are exchanged together.
 
-    ``parameters`` are this rank's local tensors, the same ones in the same order on all ranks of ``dp``; several may be
-    shards of one matrix, and experts have one matrix each. Ranks of ``model`` have shards of the same matrices, or
-    other experts' matrices. ``shards`` are this rank's elements of the parameters: all of each, or with ``is_sharded``
-    shards, which on the ranks of ``dp`` together are the whole. Owners are chosen among the ranks that have a shard,
-    so that the work, about rows · columns · the smaller of them, is balanced over these ranks.
+    ``parameters`` are this rank's local tensors, the same ones in the same order on all ranks of ``dp``. Several may be
+    shards of one matrix, and each expert has its own matrix. Ranks of ``model`` have shards of the same matrices, or
+    matrices of other experts. ``shards`` are this rank's elements of the parameters: all elements, or, with
+    ``is_sharded``, shards that together cover the parameters over the ranks of ``dp``. The owner of a matrix is one of
+    the ranks that have a shard of it, chosen so that the work, about rows · columns · min(rows, columns), is balanced.
 
-    Batches bound the memory of whole matrices. In each an owner has ``batch_bytes`` of matrices at most, or one matrix
-    that is larger. A rank has ``batch_bytes`` of a batch's shards at most, or as much as the largest matrix. If all
-    ranks of ``dp`` hold all elements, the owners share ``batch_bytes``, but each has one matrix at least.
+    Batches limit the memory for whole matrices. In each batch an owner has at most ``batch_bytes`` of matrices, or one
+    larger matrix. A rank has at most ``batch_bytes`` of a batch's shards, or as much as the largest matrix. If all
+    ranks of ``dp`` hold all elements, ``batch_bytes`` is divided among the owners, but each has at least one matrix.
 
-    All ranks of both groups must construct it together.
+    Construction is collective over both groups.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class MuonShardExchange:
         matrices = [matrix for parameter in parameters for matrix in _local_matrices(parameter)]
         held = list(_matrix_ranges(matrices, shards))
         own_ranges = [matrix_range for _, matrix_range in held]
-        # Ranks that are not sharded hold the same ranges: one list stands for all of them.
+        # Ranks that are not sharded all hold the same ranges, so one list suffices.
         ranges = all_gather_objects(own_ranges, dp) if is_sharded else [own_ranges]
         shards = all_gather_objects(_shards_by_name(matrices), model)
         shapes, num_held = _gather_sizes(matrices, ranges if is_sharded else [], model)
@@ -143,7 +143,7 @@ class MuonShardExchange:
         self.batches: tuple[ExchangeBatch, ...] = ()
         if not matrices:
             return
-        # Not of the values that are exchanged: a rank that has none receives those of others.
+        # Taken from the parameter and not from exchanged values, which a rank without shards does not have.
         first = matrices[0].parameter
         empty = torch.empty(0, dtype=arithmetic_dtype(first.dtype), device=first.device)
         layout = _Layout(matrices, shards, owners, model, dp, is_sharded, empty)
@@ -166,14 +166,14 @@ class MuonShardExchange:
 
 
 class ExchangeBatch:
-    """Exchange the shards of some matrices: to the owners, and back when these have computed.
+    """Exchange of the shards of some matrices: to the owners, and back after the owners' computation.
 
-    Two exchanges lead to a whole matrix. The first, over data-parallel ranks, makes local matrices of shards, all of
-    one matrix on the data-parallel rank of its owner. The second, over model-parallel ranks, sends their shards to the
-    owner. The same two lead back.
+    A whole matrix is assembled in two steps. The first exchange, over data-parallel ranks, collects the local matrices
+    of all model-parallel ranks on the data-parallel rank of the owner. The second, over model-parallel ranks, sends
+    their shards to the owner. The same two exchanges in reverse order return the results.
 
-    ``indices`` are the numbers of the batch's local matrices. ``shard_ranges`` are the batch's elements of this rank's
-    shards, in the shards' order, and ``ranges`` the same elements by local matrix for each data-parallel rank.
+    ``indices`` are the batch's local matrices. ``shard_ranges`` are the batch's elements of this rank's shards, in the
+    order of the shards, and ``ranges`` the same elements by local matrix for each data-parallel rank.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class ExchangeBatch:
     ) -> None:
         self.shard_ranges = tuple(shard_ranges)
         self._layout, self._ranges = layout, ranges
-        # Of the matrices with an owner on this data-parallel rank: their descriptions, their names by the owner's
-        # model-parallel rank, and the numbers of their local matrices.
+        # For the matrices whose owner is on this data-parallel rank: their descriptions, their names by the owner's
+        # model-parallel rank, and the indices of their local matrices.
         self._specs: dict[str, ParamSpec] = {}
         self._owned_names: list[list[str]] = [[] for _ in range(layout.model.size)]
         self._owned_indices: set[int] = set()
@@ -198,18 +198,18 @@ class ExchangeBatch:
             if spec.name not in self._specs:
                 self._specs[spec.name] = spec
                 self._owned_names[owner.model].append(spec.name)
-        # The numbers of this rank's ranges, by the data-parallel rank that they are sent to.
+        # The indices of this rank's ranges, by the data-parallel rank that receives them.
         self._sent_ranges: list[list[int]] = [[] for _ in range(layout.dp.size)]
         for number, matrix_range in enumerate(ranges[layout.dp.rank]):
             self._sent_ranges[layout.owner_of(matrix_range.matrix).dp].append(number)
 
     def compute(self, values: list[torch.Tensor], function: Compute) -> list[torch.Tensor]:
-        """Return the elements of the shard ranges after the function was applied to the whole matrices.
+        """Apply a function to the whole matrices, and return the elements of the shard ranges.
 
-        Collective over both groups. Elements outside every shard come back as zero. ``values`` is emptied, so that its
-        memory is free while matrices are whole.
+        Collective over both groups. Elements outside every shard are returned as zero. ``values`` is cleared, so that
+        its memory is free while whole matrices exist.
 
-        Shapes: ``values``: one ``[end - start]`` for each shard range, in their dtype of arithmetic.
+        Shapes: ``values``: one ``[end - start]`` per shard range, in the arithmetic dtype.
         """
         local = self._gather_shards(values)
         values.clear()
@@ -221,7 +221,7 @@ class ExchangeBatch:
         return self._return_shards(local)
 
     def _gather_shards(self, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Exchange shards over data-parallel ranks, and return the local matrices that are owned on this one.
+        """Exchange shards over data-parallel ranks, and return the local matrices with an owner on this rank.
 
         Shapes: ``[rows, columns]`` for each local matrix.
         """
@@ -241,7 +241,7 @@ class ExchangeBatch:
         return {index: elements.view(layout.matrices[index].shape) for index, elements in flat.items()}
 
     def _assemble(self, local: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Exchange shards of local matrices over model-parallel ranks, and return the matrices that this rank owns."""
+        """Exchange shards of local matrices over model-parallel ranks, and return this rank's own matrices."""
         layout = self._layout
         rank, empty = layout.model.rank, layout.empty
         sent = [
@@ -257,7 +257,7 @@ class ExchangeBatch:
         return matrices
 
     def _scatter(self, matrices: Mapping[str, torch.Tensor], local: Mapping[int, torch.Tensor]) -> None:
-        """Exchange shards of whole matrices over model-parallel ranks, and write this rank's into local matrices."""
+        """Exchange shards of whole matrices over model-parallel ranks, and write this rank's to local matrices."""
         layout = self._layout
         rank = layout.model.rank
         sent = [
@@ -275,7 +275,7 @@ class ExchangeBatch:
             local[each.matrix][each.shard.local_box.slices] = value.view(each.shard.global_box.shape)
 
     def _return_shards(self, local: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Exchange shards of local matrices over data-parallel ranks, and return this rank's."""
+        """Exchange shards of local matrices over data-parallel ranks, and return this rank's shards."""
         layout = self._layout
         flat = {index: matrix.view(-1) for index, matrix in local.items()}
         sent = [
@@ -291,11 +291,11 @@ class ExchangeBatch:
         return result
 
     def _owned_ranges(self, dp_rank: int) -> list[MatrixRange]:
-        """Return the ranges of a data-parallel rank whose matrix is owned on this one."""
+        """Return the ranges of a data-parallel rank in matrices with an owner on this data-parallel rank."""
         return [each for each in self._ranges[dp_rank] if each.matrix in self._owned_indices]
 
     def _shards_of(self, model_rank: int, names: Iterable[str]) -> list[tuple[str, MatrixShard]]:
-        """Return the shards that a model-parallel rank has of some matrices, each with its matrix's name."""
+        """Return a model-parallel rank's shards of some matrices, each with the name of its matrix."""
         shards = self._layout.shards[model_rank]
         return [(name, each) for name in names for each in shards.get(name, ())]
 
@@ -304,7 +304,7 @@ class ExchangeBatch:
 
 
 def _local_matrices(parameter: torch.nn.Parameter) -> Iterator[LocalMatrix]:
-    """Yield the matrices of a local tensor: itself, or one per expert, with the expert's number among all experts."""
+    """Yield the matrices of a local tensor: itself, or one per expert, with the expert's global number."""
     spec = spec_of(parameter)
     if parameter.dim() == 2:
         yield LocalMatrix(parameter, 0, tuple(parameter.shape), spec)
@@ -324,7 +324,7 @@ def _local_matrices(parameter: torch.nn.Parameter) -> Iterator[LocalMatrix]:
 def _matrix_ranges(
     matrices: Sequence[LocalMatrix], shards: Sequence[ParamShard]
 ) -> Iterator[tuple[ShardRange, MatrixRange]]:
-    """Yield what shards and matrices have in common, as a range of each, in the order of the shards."""
+    """Yield the intersections of shards and matrices, as a range of each, in the order of the shards."""
     of_parameter: dict[int, list[int]] = {}
     for index, matrix in enumerate(matrices):
         of_parameter.setdefault(id(matrix.parameter), []).append(index)
@@ -340,7 +340,7 @@ def _matrix_ranges(
 
 
 def _shards_by_name(matrices: Sequence[LocalMatrix]) -> dict[str, list[MatrixShard]]:
-    """Return the shards of this rank's local matrices by the matrix's name; a matrix of padding has none."""
+    """Return the shards of this rank's local matrices by name of the matrix; a matrix that is only padding has none."""
     by_name: dict[str, list[MatrixShard]] = {}
     for index, matrix in enumerate(matrices):
         shards = [MatrixShard(index, shard, matrix.spec.is_owner) for shard in matrix.spec.shards]
@@ -351,9 +351,9 @@ def _shards_by_name(matrices: Sequence[LocalMatrix]) -> dict[str, list[MatrixSha
 def _gather_sizes(
     matrices: Sequence[LocalMatrix], ranges: Sequence[Sequence[MatrixRange]], model: Group
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[RankCoordinates, int]]]:
-    """Return the shape of every matrix of the model, and how many elements of it which rank holds; collective.
+    """Return every matrix's shape, and its number of elements per rank; collective.
 
-    ``ranges`` are those of each data-parallel rank, and none for ranks that are not sharded.
+    ``ranges`` has the ranges of each data-parallel rank, or is empty if the ranks are not sharded.
     """
     described = {matrix.spec.name: (matrix.spec.global_shape, Counter[int]()) for matrix in matrices}
     for dp_rank, of_rank in enumerate(ranges):
@@ -376,13 +376,14 @@ def _work(shape: tuple[int, ...]) -> int:
 def _largest_first(
     shapes: Mapping[str, tuple[int, ...]], num_held: Mapping[str, Mapping[RankCoordinates, int]]
 ) -> list[str]:
-    """Return the names of the matrices, the most work first; equal ones of each rank that holds them in turns.
+    """Return the names of the matrices, most work first; equal matrices alternate between the ranks that hold them.
 
-    ``num_held`` says how many elements of a matrix the ranks hold. A matrix counts as that rank's which holds most.
+    ``num_held`` is the number of elements of each matrix per rank. A matrix counts for the rank with most of its
+    elements.
     """
     seen = Counter[tuple[int, RankCoordinates]]()
     keys = {}
-    # Shorter names first: where only numbers in them differ, that is the order of the numbers.
+    # Shorter names first: for names that differ only in a number, this is the numerical order.
     for name in sorted(shapes, key=lambda name: (len(name), name)):
         nobody = (0, RankCoordinates(0, 0))
         (_, holder) = min(((-count, rank) for rank, count in num_held[name].items()), default=nobody)
@@ -395,11 +396,11 @@ def _largest_first(
 def _choose_owners(
     shapes: Mapping[str, tuple[int, ...]], order: Sequence[str], held: Sequence[Mapping[str, object]], dp_size: int
 ) -> dict[str, RankCoordinates]:
-    """Return each matrix's owner, chosen in this order: the rank with least work of those that have a shard of it.
+    """Assign the matrices, in this order, each to the rank with least work among the ranks with a shard of it.
 
-    ``held`` has the names of the matrices of which each model-parallel rank has a shard.
+    ``held`` has, for each model-parallel rank, the names of the matrices of which it has a shard.
     """
-    # Of equal ones the first in this order: neighbors in the model go to different data-parallel ranks.
+    # Ties go to the first rank in this order, so neighbors in the model go to different data-parallel ranks.
     loads = [[(0, d) for d in range(dp_size)] for _ in held]
     owners: dict[str, RankCoordinates] = {}
     for name in order:
@@ -415,10 +416,10 @@ def _choose_batches(
     num_held: Mapping[str, Mapping[RankCoordinates, int]],
     most_elements: int,
 ) -> dict[str, int]:
-    """Return the number of each matrix's batch: the first with room for it, so that owners work at the same time.
+    """Assign each matrix to the first batch with space for it, so that owners work at the same time.
 
-    In a batch an owner has ``most_elements`` at most, or one matrix, and a rank holds ``most_elements`` at most, or as
-    much as the largest matrix. Owners were chosen in the same order, so that a batch's matrices are of about one size.
+    In a batch an owner has at most ``most_elements``, or one matrix, and a rank holds at most ``most_elements``, or as
+    much as the largest matrix. Owners were chosen in the same order, so a batch's matrices are of similar size.
     """
     taken: Counter[tuple[int, str, RankCoordinates]] = Counter()
     found: dict[str, int] = {}
@@ -436,7 +437,7 @@ def _choose_batches(
 
 
 def _by_batch(num_batches: int, numbered: Iterable[tuple[int, Item]]) -> list[list[Item]]:
-    """Return the list of each batch, from items that come with the number of their batch."""
+    """Group items by the number of their batch."""
     lists: list[list[Item]] = [[] for _ in range(num_batches)]
     for number, item in numbered:
         lists[number].append(item)
@@ -454,9 +455,9 @@ def _shard_lengths(shards: Sequence[Sequence[tuple[str, MatrixShard]]]) -> list[
 def _exchange(
     sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[int]], group: Group, empty: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Give each rank of the group the flat tensors of its list, and return those that all ranks have sent here.
+    """Send each rank of the group its list of flat tensors, and return the tensors received from all ranks.
 
-    ``received`` has the lengths of the tensors that each rank sends here.
+    ``received`` has the lengths of the tensors that each rank sends to this one.
     """
     flat = [tensor for tensors in sent for tensor in tensors]
     buffer = torch.cat(flat) if flat else empty

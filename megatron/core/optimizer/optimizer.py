@@ -1,4 +1,4 @@
-"""The optimizer of a run: main parameters, loss scale, clipping, the update, and its state for checkpoints."""
+"""The optimizer of a run: main parameters, loss scale, clipping, update, and its state for checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from megatron.core.timers import Timers
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Say whether the parameters were updated, and the gradient norm and number of zeros where they were."""
+    """Result of a step: whether the parameters were updated, the gradient norm and the number of zeros."""
 
     success: bool
     grad_norm: float | None
@@ -51,17 +51,17 @@ class StepOutcome:
 
 
 class MegatronOptimizer:
-    """Update the parameters of model chunks from their reduced gradients.
+    """Optimizer that updates the parameters of model chunks from their reduced gradients.
 
-    A step passes over the gradients twice: once for the norm, which is not finite exactly where some gradient is not,
-    and once for the update, which applies the loss scale and the clipping as one factor. Half-precision parameters have
-    float32 main parameters that are updated and then rounded into the model. No update is made from a gradient that is
-    not finite: the device decides that, so that the host reads the norm when it reads the loss. ``fused_adam`` (apex's
-    class, see ``core.optimizer.inner_optimizer``) is used on CUDA.
+    A step reads the gradients twice: for the norm, which is not finite if a gradient is not, and for the update, which
+    applies the loss scale and the clipping as one factor. Half-precision parameters have float32 main parameters, which
+    are updated and then rounded into the model. Non-finite gradients are never applied: the device decides this, so
+    that the host can read the norm later, together with the loss. ``fused_adam`` (apex's class, see
+    ``core.optimizer.inner_optimizer``) is used on CUDA.
 
-    Where the configuration offloads a fraction (see `HostOffload`), that much of the parameters, in their order and the
-    decayed ones first, is updated on the host, which then waits for the norm. ``host_copies`` makes what copies beside
-    the device's work.
+    If the configuration offloads a fraction of the parameters (see `HostOffload`), this fraction, in their order with
+    weight-decayed parameters first, is updated on the host, which then waits for the norm. ``host_copies`` creates the
+    object for copies that overlap with the device's work.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class MegatronOptimizer:
         self.offload = HostOffload(config, on_host, host_copies()) if on_host else None
         self._buckets = (*on_host, *self._on_device)
         self._average = None if config.ema_decay is None else WeightAverage(self._buckets, config.ema_decay)
-        # What `sharded_state` has lent of state that is stored in few bytes, to be stored when it has been filled.
+        # Float32 copies of quantized state that `sharded_state` returned, to be encoded again after they have been
+        # filled.
         self._lent: list[tuple[QuantizedState, torch.Tensor]] = []
         self.learning_rate = 0.0
         self.set_learning_rate(config.lr, config.weight_decay, config.decoupled_lr)
@@ -119,7 +120,7 @@ class MegatronOptimizer:
     def set_learning_rate(
         self, learning_rate: float, weight_decay: float, decoupled_learning_rate: float | None = None
     ) -> None:
-        """Set what the next step uses; the last is of the word embedding and the output layer, None for no other."""
+        """Set the next step's values; ``decoupled_learning_rate`` is for the word embedding and the output layer."""
         self.learning_rate = learning_rate
         for bucket in self._buckets:
             own = decoupled_learning_rate if bucket.rate.is_decoupled else None
@@ -127,7 +128,7 @@ class MegatronOptimizer:
             bucket.inner.set_learning_rate(common * bucket.rate.multiplier, weight_decay)
 
     def step(self) -> StepOutcome:
-        """Update the parameters, or skip the update where a float16 gradient has overflowed.
+        """Update the parameters, or skip the update if a float16 gradient has overflowed.
 
         Raises:
             TrainingError: as `finish_step` does.
@@ -138,10 +139,10 @@ class MegatronOptimizer:
     def begin_step(
         self, timers: Timers | None = None, accept: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Update the parameters unless a gradient is not finite, and return what `finish_step` has to be told.
+        """Update the parameters unless a gradient is not finite, and return the totals for `finish_step`.
 
-        ``accept`` is given the gradient's norm and may keep the update from being made: by a flag on the device, the
-        same on all ranks. On CUDA nothing waits for the device but ``timers``, which time the parts of the step.
+        ``accept`` receives the gradient norm and may veto the update by a flag on the device, which must be the same on
+        all ranks. On CUDA nothing waits for the device except ``timers``, which time the parts of the step.
 
         Shapes: ``-> [1 or 2]`` float64; of ``accept``: ``[] -> [] bool``.
         """
@@ -167,21 +168,21 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def measure(self) -> float:
-        """Return the norm of the reduced gradients without the loss scale, and update nothing; collective."""
+        """Return the norm of the reduced gradients without the loss scale, without updating anything; collective."""
         return GradStatistics.from_totals(self._meter.measure().tolist()).norm / self._scaler.scale
 
     @torch.no_grad()
     def finish_step(self, totals: Sequence[float], is_accepted: bool = True) -> StepOutcome:
-        """Adapt the loss scale and the count of steps to a step that was begun, and say what has become of it.
+        """Update the loss scale and the step count after `begin_step`, and return the outcome of the step.
 
-        ``is_accepted`` is what the ``accept`` of `begin_step` has answered. A step that was not accepted, and one that
-        raises, leave the loss scale as it is: they may be computed again.
+        ``is_accepted`` is the result of ``accept`` in `begin_step`. A step that was vetoed or that raises does not
+        change the loss scale, because it may be computed again.
 
         Raises:
             BadWeightsError: a gradient is not finite because a weight is not.
-            TrainingError: a gradient is not finite, or its norm has overflowed, nothing is float16, and the check for
-                it is on; or too many iterations in a row were skipped. The message names the parameters and the ranks.
-                All ranks raise.
+            TrainingError: a gradient is not finite, or its norm has overflowed, although the model is not float16 and
+                the check is enabled; or too many consecutive iterations were skipped. The message names the parameters
+                and the ranks. All ranks raise.
         """
         statistics = GradStatistics.from_totals(totals)
         if not statistics.is_finite:
@@ -197,9 +198,9 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def params_norm(self) -> float:
-        """Return the norm of the whole model's main parameters; every rank that holds a part of the model must call."""
+        """Return the norm of the whole model's main parameters; all ranks with a part of the model must call it."""
         for chunk in self._chunks:
-            # Main parameters in the model's own precision lie in the buffers that are gathered.
+            # Main parameters in the model's own precision are in the buffers that are all-gathered.
             chunk.finish_param_gather()
         total = torch.zeros((), dtype=torch.float64, device=self._chunks[0].grad_buffers[0].grad_data.device)
         counting = DedupMask(self._chunks, self._state)
@@ -213,13 +214,13 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def reload_main_params(self) -> None:
-        """Take the main parameters from the model's, after weights were loaded without optimizer state."""
+        """Reset the main parameters to the model's weights, after loading weights without optimizer state."""
         for bucket in self._buckets:
             bucket.reload_main_params()
         self.restart_average()
 
     def restart_average(self) -> None:
-        """Begin the average of the weights anew, if there is one."""
+        """Restart the moving average from the current weights, if there is one."""
         if self._average is not None:
             self._average.restart()
 
@@ -229,7 +230,7 @@ class MegatronOptimizer:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Let the model have the average of its weights inside; collective."""
+        """Replace the model's weights by their moving average inside the context; collective."""
         assert self._average is not None
         with torch.no_grad():
             for chunk in self._chunks:
@@ -241,19 +242,19 @@ class MegatronOptimizer:
             self._gather_weights()
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor of the state and every main parameter that is not the model's own, as it is stored."""
+        """Yield all stored tensors of the state, and all main parameters that are not the model's own weights."""
         for bucket in self._buckets:
             yield from bucket.held()
         if self._average is not None:
             yield from (self._average.of(optimized) for bucket in self._buckets for optimized in bucket.shards)
 
     def sharded_state(self) -> dict[str, tuple[ParamSpec, torch.Tensor]]:
-        """Return the tensors that a checkpoint holds, each with its description, under names that are unique here.
+        """Return the tensors of a checkpoint with their descriptions, under names that are unique on this rank.
 
-        The description carries the global name, ``optimizer.<state>.<parameter>``; several local tensors can be shards
-        of one global tensor, and then the later names end in the offset of their shard. Tensors are the live ones:
-        filling them in place loads them. Main parameters are present where they are not the model's own. State that is
-        stored in few bytes is lent as float32 on the host, and `load_scalar_state` stores it.
+        The description has the global name, ``optimizer.<state>.<parameter>``. Several local tensors can be shards of
+        one global tensor; the names of all but the first then end in the offset of their shard. The tensors are live:
+        filling them in place loads them. Main parameters are included if they are not the model's own weights.
+        Quantized state is returned as float32 copies on the host, which `load_scalar_state` encodes again.
         """
         result: dict[str, tuple[ParamSpec, torch.Tensor]] = {}
         for inner in self._inner:
@@ -268,7 +269,7 @@ class MegatronOptimizer:
                         if name in result:
                             name += "@" + ",".join(str(offset) for offset in spec.shards[0].global_box.offset)
                         if name in result:
-                            # A scalar of several shards of one parameter.
+                            # A scalar that belongs to several shards of one parameter.
                             name += f"+{optimized.shard.start}"
                         assert name not in result
                         result[name] = (spec, view)
@@ -279,7 +280,7 @@ class MegatronOptimizer:
         return {"num_steps": self.num_steps, "grad_scaler": self._scaler.state_dict()}
 
     def load_scalar_state(self, state: Mapping[str, Any]) -> None:
-        """Set what ``scalar_state`` returned.
+        """Restore the state that ``scalar_state`` returned.
 
         Raises:
             CheckpointError: the state does not fit this optimizer.
@@ -300,7 +301,7 @@ class MegatronOptimizer:
         return (bucket.inner for bucket in self._buckets if isinstance(bucket.inner, InnerOptimizer))
 
     def _check_whole(self, rule: UpdateRule, buckets: Sequence[UpdateBucket]) -> None:
-        """Reject shards for an update rule that is not elementwise; collective."""
+        """Reject sharded parameters for an update rule that is not elementwise; collective."""
         shards = sorted(
             optimized.shard.spec.name for bucket in buckets for optimized in bucket.shards if not optimized.is_whole
         )
@@ -329,7 +330,7 @@ class MegatronOptimizer:
         return any(chunk.config.check_for_nan_in_loss_and_grad for chunk in self._chunks)
 
     def _update(self, is_finite: torch.Tensor, grad_multipliers: Mapping[str, torch.Tensor]) -> None:
-        """Update the model from the gradients times the factors of their kinds, if they are finite."""
+        """Update the model from the gradients times the multipliers of their kinds, if they are finite."""
         if self.offload is not None:
             self.offload.begin()
         for bucket in self._on_device:
@@ -339,20 +340,20 @@ class MegatronOptimizer:
                 self.offload.finish(is_finite, grad_multipliers[ALL_KINDS])
 
     def _device_buckets(self, groups: list[ShardGroup]) -> Iterator[list[ShardGroup]]:
-        """Yield what is updated together on the device, all of ``groups`` where nothing speaks against it."""
+        """Yield the groups that are updated together on the device: all ``groups``, unless the state is quantized."""
         if self.config.use_precision_aware_optimizer:
-            # State that is stored in few bytes is opened a bucket at a time.
+            # Quantized state is decoded one bucket at a time.
             yield from cut_into_buckets(groups)
         elif groups:
             yield groups
 
     def _shard_groups(self) -> Iterator[tuple[Rate, list[ShardGroup]]]:
-        """Yield this rank's shards that share a learning rate, by weight decay."""
+        """Yield this rank's shards by learning rate and, within, by weight decay."""
         for rate, parameters in self._rates.by_rate([p for p in self._trained() if not self._is_orthogonalized(p)]):
             yield rate, self._groups_of(parameters)
 
     def _matrix_buckets(self) -> Iterator[UpdateBucket]:
-        """Yield what updates the matrices, which are owned by ranks of the groups that share them; collective."""
+        """Yield the buckets of matrices, which are owned by ranks of the groups that share them; collective."""
         is_sharded = any(chunk.is_sharded for chunk in self._chunks)
         matrices = [p for p in self._trained() if self._is_orthogonalized(p)]
         for is_expert, model, replicas in (
@@ -375,7 +376,7 @@ class MegatronOptimizer:
         return self.config.optimizer == "muon" and is_orthogonalized(spec_of(parameter))
 
     def _groups_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[ShardGroup]:
-        """Return this rank's shards of some parameters by weight decay."""
+        """Group this rank's shards of some parameters by weight decay."""
         shards_of: dict[int, list[ParamShard]] = {}
         for chunk in self._chunks:
             for shard in chunk.shards:
@@ -395,9 +396,9 @@ class MegatronOptimizer:
         return values
 
     def _refuse_or_skip(self) -> None:
-        """Raise where a step that is not finite is not to be skipped, or was skipped too often; all ranks alike."""
+        """Raise on all ranks if a non-finite step must not be skipped, or if too many steps were skipped."""
         world = self._state.world
-        # The norm is not finite on any rank, so every rank comes here. A skip cannot help against a bad weight.
+        # The norm is the same on all ranks, so all ranks call this. Skipping cannot help if a weight is not finite.
         check_weights(self._chunks, world)
         is_scaled = self.config.params_dtype == "float16"
         if not is_scaled and self._checks_for_nan:

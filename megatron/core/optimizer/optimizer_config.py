@@ -1,4 +1,4 @@
-"""OptimizerConfig: the optimizer, loss scaling and clipping; per-parameter overrides; bytes of optimizer state.
+"""OptimizerConfig: optimizer, loss scaling and clipping; per-parameter overrides; size of the optimizer state.
 
 Importing this module imports no torch.
 """
@@ -16,22 +16,22 @@ from megatron.core.model_parallel_config import ELEMENT_BYTES
 
 @dataclass(frozen=True)
 class GroupOverride:
-    """Hold the multipliers of parameters whose names match a pattern; None leaves what they would have without it."""
+    """Multipliers for parameters whose names match a pattern; None keeps the default."""
 
     pattern: str
     lr_mult: float | None = None
     wd_mult: float | None = None
 
     def matches(self, name: str) -> bool:
-        """Return whether a parameter's global name is meant; ``*`` stands for any characters, dots among them."""
+        """Return whether the pattern matches a parameter's global name; ``*`` matches any characters, even dots."""
         return fnmatchcase(name, self.pattern)
 
 
 def parse_override(text: str) -> GroupOverride:
-    """Return what ``PATTERN:lr_mult=X,wd_mult=Y`` says, of which one multiplier may be left out.
+    """Parse ``PATTERN:lr_mult=X,wd_mult=Y``, in which one of the multipliers is optional.
 
     Raises:
-        ValueError: it says something else; the message says what.
+        ValueError: the text has another format; the message says what is wrong.
     """
     pattern, colon, assignments = text.rpartition(":")
     if not pattern or not colon:
@@ -54,7 +54,7 @@ def parse_override(text: str) -> GroupOverride:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distributed_optimizer",)):
-    """Hold what the optimizer is built from; ``params_dtype`` is the model's, by name."""
+    """Optimizer configuration; ``params_dtype`` is the name of the model's dtype."""
 
     optimizer: str = flag(
         "adam", choices=("adam", "sgd", "hybridadam", "muon", "dist_muon", "lion"), not_built=("cpu_adam",)
@@ -198,7 +198,7 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
     """Type of the model's parameters: float32, bfloat16, float16 or float64 (follows the model)."""
 
     def __post_init__(self) -> None:
-        """Take other names for what they are."""
+        """Resolve aliases of optimizers."""
         if self.optimizer == "dist_muon":
             object.__setattr__(self, "optimizer", "muon")
         if self.optimizer == "hybridadam":
@@ -209,26 +209,26 @@ class OptimizerConfig(Config, role="run", in_args=True, retired=("use_distribute
 
     @property
     def clips_by_kind(self) -> bool:
-        """Return whether matrices, embeddings or vectors have a largest norm of their own."""
+        """Return whether matrices, embeddings or vectors have a separate maximum gradient norm."""
         return any((self.clip_grad_matrices, self.clip_grad_embeddings, self.clip_grad_vectors))
 
     @property
     def elementwise(self) -> str:
-        """Return the optimizer of parameters of any shape."""
+        """Return the optimizer of all parameters, or, with Muon, of those that Muon does not update."""
         return self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer
 
     @property
     def offload_fraction(self) -> float:
-        """Return the fraction that is offloaded; that of the policy auto is given when the device is known."""
+        """Return the offloaded fraction of the parameters; with policy auto it is set once the device is known."""
         if not self.optimizer_cpu_offload:
             return 0.0
         return 1.0 if self.optimizer_offload_fraction is None else self.optimizer_offload_fraction
 
 
 def state_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int:
-    """Return what a parameter takes on the device beside weight and gradient: main parameter and moments.
+    """Return the bytes per parameter on the device besides weight and gradient: main parameter and moments.
 
-    ``is_matrix`` says that it is a weight between the embeddings and the output layer, of which Muon keeps one moment.
+    ``is_matrix`` is true for weights between the embeddings and the output layer, for which Muon keeps only one moment.
     """
     sizes = _sizes(optimizer)
     has_main_copy = ELEMENT_BYTES[optimizer.params_dtype] < sizes["fp32"]
@@ -237,7 +237,7 @@ def state_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int:
 
 
 def host_state_bytes(optimizer: OptimizerConfig, num_elements: int) -> int:
-    """Return what the offloaded part of so many parameters takes on the host: there each main parameter is a copy."""
+    """Return the host memory in bytes for the offloaded part of ``num_elements`` parameters, main copies included."""
     of_each = _sizes(optimizer)["fp32"] + _average_bytes(optimizer) + _moment_bytes(optimizer)
     return math.ceil(optimizer.offload_fraction * num_elements) * of_each
 
@@ -256,5 +256,5 @@ def _moment_bytes(optimizer: OptimizerConfig, *, is_matrix: bool = False) -> int
 
 
 def _sizes(optimizer: OptimizerConfig) -> dict[str, int]:
-    """Return the bytes of each type of state; the state of a float64 model is as wide as its parameters."""
+    """Return the bytes per element of each state dtype; a float64 model has float64 state."""
     return {"fp32": max(4, ELEMENT_BYTES[optimizer.params_dtype]), "fp16": 2, "bf16": 2, "fp8": 1}

@@ -1,4 +1,4 @@
-"""Learning-rate schedule and weight-decay schedule: functions of the samples of successful iterations."""
+"""Learning-rate and weight-decay schedules, as functions of the number of samples in successful iterations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
         "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
     }
 )
-"""Styles by name: the share of a decay that remains after a ratio of its length."""
+"""Decay styles by name: the remaining fraction of a decay, as a function of the elapsed fraction of its length."""
 _STYLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "lr_decay_style": ("constant", "inverse-square-root", "WSD", *DECAYS),
@@ -37,7 +37,7 @@ _IN_MEGATRON: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def styles_unknown_to_megatron(styles: Mapping[str, Any]) -> list[str]:
-    """Return, as they are typed, the styles of a schedule that Megatron-LM does not have and its files cannot hold."""
+    """Return the flags of a schedule's styles that Megatron-LM does not have, so that its files cannot record them."""
     return [
         f"--{name.replace('_', '-')} {styles[name]}"
         for name, known in _IN_MEGATRON.items()
@@ -47,12 +47,12 @@ def styles_unknown_to_megatron(styles: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Hold a learning-rate schedule and a weight-decay schedule; every length is in samples.
+    """Learning-rate and weight-decay schedules; every length is in samples.
 
-    ``lr_decay_style``: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay: the last
-    ``wsd_decay_steps`` fall in ``lr_wsd_decay_style``: exponential, linear, cosine or minus_sqrt).
+    ``lr_decay_style``: constant, linear, cosine, inverse-square-root or WSD (warmup-stable-decay: the last
+    ``wsd_decay_steps`` decay with ``lr_wsd_decay_style``: exponential, linear, cosine or minus_sqrt).
     ``wd_incr_style``: constant, linear or cosine. With ``decoupled_max_lr`` the word embedding and the output layer
-    have a learning rate of their own, of the same shape between that and ``decoupled_min_lr`` (by default ``min_lr``).
+    have a separate learning rate, of the same shape between it and ``decoupled_min_lr`` (by default ``min_lr``).
     """
 
     max_lr: float
@@ -71,7 +71,7 @@ class ScheduleConfig:
     decoupled_min_lr: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a style that there is not, and a learning-rate schedule without a value at some sample."""
+        """Reject unknown styles, and schedules that are incomplete or inconsistent."""
         for name, styles in _STYLES.items():
             if getattr(self, name) not in styles:
                 flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
@@ -113,7 +113,7 @@ def learning_rate(config: ScheduleConfig, num_samples: int) -> float:
 
 
 def decoupled_learning_rate(config: ScheduleConfig, num_samples: int) -> float | None:
-    """Return the learning rate of the word embedding and the output layer, or None where it is that of all."""
+    """Return the learning rate of the word embedding and the output layer, or None if it is not decoupled."""
     if config.decoupled_max_lr is None:
         return None
     min_lr = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
@@ -133,19 +133,19 @@ def weight_decay(config: ScheduleConfig, num_samples: int) -> float:
 
 
 class HasLearningRate(Protocol):
-    """Take a learning rate and a weight decay, as the optimizer does."""
+    """Interface that accepts a learning rate and a weight decay, as the optimizer does."""
 
     def set_learning_rate(
         self, learning_rate: float, weight_decay: float, decoupled_learning_rate: float | None = None
     ) -> None:
-        """Set what the next step uses; the last is of the word embedding and the output layer, None for no other."""
+        """Set the next step's values; ``decoupled_learning_rate`` is for the word embedding and the output layer."""
 
 
 class OptimizerParamScheduler:
-    """Keep an optimizer's learning rate and weight decay on their schedules.
+    """Schedule of an optimizer's learning rate and weight decay.
 
-    ``num_samples`` counts the samples of successful iterations; the optimizer always holds the values of the
-    iteration that comes next.
+    ``num_samples`` counts the samples of successful iterations. The optimizer always has the values of the next
+    iteration.
     """
 
     def __init__(self, optimizer: HasLearningRate, config: ScheduleConfig) -> None:
@@ -160,7 +160,7 @@ class OptimizerParamScheduler:
 
     @property
     def decoupled_learning_rate(self) -> float | None:
-        """Return that of the word embedding and the output layer in the next iteration, None where it is no other."""
+        """Return the next learning rate of the word embedding and the output layer, or None if it is not decoupled."""
         return decoupled_learning_rate(self.config, self.num_samples)
 
     def step(self, num_samples: int) -> None:
@@ -175,10 +175,10 @@ class OptimizerParamScheduler:
     def load_state_dict(
         self, state: Mapping[str, Any], *, override: bool = False, use_checkpoint: bool = False
     ) -> tuple[str, ...]:
-        """Resume from what ``state_dict`` returned; return one line for each value that replaces another.
+        """Restore the state that ``state_dict`` returned; return one line per value that replaces another.
 
         Raises:
-            CheckpointError: the learning-rate schedules differ and no option says which one holds.
+            CheckpointError: the schedules differ and no option selects one of them.
         """
         stored = config_from_dict(ScheduleConfig, state["schedule"])
         num_samples = int(state["num_samples"])
@@ -197,17 +197,17 @@ class OptimizerParamScheduler:
 def reconcile_schedules(
     stored: ScheduleConfig, given: ScheduleConfig, num_samples: int, *, override: bool, use_checkpoint: bool
 ) -> tuple[ScheduleConfig, tuple[str, ...]]:
-    """Return the learning-rate schedule of a run resumed at ``num_samples``, and one ``old → new`` line a difference.
+    """Return the schedule of a run resumed at ``num_samples``, and one ``old → new`` line per difference.
 
     The decay length of a constant learning rate, and likewise of a constant weight decay, is not compared: it follows
-    from the length of the run, which may grow on resume. What `conflicting_fields` leaves out is taken as given.
+    from the length of the run, which may grow on resume. Fields that `conflicting_fields` omits take the given value.
 
-    ``override`` (``--override-opt-param-scheduler``) takes the given schedule, and its lines go from the stored value
-    to the given one; ``use_checkpoint`` (``--use-checkpoint-opt-param-scheduler``) takes the stored one, and its lines
-    go the other way.
+    ``override`` (``--override-opt-param-scheduler``) selects the given schedule, and its lines go from the stored value
+    to the given value. ``use_checkpoint`` (``--use-checkpoint-opt-param-scheduler``) selects the stored schedule, and
+    its lines go in the other direction.
 
     Raises:
-        CheckpointError: the learning-rate schedules differ and no option says which one holds.
+        CheckpointError: the schedules differ and no option selects one of them.
         ConfigurationError: both options are set.
     """
     if override and use_checkpoint:
@@ -227,10 +227,10 @@ def reconcile_schedules(
 
 
 def conflicting_fields(stored: ScheduleConfig, given: ScheduleConfig, num_samples: int) -> tuple[str, ...]:
-    """Return the fields that differ so that an option must say which schedule holds after ``num_samples`` samples.
+    """Return the differing fields for which an option must select a schedule after ``num_samples`` samples.
 
-    A learning rate that stands still there, constant or before the decay of WSD, does so by either schedule: the
-    lengths before and behind may differ.
+    If the learning rate is in a flat phase of both schedules, constant or before the decay of WSD, the lengths of
+    warmup and decay may differ.
     """
     differing = _differing_fields(stored, given)
     if stored.lr_decay_style == given.lr_decay_style and _stands_still(stored, given, num_samples):
@@ -248,7 +248,7 @@ def _stands_still(stored: ScheduleConfig, given: ScheduleConfig, num_samples: in
 
 
 def _differing_fields(stored: ScheduleConfig, given: ScheduleConfig) -> tuple[str, ...]:
-    """Return the fields that differ, but for a length without effect in both."""
+    """Return the fields that differ, except for a length that has no effect in both schedules."""
     styles = {
         "wd_incr_steps": (stored.wd_incr_style, given.wd_incr_style),
         "lr_decay_steps": (stored.lr_decay_style, given.lr_decay_style),

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay per parameter: multipliers on the values of the schedule."""
+"""Learning rate and weight decay per parameter: multipliers of the scheduled values."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NUM_NAMED = 4
 
 
 class Rate(NamedTuple):
-    """Hold which learning rate a parameter has, that of --decoupled-lr or that of all, and its factor.
+    """Learning rate of a parameter: the decoupled (--decoupled-lr) or the common one, and a multiplier.
 
-    Also the ``kind`` by which its gradient is clipped, where kinds are told apart.
+    ``kind`` is the kind of parameter for clipping, if gradients are clipped per kind.
     """
 
     is_decoupled: bool = False
@@ -34,10 +34,9 @@ COMMON_RATE = Rate()
 
 
 class ParamRates:
-    """Say what each parameter's learning rate and weight decay are multiplied by.
+    """Multipliers of each parameter's learning rate and weight decay.
 
-    The first of ``param_group_overrides`` whose pattern matches a parameter's name, and which has the multiplier,
-    counts.
+    The first entry of ``param_group_overrides`` that matches a parameter's name and has the multiplier applies.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -54,25 +53,25 @@ class ParamRates:
         return Rate(self._has_decoupled and is_decoupled(name), multiplier, kind)
 
     def _of_width(self, spec: ParamSpec) -> float:
-        """Return the factor of muP: as much narrower the base is, for what changes every element by as much."""
+        """Return the muP multiplier of the learning rate: base width / width for elementwise updates."""
         if spec.width_multiplier == 1.0:
             return 1.0
         if self._config.optimizer == "muon" and is_orthogonalized(spec):
-            # The other scales keep outputs as large at any width.
+            # The other scale modes keep the size of outputs independent of the width.
             return spec.width_multiplier**-0.5 if self._config.muon_scale_mode == "spectral" else 1.0
         return 1.0 / spec.width_multiplier
 
     def weight_decay(self, parameter: torch.nn.Parameter) -> float:
-        """Return the multiplier of a parameter's weight decay, by default 1 or 0."""
+        """Return the weight-decay multiplier of a parameter, by default 1, or 0 for parameters without weight decay."""
         name = spec_of(parameter).name
         given = (o.wd_mult for o in self._overrides if o.wd_mult is not None and o.matches(name))
         return next(given, 1.0 if is_decayed(name, parameter) else 0.0)
 
     def check_patterns(self, parameters: Iterable[torch.nn.Parameter], world: Group) -> None:
-        """Let every pattern match a trained parameter of some rank; collective.
+        """Check that every pattern matches a trained parameter of some rank; collective.
 
         Raises:
-            ConfigurationError: one matches none. All ranks raise.
+            ConfigurationError: a pattern matches none. All ranks raise.
         """
         if not self._overrides:
             return
@@ -89,14 +88,14 @@ class ParamRates:
         raise ConfigurationError(problems)
 
     def by_rate(self, parameters: Sequence[torch.nn.Parameter]) -> list[tuple[Rate, list[torch.nn.Parameter]]]:
-        """Return the parameters that share a learning rate together, each in the given order."""
+        """Group parameters by learning rate, in the given order within each group."""
         found: dict[Rate, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             found.setdefault(self.learning_rate(parameter), []).append(parameter)
         return sorted(found.items(), key=lambda item: item[0])
 
     def by_decay(self, parameters: Sequence[torch.nn.Parameter]) -> list[tuple[float, list[torch.nn.Parameter]]]:
-        """Return the parameters that share a weight decay together, the most decayed first."""
+        """Group parameters by weight decay, largest multiplier first."""
         found: dict[float, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             found.setdefault(self.weight_decay(parameter), []).append(parameter)

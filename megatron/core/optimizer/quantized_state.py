@@ -1,9 +1,9 @@
 """Optimizer state in fewer than four bytes per number, with stochastic rounding.
 
-An update opens the stored state as float32, updates it, and closes it. Opening and closing without an update changes no
-bit. Stochastic rounding keeps the expected value right, so that small changes are not lost. Its random bits are a hash
-of the number itself, of its place in its block and of the count of updates: the same at any data-parallel size and
-after a resumption. Nothing is drawn from a generator.
+An update decodes the stored state to float32, updates it, and encodes it again. Decoding and encoding without an update
+is exact. Stochastic rounding preserves the expected value, so that small changes are not lost. Its random bits are a
+hash of the number itself, its index in its block and the number of updates, and do not come from a generator: they are
+the same at any data-parallel size and after resuming.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def random_words(values: torch.Tensor, num_updates: torch.Tensor | int) -> torch
 
 
 def round_to_bfloat16(values: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Return one of the two bfloat16 neighbors of each number, the nearer with the greater chance, as float32.
+    """Round each number stochastically to one of its two bfloat16 neighbors, returned as float32.
 
     Shapes: ``values, words: [blocks, 128] -> [blocks, 128]``.
     """
@@ -42,12 +42,12 @@ def round_to_bfloat16(values: torch.Tensor, words: torch.Tensor) -> torch.Tensor
 
 
 def round_roots(squares: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Return numbers of float8 (e4m3), as float32, whose squares are the given ones on average.
+    """Return float8 (e4m3) numbers, as float32, whose squares have the given values as expectation.
 
     Shapes: ``squares, words: [blocks, 128] -> [blocks, 128]``; squares from 0 to 2^16.
     """
     roots = squares.sqrt()
-    # Of a float32 number without its fraction: the power of two below it. Units of e4m3 are an eighth of that.
+    # Clearing the mantissa leaves the power of two below the number. The e4m3 spacing is an eighth of it.
     powers = (roots.view(torch.int32) & 0x7F800000).view(torch.float32)
     units = (powers * 2.0**-3).clamp_(min=2.0**-9)
     lower = torch.floor(roots / units) * units
@@ -61,19 +61,19 @@ STATE_DTYPES = {
     "bf16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
 }
-"""The types of the command line."""
+"""The state dtypes by their names on the command line."""
 _LARGEST_EXPONENT = {torch.float16: 15, torch.float8_e4m3fn: 8}
-"""The values of a block are brought to two to this power at most, which the type has room for."""
+"""The largest value of a block is scaled to at most two to this power, which the dtype can represent."""
 _SMALLEST = {torch.float16: 2.0**-24, torch.float8_e4m3fn: 2.0**-9}
 _BIAS, _MANTISSA_BITS = 127, 23
 _SMALLEST_EXPONENT_OF_ROOTS = -54
-"""Squares of what is stored under a smaller scale would not be normal numbers."""
+"""With a smaller scale, the squares of the stored values would be subnormal."""
 _HALF_UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float8_e4m3fn: 2.0**-4}
-"""The largest relative error of rounding to the nearest."""
+"""The largest relative error of rounding to nearest."""
 
 
 class QuantizedState(ABC):
-    """Keep a float32 tensor in fewer bytes; it has its elements between ``open`` and ``close`` only.
+    """Float32 tensor stored in fewer bytes; the tensor has its elements only between ``open`` and ``close``.
 
     Shapes: ``tensor: [n]`` when open, ``[0]`` when closed.
     """
@@ -83,17 +83,17 @@ class QuantizedState(ABC):
         self.close()
 
     def open(self) -> None:
-        """Give the tensor its values."""
+        """Decode the stored values into the tensor."""
         self.tensor.data = self.decoded()
 
     def close(self, num_updates: torch.Tensor | int = 0) -> None:
-        """Store the tensor's values, and take its memory away."""
+        """Encode the tensor's values and free its memory."""
         self.encode(self.tensor, num_updates)
         self.tensor.data = self.tensor.new_empty(0)
 
     @abstractmethod
     def encode(self, values: torch.Tensor, num_updates: torch.Tensor | int = 0) -> None:
-        """Store float32 values after so many updates, from which the chance of stochastic rounding follows.
+        """Store float32 values; ``num_updates`` seeds the stochastic rounding.
 
         Shapes: ``values: [n]``.
         """
@@ -104,11 +104,11 @@ class QuantizedState(ABC):
 
     @abstractmethod
     def held(self) -> tuple[torch.Tensor, ...]:
-        """Return what is stored."""
+        """Return the tensors that are stored."""
 
 
 class RoundedTensor(QuantizedState):
-    """Store values rounded to bfloat16, whose range is that of float32: to the nearest, or ``by_chance``."""
+    """Storage in bfloat16, whose range is that of float32, rounded to nearest or (``by_chance``) stochastically."""
 
     def __init__(self, tensor: torch.Tensor, *, by_chance: bool = False) -> None:
         self._by_chance = by_chance
@@ -131,11 +131,11 @@ class RoundedTensor(QuantizedState):
 
 
 class ScaledTensor(QuantizedState):
-    """Store values in float16 or float8, each block of 128 with a power of two as its scale (one byte).
+    """Storage in float16 or float8, with a power-of-two scale (one byte) per block of 128 elements.
 
-    The scale of a block follows from its largest value. Blocks begin where a parameter does, so that what is stored
-    does not depend on the data-parallel size. ``keeps_positive`` rounds no positive value down to zero: a second
-    moment of zero would be divided by.
+    The scale of a block follows from its largest value. Blocks start at the start of a parameter, so that the stored
+    values do not depend on the data-parallel size. ``keeps_positive`` never rounds a positive value down to zero,
+    because the update divides by the root of the second moment.
     """
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, *, keeps_positive: bool = False) -> None:
@@ -144,7 +144,7 @@ class ScaledTensor(QuantizedState):
         super().__init__(tensor)
 
     def encode(self, values: torch.Tensor, num_updates: torch.Tensor | int = 0) -> None:
-        """Scale and round the values to the nearest."""
+        """Scale the values and round them to nearest."""
         num_elements = values.numel()
         blocks = _in_blocks(values)
         exponents = _exponents(blocks.abs(), self._dtype).clamp(1 - _BIAS, _BIAS - 1)
@@ -155,7 +155,7 @@ class ScaledTensor(QuantizedState):
         self._exponents = exponents.to(torch.int8)
 
     def decoded(self) -> torch.Tensor:
-        """Return the stored values times their scales."""
+        """Return the stored values multiplied by their scales."""
         num_elements = self._stored.numel()
         scales = _power_of_two(self._exponents.to(torch.int32)).expand(-1, PARAM_ALIGNMENT)
         return self._stored.float() * scales.reshape(-1)[:num_elements]
@@ -166,13 +166,13 @@ class ScaledTensor(QuantizedState):
 
 
 class RootTensor(QuantizedState):
-    """Store the roots of second moments in float8, with scales as `ScaledTensor` has them, and rounded by chance.
+    """Storage of the square roots of second moments in float8, scaled as in `ScaledTensor` and stochastically rounded.
 
-    The mean of what may be stored is the second moment itself. No positive value is rounded down to zero.
+    The expected value of the stored square is the second moment. No positive value is rounded down to zero.
     """
 
     def encode(self, values: torch.Tensor, num_updates: torch.Tensor | int = 0) -> None:
-        """Take the roots, scale and round them."""
+        """Take the square roots, scale and round them."""
         blocks = _in_blocks(values)
         exponents = _exponents(blocks.sqrt(), torch.float8_e4m3fn).clamp(_SMALLEST_EXPONENT_OF_ROOTS, _BIAS - 1)
         inverse = _power_of_two(-exponents)
@@ -182,7 +182,7 @@ class RootTensor(QuantizedState):
         self._exponents = exponents.to(torch.int8)
 
     def decoded(self) -> torch.Tensor:
-        """Return the squares of the stored values times their scales."""
+        """Return the squares of the stored values multiplied by their scales."""
         scales = _power_of_two(self._exponents.to(torch.int32)).expand(-1, PARAM_ALIGNMENT)
         return (self._stored.float() * scales.reshape(-1)[: self._stored.numel()]).square_()
 
@@ -192,10 +192,10 @@ class RootTensor(QuantizedState):
 
 
 class RemainderTensor(QuantizedState):
-    """Store of main parameters what their bfloat16 weights lack of float32: 16 bits each.
+    """Storage of a float32 main parameter as the 16 bits that its bfloat16 weight lacks.
 
-    A float32 number is its bfloat16 neighbor and a signed distance in units of its last place. Nothing is lost but
-    one unit where a number lies in the very middle of two neighbors and is rounded down.
+    A float32 number is the sum of its bfloat16 neighbor and a signed distance in units of its last place. This is
+    lossless except for an error of one unit if a number lies exactly between two neighbors and is rounded down.
 
     Shapes: ``weights: [n]``, the model's own.
     """
@@ -205,7 +205,7 @@ class RemainderTensor(QuantizedState):
         super().__init__(tensor)
 
     def encode(self, values: torch.Tensor, num_updates: torch.Tensor | int = 0) -> None:
-        """Round the values into the model, and store the distances."""
+        """Round the values into the model's weights, and store the distances."""
         self._weights.copy_(values)
         distances = values.view(torch.int32) - self._high_bits()
         self._stored = distances.clamp(-(2**15), 2**15 - 1).to(torch.int16)
@@ -223,29 +223,29 @@ class RemainderTensor(QuantizedState):
 
 
 def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return powers of two, exactly; shapes: ``[m] -> [m, 1]``."""
+    """Return exact powers of two; shapes: ``[m] -> [m, 1]``."""
     return ((exponents + _BIAS) << _MANTISSA_BITS).view(torch.float32).unsqueeze(1)
 
 
 def _in_blocks(values: torch.Tensor) -> torch.Tensor:
-    """Return values in rows of a block each, zeros after the last; shapes: ``[n] -> [blocks, 128]``."""
+    """Return values in rows of one block each, padded with zeros; shapes: ``[n] -> [blocks, 128]``."""
     padding = -values.numel() % PARAM_ALIGNMENT
     return torch.nn.functional.pad(values, (0, padding)).view(-1, PARAM_ALIGNMENT)
 
 
 def _exponents(sizes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the exponents of the blocks' scales, from values without sign; shapes: ``[blocks, 128] -> [blocks]``."""
-    # The smallest power of two that the block's largest value does not exceed, out of its bits: the value may be
-    # rounded up to it, and then has the same scale when it is stored again.
+    """Return the exponents of the blocks' scales from absolute values; shapes: ``[blocks, 128] -> [blocks]``."""
+    # The smallest power of two that is at least the block's largest value, computed from its bits. The value may be
+    # rounded up to it, and then still has the same scale when it is stored again.
     largest = ((sizes.amax(dim=1).view(torch.int32) - 1) >> _MANTISSA_BITS) - _BIAS + 1
     return largest - _LARGEST_EXPONENT[dtype]
 
 
 def make_moment(tensor: torch.Tensor, dtype_name: str, decay: float, *, is_second: bool) -> QuantizedState | None:
-    """Return the storage of a moment in a type by name, or None for fp32, which is stored as it is.
+    """Create the storage of a moment for a dtype name; return None for fp32, which needs none.
 
-    Where an update moves the moment by less than half a unit of the type, rounding to the nearest would hold it where
-    it is: a bfloat16 moment that keeps more than 99.6 % (``decay``) is rounded by chance, and any second moment in fp8.
+    If an update changes a moment by less than half a unit of the dtype, rounding to nearest would never change it.
+    Therefore a bfloat16 moment with a ``decay`` above 0.996, and any second moment in fp8, are rounded stochastically.
     """
     dtype = STATE_DTYPES[dtype_name]
     if dtype is torch.float32:

@@ -1,4 +1,4 @@
-"""Parts of the model that are updated together: their main parameters, their state, and one update rule."""
+"""Buckets of parameters that are updated together: main parameters, state, and one update rule."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from megatron.core.sharding import ParamSpec, full_shards
 from megatron.core.timers import Timers
 
 ShardGroup = tuple[Sequence[ParamShard], float]
-"""Shards of parameters, and the multiplier of their weight decay."""
+"""Shards of parameters, and their weight-decay multiplier."""
 _MAX_ELEMENTS = 2**25
-"""Length of a bucket where buckets follow one another: 128 MiB of float32."""
+"""Maximum length of a bucket if buckets are updated one after the other: 128 MiB of float32."""
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizedShard:
-    """Pair the shard of a parameter that this rank updates with its main parameter: itself, or a copy to update."""
+    """Shard of a parameter that this rank updates, with its main parameter: the shard itself, or a copy."""
 
     shard: ParamShard
     main_param: torch.Tensor
 
     @property
     def has_main_copy(self) -> bool:
-        """Return whether the main parameter is not the model's own memory."""
+        """Return whether the main parameter is a copy, separate from the model's weights."""
         return self.main_param is not self.shard.values
 
     @property
     def is_whole(self) -> bool:
-        """Return whether this is a whole parameter of the model, and no shard of one."""
+        """Return whether this is a whole parameter of the model, not a shard."""
         held = sum(each.global_box.num_elements for each in self.shard.spec.shards)
         is_local = self.shard.end - self.shard.start == self.shard.parameter.numel()
         return is_local and held == math.prod(self.shard.spec.global_shape)
@@ -51,12 +51,12 @@ class OptimizedShard:
 
 
 class UpdateBucket:
-    """Update shards of parameters from their gradients.
+    """Shards of parameters that are updated together from their gradients.
 
-    On the device the main parameters are the model's own or float32 copies; ``on_host`` makes all of them copies in the
-    machine's memory. All shards have the learning rate that ``rate`` says. With the configuration's narrow types, state
-    is stored in these between two steps. With ``exchange`` Muon updates the shards, which are matrices. A rule that is
-    not elementwise is given whole parameters in their shape (see `UpdateRule`).
+    On the device the main parameters are the model's weights or float32 copies; ``on_host`` makes them copies in host
+    memory. All shards have the learning rate ``rate``. If the configuration sets narrow dtypes, state is stored in
+    these between steps. With ``exchange`` the shards belong to matrices that Muon updates. A rule that is not
+    elementwise receives whole parameters in their shape (see `UpdateRule`).
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class UpdateBucket:
             else:
                 with timers("optimizer-copy-to-main-grad", log_level=1):
                     for optimized in self.shards:
-                        # A view of where the gradient was reduced, except where gradients are kept in bf16.
+                        # A view of the reduced gradient, except if gradients are stored in bf16.
                         optimized.main_param.grad = optimized.shard.gradient.to(optimized.main_param.dtype)
                 with timers("optimizer-inner-step", log_level=1):
                     self.inner.step_if(is_finite, self.main_params, grad_multiplier)
@@ -119,9 +119,9 @@ class UpdateBucket:
                 torch._foreach_copy_([p.shard.values for p in self._with_copy], [p.main_param for p in self._with_copy])
 
     def step(self, gradients: Sequence[torch.Tensor], grad_multiplier: float) -> None:
-        """Update the main parameters from gradients beside them times a factor; leave the model as it is.
+        """Update the main parameters from separate gradients times a factor, without changing the model's weights.
 
-        Not of matrices, which Muon updates on the device.
+        Not for matrices, which Muon updates on the device.
 
         Shapes: ``gradients``: one for each shard, in any floating-point dtype.
         """
@@ -133,19 +133,19 @@ class UpdateBucket:
             self._drop_gradients()
 
     def state_of(self, optimized: OptimizedShard) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the tensor of each state that a checkpoint holds of a shard; closed ones are empty."""
+        """Yield the name and the tensor of each state of a shard for a checkpoint; quantized tensors are empty."""
         for name in self.inner.names_of_state(optimized.main_param):
             yield name, self.inner.state_of(optimized.main_param, name)
         if optimized.is_rounded:
             yield "main_param", optimized.main_param
 
     def compact(self, tensor: torch.Tensor) -> QuantizedState | None:
-        """Return where a tensor of the state is stored, or None where it is itself."""
+        """Return the quantized storage of a state tensor, or None if the tensor is not quantized."""
         return self._compact.get(id(tensor))
 
     @contextmanager
     def main_params_open(self) -> Iterator[None]:
-        """Let all main parameters have their values inside, and store them anew."""
+        """Decode all main parameters inside the context, and encode them again afterwards."""
         compact = [stored for tensor in self.main_params if (stored := self.compact(tensor)) is not None]
         for stored in compact:
             stored.open()
@@ -154,19 +154,19 @@ class UpdateBucket:
             stored.close()
 
     def reload_main_params(self) -> None:
-        """Take the main parameters from the model's."""
+        """Reset the main parameters to the model's weights."""
         with self.main_params_open():
             for optimized in self._with_copy:
                 optimized.main_param.copy_(optimized.shard.values)
 
     def reload_unrounded(self) -> None:
-        """Take those main parameters from the model's which no checkpoint holds, since the model's are as exact."""
+        """Reset the main parameters that a checkpoint omits, because the model's weights are as exact."""
         for optimized in self._with_copy:
             if not optimized.is_rounded:
                 optimized.main_param.copy_(optimized.shard.values)
 
     def held(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor that stays between two steps, beside the model's own."""
+        """Yield every tensor that is kept between steps, except the model's weights."""
         for optimized in self.shards:
             for _, tensor in self.state_of(optimized):
                 stored = self.compact(tensor)
@@ -202,10 +202,10 @@ class UpdateBucket:
 
 
 def described_state(optimized: OptimizedShard, tensor: torch.Tensor) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-    """Split a tensor of a shard's state into views, each with the description of its place in a global tensor.
+    """Split a tensor of a shard's state into views, each with the description of its box in a global tensor.
 
-    A tensor of another shape than the shard's, such as a scalar, is a global tensor by itself, equal on all ranks that
-    hold shards of the parameter. The rank that holds the parameter's first element saves it.
+    A tensor of a different shape than the shard, such as a scalar, is a separate global tensor, equal on all ranks that
+    hold shards of the parameter. The rank with the parameter's first element saves it.
     """
     if tensor.shape in (optimized.shard.values.shape, optimized.shard.parameter.shape):
         yield from optimized.shard.described(tensor.view(-1))
@@ -221,20 +221,20 @@ def described_state(optimized: OptimizedShard, tensor: torch.Tensor) -> Iterator
 def _optimized(shard: ParamShard, on_host: bool) -> OptimizedShard:
     main_dtype = arithmetic_dtype(shard.values.dtype)
     if on_host:
-        # Of a tensor of the device, so that a dry run makes one without memory.
+        # Created from a device tensor, so that a dry run creates one without memory.
         return OptimizedShard(shard, torch.empty_like(shard.values, dtype=main_dtype, device="cpu").copy_(shard.values))
     return OptimizedShard(shard, shard.values if main_dtype is shard.values.dtype else shard.values.to(main_dtype))
 
 
 def split_shard(shard: ParamShard, at: int) -> tuple[ParamShard, ParamShard]:
-    """Return the first ``at`` elements of a shard, and the rest."""
+    """Split a shard after its first ``at`` elements."""
     middle = shard.start + at
     first = replace(shard, end=middle, values=shard.values[:at], gradient=shard.gradient[:at])
     return first, replace(shard, start=middle, values=shard.values[at:], gradient=shard.gradient[at:])
 
 
 def cut_into_buckets(groups: Iterable[ShardGroup], max_elements: int = _MAX_ELEMENTS) -> Iterator[list[ShardGroup]]:
-    """Yield the shards in their order, as groups of at most so many elements together; longer shards are split."""
+    """Yield buckets of shards, in order, of at most ``max_elements`` elements each; longer shards are split."""
     bucket: list[ShardGroup] = []
     shard_list: list[ParamShard] = []
     room = max_elements

@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights, stored where the main parameters are stored."""
+"""Exponential moving average (EMA) of the weights, stored on the device of the main parameters."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from megatron.core.optimizer.update_bucket import OptimizedShard, UpdateBucket
 
 AVERAGE = "ema"
-"""The kind of state as a checkpoint names it."""
+"""The name of this state in a checkpoint."""
 
 
 class WeightAverage:
-    """Follow the main parameters of buckets: after each update an average keeps ``decay`` of itself.
+    """Moving average of main parameters: after each update average = decay · average + (1 - decay) · weight.
 
-    Averages are float32 (float64 of a float64 model), begin as the weights, and are sharded as the state is.
+    Averages are float32 (float64 for a float64 model), start as the weights, and are sharded like the optimizer state.
     """
 
     def __init__(self, buckets: Sequence[UpdateBucket], decay: float) -> None:
         self._buckets = tuple(buckets)
         self._decay = decay
         self._averages = {
-            # A main parameter of few bytes has no elements between two steps.
+            # A quantized main parameter has no elements between two steps.
             id(optimized): optimized.main_param.new_empty(optimized.shard.values.shape)
             for bucket in buckets
             for optimized in bucket.shards
@@ -32,14 +32,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin anew with the weights as they are."""
+        """Restart from the current weights."""
         for bucket in self._buckets:
             with bucket.main_params_open():
                 for optimized in bucket.shards:
                     self._averages[id(optimized)].copy_(optimized.main_param)
 
     def follow(self, is_updated: torch.Tensor) -> None:
-        """Move towards the main parameters where ``is_updated`` is true, and change nothing where it is not.
+        """Update the average from the main parameters if ``is_updated`` is true; otherwise change nothing.
 
         Shapes: ``is_updated: []`` of bool.
         """
@@ -51,12 +51,12 @@ class WeightAverage:
                     average.lerp_(optimized.main_param, share)
 
     def of(self, optimized: OptimizedShard) -> torch.Tensor:
-        """Return the average of a shard. Shapes: ``-> [n]``."""
+        """Return the average of a shard; shapes: ``-> [n]``."""
         return self._averages[id(optimized)]
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Let this rank's shards of the model be the averages inside."""
+        """Replace this rank's shards of the model's weights by the averages inside the context."""
         updated = [optimized for bucket in self._buckets for optimized in bucket.shards]
         kept = [optimized.shard.values.clone() for optimized in updated]
         for optimized in updated:

@@ -31,14 +31,14 @@ from megatron.core.timers import Timer, Timers
 
 
 class StageInput:
-    """Catch the gradient of hidden states that come from the chunk before, without holding them."""
+    """Captures the gradient of hidden states from the previous chunk, without keeping the hidden states alive."""
 
     def __init__(self) -> None:
         self.grad: torch.Tensor | None = None
         self._anchor = torch.empty(0, requires_grad=True)
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states as the beginning of a graph."""
+        """Return the hidden states as the start of an autograd graph."""
         result: torch.Tensor = _Enter.apply(self._anchor, hidden, self)  # type: ignore[no-untyped-call]
         return result
 
@@ -57,11 +57,11 @@ class _Enter(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class MicrobatchLoss:
-    """Hold a micro-batch's masked loss sum, the number of tokens in it, and the last chunk's auxiliary losses.
+    """A micro-batch's masked loss sum, the number of tokens in it, and the last chunk's auxiliary losses.
 
-    Under context parallelism each rank holds the sum over its own tokens and an equal share, a fraction perhaps, of
-    the whole micro-batch's number. ``samples`` has the loss sum and the number of tokens of each sample, both of this
-    rank's own tokens; it is needed where the losses of a blend's data sets are told apart.
+    Under context parallelism each rank has the sum over its own tokens, and an equal, possibly fractional, share of the
+    micro-batch's number of tokens. ``samples`` has the loss sum and the number of tokens of each sample, for this
+    rank's own tokens; it is needed if losses are reported per dataset of a blend.
 
     Shapes: both ``[]``; the sum in at least float32, differentiable. ``samples: [b, 2]`` float64, detached.
     """
@@ -74,11 +74,11 @@ class MicrobatchLoss:
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """Hold the loss sum and the token count over all micro-batches of this rank, detached.
+    """Loss sum and token count over all micro-batches of this rank, detached.
 
     Both are zero on a rank without the model's last chunk. ``auxiliary`` has the sum and the count of each auxiliary
-    loss of this rank's chunks by name. ``timeline`` is there where a clock was given. ``data_sets`` has the loss
-    sum and the token count of each data set of a blend, where the caller tells them apart.
+    loss of this rank's chunks by name. ``timeline`` is set if a clock was given. ``data_sets`` has the loss sum and the
+    token count of each dataset of a blend, if the caller distinguishes them.
 
     Shapes: both ``[]`` float64; auxiliary losses ``[2]`` float64; ``data_sets: [n, 2]`` float64.
     """
@@ -91,18 +91,18 @@ class ScheduleResult:
 
 
 ChunkResult = torch.Tensor | LayerOutput | MicrobatchLoss
-"""What a chunk makes of a micro-batch: the last one the loss, every other one hidden states, with or without losses."""
+"""Result of a chunk for a micro-batch: the loss for the last chunk, otherwise hidden states, with or without losses."""
 
 ChunkForward = Callable[[int, torch.Tensor | None], ChunkResult]
-"""Run one micro-batch through a chunk, given its number and the hidden states of the chunk before (None on the first).
+"""Runs one micro-batch through a chunk, given its index and the previous chunk's hidden states (None for the first).
 
-For one chunk micro-batches come in order."""
+The micro-batches of one chunk come in order."""
 
 
 class NoSync(Protocol):
-    """Make the context of a backward pass after which more gradients come.
+    """Factory of the context for a backward pass that is followed by more gradients.
 
-    Without ``ends_microbatch`` a later pass brings the rest of this micro-batch's gradients.
+    Without ``ends_microbatch`` a later pass computes the rest of this micro-batch's gradients.
     """
 
     def __call__(self, *, ends_microbatch: bool = True) -> AbstractContextManager[None]:
@@ -116,11 +116,11 @@ def _no_reduction(*, ends_microbatch: bool = True) -> AbstractContextManager[Non
 
 @dataclass(frozen=True, eq=False)
 class ModelChunk:
-    """Hold what the executor needs of one model chunk.
+    """One model chunk, as the executor needs it.
 
-    ``no_sync`` surrounds every backward pass but the last. ``weight_grad_queue`` takes the weights' gradients of
+    ``no_sync`` wraps every backward pass but the last. ``weight_grad_queue`` defers the weight gradients of
     ``BACKWARD_INPUT`` passes until their ``BACKWARD_WEIGHT``; without one they are computed at once. ``late_grads``
-    takes those that wait for an ``OUTPUT_WEIGHT`` of the same micro-batch.
+    defers the gradients for an ``OUTPUT_WEIGHT`` pass of the same micro-batch.
     """
 
     forward: ChunkForward
@@ -131,11 +131,11 @@ class ModelChunk:
 
 @dataclass(frozen=True, eq=False)
 class PipelineConnection:
-    """Hold where this rank stands in the pipeline and how it reaches its neighbors.
+    """This rank's position in the pipeline, and its connection to its neighbors.
 
-    ``message_shape`` and ``dtype`` describe what travels; a gradient has the shape and dtype of its activation.
-    ``orders`` is there where the ranks keep one order of all messages; without it receives are posted ahead. Without
-    ``overlaps_sends`` each message is waited for when it is sent, which needs that order.
+    ``message_shape`` and ``dtype`` describe the messages; a gradient has the shape and dtype of its activation.
+    ``orders`` is set if the ranks follow one order of all messages; without it receives are posted ahead. Without
+    ``overlaps_sends`` each send blocks, which requires ``orders``.
     """
 
     place: StagePlace
@@ -146,19 +146,18 @@ class PipelineConnection:
     overlaps_sends: bool = True
 
     def order_of(self, actions_of: Callable[[int], Sequence[Action]]) -> Sequence[Transfer] | None:
-        """Return this rank's part of the order of all messages, given each rank's actions; None where there is none."""
+        """Return this rank's part of the order of all messages, given each rank's actions; None without an order."""
         return None if self.orders is None else self.orders.of(actions_of)
 
 
 @dataclass
 class _SavedActivations:
-    """Hold what a backward pass needs of its forward pass: the graphs of the outputs, and where they begin.
+    """State that a backward pass needs from its forward pass: the roots and the input of the graph.
 
-    The first root is the scaled loss or the hidden states, the others are scaled auxiliary losses. A gradient that
-    comes from the next stage belongs to the first.
+    The first root is the scaled loss or the hidden states; the others are scaled auxiliary losses. The gradient from
+    the next stage belongs to the first root.
 
-    Hidden states are not kept, neither those that came nor those that were sent: their memory is free, unless the graph
-    needs it.
+    Hidden states are not kept, neither received nor sent ones: their memory is freed unless the graph needs it.
     """
 
     entrance: StageInput | None
@@ -180,14 +179,15 @@ def run_schedule(
 ) -> ScheduleResult:
     """Run this rank's actions of one iteration and return its losses.
 
-    A micro-batch's gradient is that of its mean loss divided by the number of micro-batches, or of its loss sum with
-    ``calculate_per_token_loss`` (the caller then divides by the number of tokens of the whole batch). The mean is also
-    divided by ``num_replicas``, so that a sum over that many replicas is their average. ``loss_scale`` multiplies
-    either. Auxiliary losses have their gradients where they arise, each by its own number of tokens. Without backward
-    passes in the list nothing is kept. ``connection`` is needed where the pipeline has more than one rank, and its
-    ``order_of`` these actions with it.
-    ``clock`` records when each action's computation starts and ends: on a device that works asynchronously it must wait
-    for the device. ``timers`` time backward passes, sends and receives.
+    The backward pass of a micro-batch starts from its mean loss divided by the number of micro-batches, or from its
+    loss sum with ``calculate_per_token_loss`` (the caller then divides by the number of tokens of the whole batch). The
+    mean is also divided by ``num_replicas``, so that a sum over that many replicas is their average. ``loss_scale``
+    multiplies either. An auxiliary loss starts its backward pass in the chunk that computes it, and is scaled in the
+    same way by its own number of tokens. Without backward passes in the list no activations are saved.
+
+    ``connection`` is required if the pipeline has several ranks, and so is ``order``, from its ``order_of``, if it has
+    ``orders``. ``clock`` records when each action's computation starts and ends; it must synchronize an asynchronous
+    device. ``timers`` time backward passes, sends and receives.
     """
     assert connection is None or connection.place.num_chunks == len(chunks)
     assert connection is None or (connection.orders is None) == (order is None), "the order of the messages is missing"
@@ -197,12 +197,12 @@ def run_schedule(
 
 
 def gather_timeline(timeline: RankTimeline, pp: Group) -> Timeline:
-    """Return the timelines of all ranks of a pipeline, on every rank; their clocks must agree."""
+    """Collect the timelines of all ranks of a pipeline on every rank; their clocks must be synchronized."""
     return Timeline(tuple(all_gather_objects(timeline, pp)))
 
 
 class _Run:
-    """Run one iteration."""
+    """Execution of one iteration."""
 
     def __init__(
         self,
@@ -225,7 +225,8 @@ class _Run:
         self._timers = timers
         self.num_microbatches = sum(a.kind is Pass.FORWARD and a.chunk == 0 for a in actions)
         self.trains = any(action.kind.sends_gradient for action in actions)
-        # The last pass of each kind, since a split pass leaves its last contributions in two places.
+        # The last pass of each kind, because the last gradient contributions of a split backward pass come in two
+        # passes.
         self._last_passes = {(a.kind, a.chunk): index for index, a in enumerate(actions)}
         self._late_passes = {(a.microbatch, a.chunk) for a in actions if a.kind is Pass.OUTPUT_WEIGHT}
         self._stashes: dict[tuple[int, int], _SavedActivations] = {}
@@ -266,7 +267,7 @@ class _Run:
         return ReceiveQueue(link, expected, connection.dtype, device, ahead)
 
     def run(self, clock: Callable[[], float] | None) -> ScheduleResult:
-        """Run every action and wait until what was sent has gone."""
+        """Run every action and wait until all sends have finished."""
         starts, ends = [], []
         now = clock or (lambda: 0.0)
         for index, action in enumerate(self.actions):
@@ -319,7 +320,7 @@ class _Run:
         queue.post()
 
     def _compute(self, index: int, action: Action, message: torch.Tensor | None) -> torch.Tensor | None:
-        """Run an action and return what it leaves for a neighbor."""
+        """Run an action and return the tensor to send to a neighbor, if any."""
         if action.kind is Pass.FORWARD:
             return self._forward(action, message)
         chunk = self.chunks[action.chunk]
@@ -364,18 +365,18 @@ class _Run:
         return None if is_last else root.detach().contiguous()
 
     def _count_loss(self, loss: MicrobatchLoss) -> torch.Tensor:
-        """Add a micro-batch's loss to the sums and return what its backward pass starts from."""
+        """Add a micro-batch's loss to the sums and return the root of its backward pass."""
         self.loss_sum += loss.loss_sum.detach()
         self.num_tokens += loss.num_tokens
         return self._scaled(loss.loss_sum, loss.num_tokens)
 
     def _count_auxiliary(self, losses: Sequence[AuxiliaryLoss]) -> list[torch.Tensor]:
-        """Add auxiliary losses to the sums and return what their backward passes start from."""
+        """Add auxiliary losses to the sums and return the roots of their backward passes."""
         roots = []
         for loss in losses:
             values = torch.stack((loss.loss_sum.detach().double(), loss.num_tokens.double()))
             self.auxiliary[loss.name] = self.auxiliary.get(loss.name, 0) + values
-            # In front of the first low-rank adapter nothing learns from a loss.
+            # Before the first LoRA adapter no parameter is trained, so the loss requires no gradient.
             if loss.coefficient and loss.loss_sum.requires_grad:
                 roots.append(self._scaled(loss.loss_sum, loss.num_tokens) * loss.coefficient)
         return roots
@@ -396,5 +397,5 @@ class _Run:
 
 
 def _nonzero(num_tokens: torch.Tensor) -> torch.Tensor:
-    """Return the divisor of a loss sum: 1 where no token counts, and the sum is 0."""
+    """Return the divisor of a loss sum: 1 if no token counts and the sum is 0."""
     return num_tokens.masked_fill(num_tokens <= 0, 1)

@@ -1,9 +1,9 @@
 """Point-to-point sends and receives between pipeline stages: directed links, their queues and the message order.
 
-All ranks keep one common order of all messages, so that no ranks wait for each other in a cycle. If a rank's
+All ranks follow one common order of all messages, so that they cannot wait for each other in a cycle. If a rank's
 communication is a queue, as on a GPU whose links may not progress independently, a receive that is posted before its
-message is due blocks whatever comes after it. With the sends and receives of all ranks in one order, the first message
-that is not finished is always next on both of its ends.
+message is due blocks everything after it. With the sends and receives of all ranks in one order, the first unfinished
+message is always next on both of its ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.process_group import Group
 
 
 class Transfer(Enum):
-    """Name what a rank does next with its links."""
+    """Next operation of a rank on its links."""
 
     SEND = "send"
     RECEIVE_ACTIVATION = "receive_activation"
@@ -32,14 +32,14 @@ class Transfer(Enum):
 
 
 def message_orders(schedule: Sequence[Sequence[Action]], num_chunks: int = 1) -> tuple[tuple[Transfer, ...], ...]:
-    """Return each rank's sends and receives in an order that is part of one order of all messages.
+    """Return each rank's sends and receives, as a part of one total order of all messages.
 
-    Messages are ordered by when they leave in a simulation without waits for sends, the lower rank first. A rank takes
-    a message for a pass that begins when it has left or later, so that a receive is never due before a send that it
-    follows here.
+    Messages are ordered by their send times in a simulation in which sends do not block; ties go to the lower rank. A
+    pass that needs a message starts after the message was sent, so that a receive is never due before a send that
+    precedes it in this order.
 
     Raises:
-        ScheduleError: the schedule cannot run at all.
+        ScheduleError: the schedule cannot run.
     """
     pp = len(schedule)
     timeline = simulate(schedule, num_chunks, rules=MessageRules(rendezvous=False, sends_in_flight=None))
@@ -58,14 +58,14 @@ def message_orders(schedule: Sequence[Sequence[Action]], num_chunks: int = 1) ->
 
 
 class MessageOrders:
-    """Give one rank of a pipeline its order for every list of actions that it runs; each is worked out once."""
+    """Message orders of one rank of a pipeline, computed once for each list of actions."""
 
     def __init__(self, place: StagePlace) -> None:
         self._place = place
         self._known: dict[tuple[Action, ...], tuple[Transfer, ...]] = {}
 
     def of(self, actions_of: Callable[[int], Sequence[Action]]) -> tuple[Transfer, ...]:
-        """Return the order of the schedule that gives each rank of the pipeline its actions."""
+        """Return this rank's order for the schedule in which ``actions_of`` gives each rank its actions."""
         own = tuple(actions_of(self._place.rank))
         if own not in self._known:
             schedule = [actions_of(rank) for rank in range(self._place.pp)]
@@ -75,10 +75,10 @@ class MessageOrders:
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """Join two ranks of ``pipeline`` in one direction.
+    """Link between two ranks of ``pipeline`` in one direction.
 
-    ``handle`` is a communicator in which neither rank has another link; None where the world is only described.
-    ``flight`` records its messages, on either end, where the pipeline's own are recorded.
+    ``handle`` is a communicator in which neither rank has another link, or None if the world has no processes.
+    ``flight`` records its messages on both ends, if the pipeline's communications are recorded.
     """
 
     sender: int
@@ -88,13 +88,13 @@ class Link:
     flight: Channel | None = None
 
     def send(self, tensor: torch.Tensor) -> PendingWork:
-        """Start to send a contiguous tensor; this rank must be the sender."""
+        """Start sending a contiguous tensor; this rank must be the sender."""
         entry = None if self.flight is None else self.flight.begin("send", tensor, tensor.nbytes)
         work = dist.isend(tensor, dst=self.receiver, group=self.handle)
         return self._under_way(work, entry)
 
     def receive(self, buffer: torch.Tensor) -> PendingWork:
-        """Start to receive into a tensor; this rank must be the receiver."""
+        """Start receiving into a tensor; this rank must be the receiver."""
         entry = None if self.flight is None else self.flight.begin("receive", buffer, buffer.nbytes)
         work = dist.irecv(buffer, src=self.sender, group=self.handle)
         return self._under_way(work, entry)
@@ -109,7 +109,7 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class PipelineLinks:
-    """Hold a rank's links to its neighbors; ``None`` where nothing travels."""
+    """A rank's links to its neighbors; ``None`` for links that the rank does not have."""
 
     activations_in: Link | None = None
     activations_out: Link | None = None
@@ -118,34 +118,34 @@ class PipelineLinks:
 
     @property
     def post_receives_ahead(self) -> bool:
-        """Return whether a receive may be posted before its message is due: where links progress independently.
+        """Return whether receives may be posted before their messages are due, because links progress independently.
 
-        Gloo moves each message by itself. With NCCL a receive is a kernel, which holds multiprocessors until it is
-        matched, and the kernels of two communicators need not run at the same time.
+        Gloo progresses each message separately. With NCCL a receive is a kernel that occupies SMs until it is matched,
+        and the kernels of two communicators may not run concurrently.
         """
         handles = (link.handle for link in (self.activations_in, self.activations_out) if link is not None)
         return all(handle is None or dist.get_backend(handle) == "gloo" for handle in handles)
 
 
 MessageShape = Callable[[int], tuple[int, ...]]
-"""Return the shape of a micro-batch's activations between stages: ``[s/cp/tp, b, h]``."""
+"""Returns the shape of a micro-batch's activations between stages: ``[s/cp/tp, b, h]``."""
 
 
 def create_pipeline_links(
     pp: Group, *, wraps_around: bool = False, timeout: timedelta | None = None, device: torch.device | None = None
 ) -> PipelineLinks:
-    """Make the communicators of the pipeline's links and return this rank's; every rank of the group must call it.
+    """Create the communicators of the pipeline's links and return this rank's links; collective over the group.
 
-    One element of ``device``, where the messages will lie (the CPU by default), has gone along every link on return.
+    One element on ``device``, the device of the messages (CPU by default), is sent over every link to connect it.
 
-    Neighboring links alternate between two communicators for each direction, each over all ranks of the pipeline.
-    The reason is that a communicator runs its operations in order: if both directions shared one, two ranks that send
-    to each other would deadlock; if the links on both sides of a rank shared one, a receive that is posted early would
-    hold up the sends behind it. One communicator for each pair of ranks would not do: torch names a group by the
-    number of groups that its members have made, which must then be equal.
+    Neighboring links alternate between two communicators per direction, each over all ranks of the pipeline. A
+    communicator runs its operations in order: if both directions shared one, two ranks that send to each other would
+    deadlock; if the links on both sides of a rank shared one, a receive that is posted early would block the sends
+    after it. One communicator for each pair of ranks is not possible: torch names a group by the number of groups that
+    its members have created, which must then be equal.
 
     ``wraps_around`` adds the links from the last rank to the first, which interleaved chunks need. With an odd number
-    of ranks they take a third communicator.
+    of ranks these need a third communicator.
     """
     if pp.size == 1:
         return PipelineLinks()
@@ -163,7 +163,7 @@ def create_pipeline_links(
                     name = f"{'gradients' if is_gradient else 'activations'} {sender}->{receiver}"
                     flight = pp.flight.recorder.channel(name, (sender, receiver))
                 links[is_gradient, index] = Link(sender, receiver, handles[_turn_of(pp)(index)], pp, flight)
-    # All ranks share the order of the keys: the first use of a link may hold both ends until the other one comes.
+    # All ranks iterate in the same order: the first use of a link may block either end until the other end joins.
     for key in sorted(links):
         _connect(links[key], pp.ranks[own], device)
     return PipelineLinks(
@@ -175,7 +175,7 @@ def create_pipeline_links(
 
 
 def _connect(link: Link, rank: int, device: torch.device | None) -> None:
-    """Send one element along a link that exists, so that its first message finds it connected."""
+    """Send one element over a link, if it has a communicator, so that its first message finds it connected."""
     if link.handle is None:
         return
     element = torch.zeros(1, device=device)
@@ -183,7 +183,7 @@ def _connect(link: Link, rank: int, device: torch.device | None) -> None:
 
 
 def _turn_of(pp: Group) -> Callable[[int], int]:
-    """Return a function from a link, by its first rank, to the number of its communicator."""
+    """Return a function that maps a link, given by its first rank, to the index of its communicator."""
     return lambda index: 2 if pp.size % 2 and index == pp.size - 1 else index % 2
 
 
@@ -195,9 +195,9 @@ def _make_communicator(pp: Group, timeout: timedelta | None) -> dist.ProcessGrou
 
 
 class ReceiveQueue:
-    """Receive the messages of one iteration along one link in order, with ``receives_ahead`` receives posted ahead.
+    """Queue that receives the messages of one iteration on one link, with ``receives_ahead`` receives posted ahead.
 
-    Where that is 0, the caller posts each receive before it takes the message.
+    If it is 0, the caller posts each receive before taking the message.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class ReceiveQueue:
         return bool(self._posted)
 
     def take(self) -> torch.Tensor:
-        """Wait for the next message and return it, after posting the receive of a later one where that is ahead."""
+        """Wait for the next message and return it; if receives are posted ahead, post a later one first."""
         work, buffer = self._posted.popleft()
         work.wait()
         if self._receives_ahead:
@@ -230,7 +230,7 @@ class ReceiveQueue:
         return buffer
 
     def post(self) -> None:
-        """Post the receive of the next message that has none; do nothing after the last."""
+        """Post the next receive; do nothing after the last message."""
         shape = next(self._shapes, None)
         if shape is None:
             return
@@ -239,7 +239,7 @@ class ReceiveQueue:
 
 
 class SendQueue:
-    """Send messages along one link in order, with at most ``max_unfinished`` in flight."""
+    """Queue that sends messages over one link, with at most ``max_unfinished`` in flight."""
 
     def __init__(self, link: Link, max_unfinished: int) -> None:
         self._link = link
@@ -247,7 +247,7 @@ class SendQueue:
         self._unfinished: deque[tuple[PendingWork, torch.Tensor]] = deque()
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Start sending a contiguous tensor, then wait for the oldest sends where too many are in flight."""
+        """Start sending a contiguous tensor, then wait for the oldest sends if too many are in flight."""
         self._link.pipeline.observe("send", tensor.nbytes)
         self._unfinished.append((self._link.send(tensor), tensor))
         while len(self._unfinished) > self._max_unfinished:
@@ -260,17 +260,17 @@ class SendQueue:
 
 
 class LocalQueue:
-    """Stand in for a link from a rank to itself, between the chunks of a pipeline of one rank."""
+    """Queue between the chunks of a single-rank pipeline, as a replacement for a link from a rank to itself."""
 
     def __init__(self) -> None:
         self._messages: deque[torch.Tensor] = deque()
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Keep a message."""
+        """Store a message."""
         self._messages.append(tensor)
 
     def take(self) -> torch.Tensor:
         return self._messages.popleft()
 
     def finish(self) -> None:
-        """Do nothing: no message is on its way."""
+        """Do nothing: no message is in flight."""

@@ -22,9 +22,9 @@ RECEIVES_AHEAD = 1
 
 
 class Pass(Enum):
-    """Name a forward pass, a backward pass, one of the halves of a split backward pass, or what a backward pass left.
+    """A forward pass, a backward pass, one half of a split backward pass, or a deferred part of a backward pass.
 
-    A pipeline schedule has, for each micro-batch and chunk, either BACKWARD, or BACKWARD_INPUT and later
+    For each micro-batch and chunk, a pipeline schedule has either BACKWARD, or BACKWARD_INPUT and later
     BACKWARD_WEIGHT. OUTPUT_WEIGHT may follow a BACKWARD.
     """
 
@@ -35,9 +35,9 @@ class Pass(Enum):
     BACKWARD_WEIGHT = "backward_weight"
     """Compute the weight gradient, which no other stage waits for."""
     OUTPUT_WEIGHT = "output_weight"
-    """Compute the gradient of the output layer's weight alone, which the backward pass has left out."""
+    """Compute only the gradient of the output layer's weight, which the backward pass has deferred."""
 
-    # The hash that Enum defines formats a string each time, and a large schedule is hashed often.
+    # Enum's own hash formats a string each time, and large schedules are hashed often.
     __hash__ = object.__hash__
 
     @property
@@ -50,7 +50,7 @@ class Pass(Enum):
 
 
 class Action(NamedTuple):
-    """Run one pass of one micro-batch through one model chunk of this rank."""
+    """One pass of one micro-batch through one model chunk of this rank."""
 
     kind: Pass
     microbatch: int
@@ -59,11 +59,11 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Name one rank of a pipeline of ``pp`` ranks that hold ``num_chunks`` model chunks each.
+    """One rank of a pipeline of ``pp`` ranks with ``num_chunks`` model chunks each.
 
-    Chunk ``c`` of rank ``r`` is the global stage ``c * pp + r``. A forward pass receives the activation of the global
-    stage before, a backward pass the gradient of the global stage after. Both are on neighboring ranks, where the
-    first rank follows the last one.
+    Chunk ``c`` of rank ``r`` is the global stage ``c * pp + r``. A forward pass receives the activation of the previous
+    global stage, a backward pass the gradient of the next global stage. Both are on neighboring ranks, with the first
+    rank following the last one.
     """
 
     pp: int = 1
@@ -92,17 +92,17 @@ class StagePlace:
         return kind.sends_gradient and not self.is_last(chunk)
 
     def sends(self, kind: Pass, chunk: int) -> bool:
-        """Return whether a pass of a chunk leaves a message for another stage."""
+        """Return whether a pass of a chunk sends a message to another stage."""
         if kind is Pass.FORWARD:
             return not self.is_last(chunk)
         return kind.sends_gradient and not self.is_first(chunk)
 
 
 def sends_in_flight(pp: int, actions: Sequence[Action]) -> int:
-    """Return the number of sends in flight on a link at which a rank neither deadlocks nor waits needlessly.
+    """Return the smallest number of sends in flight per link with which a rank neither deadlocks nor waits needlessly.
 
-    One is enough where neighbors are at most one message apart. Where a chunk takes more than ``pp`` micro-batches in
-    a row, the surplus of the group is in flight between the last rank and the first, and waiting for those sends would
+    One is enough if neighbors are at most one message apart. If a chunk takes more than ``pp`` micro-batches in a row,
+    the surplus of the group is in flight between the last rank and the first, and waiting for those sends would
     deadlock. The tests compare the times with those of unlimited sends.
     """
     forwards = (action.chunk for action in actions if action.kind is Pass.FORWARD)
@@ -112,15 +112,15 @@ def sends_in_flight(pp: int, actions: Sequence[Action]) -> int:
 
 
 PipelineSchedule = Callable[[int, int, int, int, int | None], tuple[Action, ...]]
-"""Return a rank's actions from (pp, rank, num_microbatches, num_chunks, microbatch_group_size)."""
+"""Returns a rank's actions from (pp, rank, num_microbatches, num_chunks, microbatch_group_size)."""
 
 
 def microbatch_groups(pp: int, num_microbatches: int, group_size: int | None = None) -> tuple[range, ...]:
-    """Cut the micro-batches into the groups that one chunk takes in a row before the next chunk's turn.
+    """Split the micro-batches into the groups that one chunk processes in a row before the next chunk's turn.
 
-    Groups have about ``group_size`` micro-batches (by default ``pp``) and nearly equal sizes. None is below ``pp``
-    unless there is only one: a group smaller than the pipeline stalls the first rank until the last rank sends the
-    group on, and a short last group deadlocks 1F1B.
+    Groups have about ``group_size`` micro-batches (by default ``pp``) and nearly equal sizes. No group is smaller than
+    ``pp`` unless it is the only one: a group smaller than the pipeline stalls the first rank until the last rank sends
+    the group on, and a short last group deadlocks 1F1B.
     """
     count = -(-num_microbatches // (group_size or pp))
     if num_microbatches < count * pp:
@@ -137,7 +137,7 @@ def microbatch_groups(pp: int, num_microbatches: int, group_size: int | None = N
 def forward_only(
     pp: int, rank: int, num_microbatches: int, num_chunks: int = 1, microbatch_group_size: int | None = None
 ) -> tuple[Action, ...]:
-    """Return the forward passes alone, for evaluation; chunks take the micro-batches in the interleaved order."""
+    """Return only forward passes, for evaluation; chunks process the micro-batches in the interleaved order."""
     return tuple(
         Action(Pass.FORWARD, microbatch, chunk)
         for group in microbatch_groups(pp, num_microbatches, microbatch_group_size if num_chunks > 1 else None)
@@ -149,7 +149,7 @@ def forward_only(
 def without_pipelining(
     pp: int, rank: int, num_microbatches: int, num_chunks: int = 1, microbatch_group_size: int | None = None
 ) -> tuple[Action, ...]:
-    """Return forward and backward of each micro-batch in turn: one micro-batch is in flight at a time."""
+    """Return forward and backward of each micro-batch in turn, with one micro-batch in flight at a time."""
     return tuple(
         Action(kind, microbatch, chunk)
         for microbatch in range(num_microbatches)
@@ -161,14 +161,14 @@ def without_pipelining(
 def interleaved(
     pp: int, rank: int, num_microbatches: int, num_chunks: int = 1, microbatch_group_size: int | None = None
 ) -> tuple[Action, ...]:
-    """Return 1F1B, interleaved where a rank holds several chunks: warm-up, one forward and one backward in turn, rest.
+    """Return 1F1B, interleaved if a rank has several chunks: warmup, alternating forward and backward, cooldown.
 
-    With one chunk the warm-up has ``pp - rank - 1`` forward passes, at most ``pp - rank`` micro-batches are in flight,
+    With one chunk the warmup has ``pp - rank - 1`` forward passes, at most ``pp - rank`` micro-batches are in flight,
     and the bubble is (p - 1) / m of the busy time.
 
-    With v chunks all ranks take (group, chunk, micro-batch) in the same order. The warm-up has ``(v - 1) * group``
-    forward passes and two more for each rank behind this one. The bubble is (p - 1) / (v * m) of the busy time where m
-    is at least p.
+    With v chunks all ranks process (group, chunk, micro-batch) in the same order. The warmup has ``(v - 1) * group``
+    forward passes, and two more for each later rank. The bubble is (p - 1) / (v * m) of the busy time if m is at least
+    p.
 
     Narayanan et al. 2021, https://arxiv.org/abs/2104.04473.
     """
@@ -188,11 +188,11 @@ def interleaved(
 def zero_bubble(
     pp: int, rank: int, num_microbatches: int, num_chunks: int = 1, microbatch_group_size: int | None = None
 ) -> tuple[Action, ...]:
-    """Return ZB-H1: 1F1B with the backward pass split, whose weight gradients fill most of the bubble.
+    """Return ZB-H1: 1F1B with split backward passes, whose weight gradients fill most of the bubble.
 
     Rank ``r`` defers weight gradients by ``r`` micro-batches, so that at most ``pp`` micro-batches are in flight on
-    every rank: as many as on the first rank under 1F1B. Where forward, input-gradient and weight-gradient passes take
-    equally long, the bubble is a third of 1F1B's.
+    every rank, as on the first rank under 1F1B. If forward, input-gradient and weight-gradient passes take equally
+    long, the bubble is a third of 1F1B's.
 
     Qi et al. 2023, https://arxiv.org/abs/2401.10241.
     """
@@ -210,7 +210,7 @@ def zero_bubble(
 
 
 def with_delayed_weight_grads(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """Return the actions with each whole backward pass split: its input gradient leaves before the weights' follow."""
+    """Split each whole backward pass, so that its input gradient is sent before the weight gradients are computed."""
     halves = (Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)
     return tuple(
         action._replace(kind=kind)
@@ -220,9 +220,9 @@ def with_delayed_weight_grads(actions: Sequence[Action]) -> tuple[Action, ...]:
 
 
 def with_late_output_grads(actions: Sequence[Action], chunk: int, max_microbatches: int = 0) -> tuple[Action, ...]:
-    """Return the actions of the rank that has the output layer, in ``chunk``, with its weight's gradients after all.
+    """Defer the gradients of the output layer's weight, in ``chunk``, to the end of the actions.
 
-    The last ``max_microbatches`` backward passes leave theirs, all where it is 0.
+    Only the last ``max_microbatches`` backward passes defer theirs, or all if it is 0.
     """
     passes = [action for action in actions if action.kind is Pass.BACKWARD and action.chunk == chunk]
     return (*actions, *(action._replace(kind=Pass.OUTPUT_WEIGHT) for action in passes[-max_microbatches:]))
@@ -231,10 +231,10 @@ def with_late_output_grads(actions: Sequence[Action], chunk: int, max_microbatch
 def with_deferred_grads(
     actions: Sequence[Action], place: StagePlace, *, delays: bool, defers: bool, max_microbatches: int = 0
 ) -> tuple[Action, ...]:
-    """Return a rank's actions with weight gradients where the flags put them.
+    """Return a rank's actions with weight gradients deferred according to the flags.
 
-    ``delays`` is ``--delay-wgrad-compute``, ``defers`` ``--defer-embedding-wgrad-compute``, which counts without the
-    former, and ``max_microbatches`` ``--wgrad-deferral-limit``.
+    ``delays`` is ``--delay-wgrad-compute``. ``defers`` is ``--defer-embedding-wgrad-compute``, which has no effect with
+    ``delays``. ``max_microbatches`` is ``--wgrad-deferral-limit``.
     """
     if delays:
         return with_delayed_weight_grads(actions)
@@ -258,7 +258,7 @@ _ONE_CHUNK_ONLY = ("1f1b", "zero-bubble")
 
 
 def default_schedule(pp: int, num_chunks: int) -> str:
-    """Return the name of the pipeline schedule that trains a layout where the user named none."""
+    """Return the name of the default pipeline schedule of a layout."""
     if num_chunks > 1:
         return "interleaved"
     return "1f1b" if pp > 1 else "no-pipelining"
@@ -267,7 +267,7 @@ def default_schedule(pp: int, num_chunks: int) -> str:
 def schedule_problems(
     name: str, pp: int, num_microbatches: int, num_chunks: int = 1, microbatch_group_size: int | None = None
 ) -> tuple[str, ...]:
-    """Return why a pipeline schedule cannot run, one line a reason, with what would work."""
+    """Return why a pipeline schedule cannot run, one line per reason, with values that would work."""
     problems = []
     if name not in SCHEDULES:
         problems.append(f"there is no pipeline schedule {name!r}; use one of {', '.join(SCHEDULES)}")
@@ -295,7 +295,7 @@ def build_schedule(
     """Return the actions of every rank of a pipeline.
 
     Raises:
-        ConfigurationError: the schedule cannot run; all reasons together.
+        ConfigurationError: the schedule cannot run; lists all reasons.
     """
     problems = schedule_problems(name, pp, num_microbatches, num_chunks, microbatch_group_size)
     if problems:
@@ -305,15 +305,15 @@ def build_schedule(
 
 
 _ROUNDS, _MOST_ROUNDS = 3, 64
-"""After so many micro-batches for each stage a schedule only repeats itself, if rounds are equal and if not."""
+"""Micro-batches per stage after which a schedule only repeats itself, for equal and for unequal rounds."""
 
 
-# A search asks for the same lists thousands of times.
+# A search requests the same lists thousands of times.
 @functools.lru_cache(maxsize=1024)
 def first_actions(
     name: str, pp: int, stage: int, num_microbatches: int, num_chunks: int, group_size: int | None
 ) -> tuple[Action, ...]:
-    """Return a stage's actions of one step in a pipeline schedule; of many rounds of micro-batches only the first."""
+    """Return a stage's actions of one step in a pipeline schedule, limited to the first of many rounds."""
     round_size = max(group_size or 0, pp)
     if num_microbatches % round_size == 0:
         num_microbatches = min(num_microbatches, _ROUNDS * round_size)
@@ -326,13 +326,13 @@ def first_actions(
 def most_passes_in_flight(
     name: str, pp: int, stage: int, num_microbatches: int, num_chunks: int, group_size: int | None
 ) -> int:
-    """Return how many forward passes of a stage's chunks wait for their backward passes at once, at most."""
+    """Return the largest number of a stage's forward passes that wait for their backward passes at one time."""
     actions = first_actions(name, pp, stage, num_microbatches, num_chunks, group_size)
     return most_in_flight(actions, [1] * num_chunks)
 
 
 def most_in_flight(actions: Iterable[Action], sizes: Sequence[int]) -> int:
-    """Return the most that waits for backward passes at once, if a pass of each chunk keeps its one of ``sizes``."""
+    """Return the peak of the saved activations, if a forward pass of chunk ``c`` saves ``sizes[c]``."""
     in_flight = most = 0
     for kind, _, chunk in actions:
         if kind is Pass.FORWARD:

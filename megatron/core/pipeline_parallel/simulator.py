@@ -1,4 +1,4 @@
-"""Simulate a pipeline schedule on all its ranks: proof that no rank deadlocks, and the times that durations give."""
+"""Simulate a pipeline schedule on all ranks: it detects deadlocks, and computes times from pass durations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron.core.pipeline_parallel.timeline import RankTimeline, Timeline
 
 
 class ScheduleError(MegatronError):
-    """Report action lists that cannot run: they wait in a circle, or do not fit together."""
+    """Action lists that cannot run, because they deadlock or are inconsistent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Hold how long each pass of one chunk and the transfer of one message take, in any one unit.
+    """Duration of each pass of one chunk and of the transfer of one message, in any unit.
 
-    ``output_weight`` is a part of ``backward``: a backward pass that leaves it for later is so much shorter.
+    ``output_weight`` is a part of ``backward``: a backward pass that defers it is shorter by this amount.
     """
 
     forward: float = 1.0
@@ -42,12 +42,12 @@ class Durations:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageRules:
-    """Say how messages travel along a link, which joins two ranks in one direction and keeps their order.
+    """Semantics of messages on a link, which connects two ranks in one direction and preserves their order.
 
-    With ``rendezvous`` a transfer begins when the receiver has posted the receive, otherwise at once. A receiver posts
-    receives for the ``receives_ahead`` messages (one at least) after the last one that it took. A sender with more
+    With ``rendezvous`` a transfer starts when the receiver has posted the receive, otherwise at once. A receiver posts
+    receives for the next ``receives_ahead`` messages (at least 1) after the last one that it took. A sender with more
     than ``sends_in_flight`` transfers in flight on the link waits for the oldest (``None``: it never waits; 0: every
-    send blocks; "enough": as many as the function `sends_in_flight` says).
+    send blocks; "enough": the result of the function `sends_in_flight`).
     """
 
     rendezvous: bool = True
@@ -56,7 +56,7 @@ class MessageRules:
 
 
 class _Link:
-    """Hold what has gone along one link so far: keys and times in the order of the messages."""
+    """State of one link: keys and times of its messages, in order."""
 
     def __init__(self, rules: MessageRules, transfer: float) -> None:
         self.receives_ahead = rules.receives_ahead if rules.rendezvous else None
@@ -67,7 +67,7 @@ class _Link:
         self.waiting: _Rank | None = None
 
     def arrival(self, index: int) -> float | None:
-        """Return when a message is there, or None while that is not known yet."""
+        """Return the arrival time of a message, or None while it is unknown."""
         if index >= len(self.sent_times):
             return None
         begin = self.sent_times[index]
@@ -80,7 +80,7 @@ class _Link:
 
 
 class _Rank:
-    """Simulate one rank's actions as far as the messages of the other ranks allow."""
+    """Simulation of one rank's actions, as far as the messages of the other ranks allow."""
 
     def __init__(
         self, place: StagePlace, actions: Sequence[Action], links: Sequence[_Link], sends_in_flight: int | None
@@ -89,7 +89,7 @@ class _Rank:
         self.actions = tuple(actions)
         self.starts: list[float] = []
         self.ends: list[float] = []
-        # A single rank hands activations over to itself: nothing travels.
+        # A single rank passes activations to itself, without messages.
         self.sends_in_flight = sends_in_flight if place.pp > 1 else None
         self.clock = 0.0
         self.unfinished: tuple[_Link, int] | None = None
@@ -97,13 +97,14 @@ class _Rank:
         self._deferred: set[int] = set()
         self._late = {a.microbatch * place.num_chunks + a.chunk for a in actions if a.kind is Pass.OUTPUT_WEIGHT}
         self._left: set[int] = set()
-        # Links 0..pp-1 carry activations from a rank to the next one, the others gradients to the previous one.
+        # Links 0..pp-1 carry activations from a rank to the next one; the others carry gradients to the previous rank.
         pp, chunks = place.pp, range(place.num_chunks)
         into = {kind: links[place.previous_rank if kind is Pass.FORWARD else pp + place.rank] for kind in Pass}
         out = {kind: links[place.rank if kind is Pass.FORWARD else pp + place.previous_rank] for kind in Pass}
         self._sources = {kind: [into[kind] if place.receives(kind, c) else None for c in chunks] for kind in Pass}
         self._targets = {kind: [out[kind] if place.sends(kind, c) else None for c in chunks] for kind in Pass}
-        # The receiver knows a message by its own chunk: another one where the message goes around the wrap.
+        # The receiver identifies a message by its own chunk, which differs if the message goes from the last rank to
+        # the first.
         self._chunk_step = dict.fromkeys(Pass, 0)
         if place.rank == pp - 1:
             self._chunk_step[Pass.FORWARD] = 1
@@ -111,7 +112,7 @@ class _Rank:
             self._chunk_step[Pass.BACKWARD] = self._chunk_step[Pass.BACKWARD_INPUT] = -1
 
     def run(self, durations: Mapping[Pass, float]) -> list[_Rank]:
-        """Continue until the list ends or waits, and return the ranks whose waiting this has ended."""
+        """Continue until the list ends or blocks, and return the ranks that this has unblocked."""
         awake: list[_Rank] = []
         num_chunks, sends_in_flight = self.place.num_chunks, self.sends_in_flight
         for position in range(len(self.ends), len(self.actions)):
@@ -154,7 +155,7 @@ class _Rank:
         return awake
 
     def _finish_sends(self) -> bool:
-        """Wait for the send that holds this rank up, and return whether its end is known."""
+        """Try to complete the send that blocks this rank, and return whether its end is known."""
         assert self.unfinished is not None
         link, index = self.unfinished
         arrival = link.arrival(index)
@@ -187,12 +188,12 @@ class _Rank:
         )
 
     def describe(self, action: Action) -> str:
-        """Return an action in words, for errors."""
+        """Format an action for errors."""
         words = action.kind.value.replace("_", " ")
         return f"rank {self.place.rank}: {words} of micro-batch {action.microbatch}, chunk {action.chunk}"
 
     def describe_wait(self) -> str | None:
-        """Return what this rank waits for, or None where it has run all its actions."""
+        """Describe what this rank waits for; return None if it has run all its actions."""
         if self.unfinished is not None:
             return f"rank {self.place.rank} waits to send after {len(self.ends)} actions"
         if len(self.ends) < len(self.actions):
@@ -206,15 +207,15 @@ def simulate(
     durations: Durations | Sequence[Durations] | None = None,
     rules: MessageRules | None = None,
 ) -> Timeline:
-    """Return when every rank runs its actions, each as early as its messages and its order allow.
+    """Compute when every rank runs its actions, each as early as its messages and its order allow.
 
-    ``schedule`` holds the list of every rank, and ``durations`` may be given for each; messages then take as long as
-    the first rank's. The time is linear in the number of actions: a rank runs until it
-    waits, and what it waits for wakes it up.
+    ``schedule`` has the action list of every rank. ``durations`` may be given per rank; messages then take as long as
+    the first rank's. The simulation takes linear time in the number of actions: a rank runs until it blocks, and the
+    event that it waits for wakes it up.
 
     Raises:
-        ScheduleError: the ranks wait for each other in a circle (the message names what every one of them waits for),
-            a message is not the one that its receiver expects, or a backward pass has no forward pass.
+        ScheduleError: the ranks deadlock (the message names what every one of them waits for), a message is not the one
+            that its receiver expects, or a backward pass has no forward pass.
     """
     rules = rules or MessageRules()
     several = durations if isinstance(durations, Sequence) else [durations or Durations()] * len(schedule)

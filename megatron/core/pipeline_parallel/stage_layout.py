@@ -1,4 +1,4 @@
-"""Pipeline stages: the layers of each stage, and the stages of the embedding and the loss. Imports no torch.
+"""Pipeline stage layout: the layers of each stage, and the stages of the embedding and the loss. Imports no torch.
 
 The notation of --pipeline-model-parallel-layout: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages.
 """
@@ -19,14 +19,14 @@ _MAX_EXPANDED_LENGTH = 100_000
 
 
 def parse_layout(text: str, num_layers: int) -> tuple[str, ...]:
-    """Return the stages that a layout names, each as a string of ``E``, ``t`` and ``L``.
+    """Parse a layout into its stages, each a string of ``E``, ``t`` and ``L``.
 
-    ``x*3`` repeats a letter or a bar, ``(tt|)*4`` a group, which may hold groups; commas and spaces mean nothing. A
-    stage may be empty. ``Et|(tt|)*2L`` has four stages, the last one with the loss alone.
+    ``x*3`` repeats a letter or a bar, and ``(tt|)*4`` a group, which may be nested. Commas and spaces are ignored. A
+    stage may be empty. ``Et|(tt|)*2L`` has four stages, the last of which has only the loss.
 
     Raises:
-        ConfigurationError: it cannot be read, or does not hold the embedding first, ``num_layers`` layers, and the
-            loss last.
+        ConfigurationError: the layout cannot be parsed, or does not consist of the embedding first, ``num_layers``
+            layers, and the loss last.
     """
     expanded = _expand(text)
     stages = tuple(expanded.split("|"))
@@ -43,7 +43,7 @@ def parse_layout(text: str, num_layers: int) -> tuple[str, ...]:
 
 
 def _expand(text: str) -> str:
-    """Write every repetition out."""
+    """Expand all repetitions."""
     # One list of items for each open parenthesis; a repetition acts on the last item.
     open_groups: list[list[str]] = [[]]
     length = 0
@@ -78,9 +78,9 @@ def _expand(text: str) -> str:
 
 @dataclass(frozen=True)
 class StageContents:
-    """Hold what one model chunk consists of.
+    """Contents of one model chunk.
 
-    ``layer_numbers`` are global and start at 0; ``has_loss`` includes the final norm and the output layer.
+    ``layer_numbers`` are global and start at 0. ``has_loss`` includes the final norm and the output layer.
     """
 
     layer_numbers: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ class StageContents:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Hold the contents of every global stage: chunk ``c`` of rank ``r`` is global stage ``c * pp + r``."""
+    """Contents of every global stage: chunk ``c`` of rank ``r`` is global stage ``c * pp + r``."""
 
     pp: int
     stages: tuple[StageContents, ...]
@@ -106,19 +106,19 @@ class StageLayout:
         return self.stages[rank :: self.pp]
 
     def describe(self) -> str:
-        """Return the layout in the notation of --pipeline-model-parallel-layout."""
+        """Format the layout in the notation of --pipeline-model-parallel-layout."""
         return "|".join("E" * s.has_embedding + "t" * len(s.layer_numbers) + "L" * s.has_loss for s in self.stages)
 
 
 def plan_stage_layout(config: ModelParallelConfig, num_layers: int, layout: str | None = None) -> StageLayout:
-    """Spread the layers over the stages as the configuration says.
+    """Distribute the layers over the stages according to the configuration.
 
-    The default is an even split, in which the embedding and the loss can count as one layer each. Given numbers of
-    layers on the first or the last rank leave the rest to be split evenly. ``layout`` (the value of
-    --pipeline-model-parallel-layout) names every stage. A rank's layers are divided evenly over its chunks.
+    The default is an even split, in which the embedding and the loss can count as one layer each. If the number of
+    layers on the first or the last rank is given, the rest are split evenly. ``layout`` (the value of
+    --pipeline-model-parallel-layout) specifies every stage. A rank's layers are divided evenly over its chunks.
 
     Raises:
-        ConfigurationError: there is no such split; every problem, with values that would work.
+        ConfigurationError: there is no such split; lists every problem, with values that would work.
     """
     problems = list(_conflicts(config, layout))
     if num_layers < 1:
@@ -137,7 +137,7 @@ def plan_stage_layout(config: ModelParallelConfig, num_layers: int, layout: str 
 
 
 def layout_problems(config: ModelParallelConfig, num_layers: int, layout: str | None = None) -> tuple[str, ...]:
-    """Return why the layers cannot be spread as the configuration says, one line each."""
+    """Return why the layers cannot be distributed according to the configuration, one line per problem."""
     try:
         plan_stage_layout(config, num_layers, layout)
     except ConfigurationError as error:
@@ -145,7 +145,7 @@ def layout_problems(config: ModelParallelConfig, num_layers: int, layout: str | 
     return ()
 
 
-# A search for the fastest layout asks for the same ones thousands of times.
+# A search for the fastest layout requests the same layouts thousands of times.
 @functools.lru_cache(maxsize=1024)
 def _number_layers(pp: int, counts: tuple[int, ...]) -> StageLayout:
     stages, start = [], 0
@@ -157,7 +157,7 @@ def _number_layers(pp: int, counts: tuple[int, ...]) -> StageLayout:
 
 
 def _conflicts(config: ModelParallelConfig, layout: str | None) -> list[str]:
-    """Return the flags that cannot be given together."""
+    """Return the conflicts between flags."""
     problems = []
     uneven = {
         "--decoder-first-pipeline-num-layers": config.decoder_first_pipeline_num_layers is not None,
@@ -295,7 +295,7 @@ def _leaves_even_rest(rest: int, middle: int) -> bool:
 
 
 def _num_chunks(config: ModelParallelConfig, per_rank: Sequence[int]) -> tuple[int, list[str]]:
-    """Return how many chunks each rank's layers are divided into."""
+    """Return the number of chunks into which each rank's layers are divided."""
     per_stage, chunks = config.num_layers_per_virtual_pipeline_stage, config.num_virtual_stages_per_pipeline_rank
     if per_stage is not None:
         if per_stage < 1 or per_rank[0] % per_stage:
@@ -321,7 +321,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """Return numbers as a choice, the middle of a long one left out."""
+    """Format numbers as alternatives; the middle of a long list is left out."""
     shown = [str(number) for number in numbers]
     if len(shown) > 12:
         shown = [*shown[:6], "…", *shown[-3:]]

@@ -1,4 +1,4 @@
-"""Timeline of a pipeline: when each pass ran on which rank, planned or measured, with its bubble and peak memory."""
+"""Timeline of a pipeline: when each pass ran on each rank, simulated or measured, with bubble and peak memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.schedules import Action, Pass
 
 
 class Event(NamedTuple):
-    """Say when a rank ran one pass of one micro-batch through one model chunk; times in one unit for all ranks."""
+    """One pass of one micro-batch through one model chunk on a rank; times have the same unit on all ranks."""
 
     rank: int
     kind: Pass
@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """Hold what one rank did in one iteration: its actions in order, and the times of each."""
+    """Actions of one rank in one iteration, in order, with the times of each."""
 
     actions: tuple[Action, ...] = ()
     starts: tuple[float, ...] = ()
@@ -37,9 +37,9 @@ class RankTimeline:
 
     @property
     def peak_activations(self) -> int:
-        """Return the largest number of (micro-batch, chunk) pairs whose forward pass is kept at one time.
+        """Return the largest number of (micro-batch, chunk) pairs with saved activations at one time.
 
-        A rank that runs no backward pass keeps nothing beyond the pass that it is in.
+        A rank that runs no backward pass saves nothing beyond the current pass.
         """
         live = peak = 0
         for action in self.actions:
@@ -53,7 +53,7 @@ class RankTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold what every rank of a pipeline did in one iteration."""
+    """Timelines of all ranks of a pipeline in one iteration."""
 
     ranks: tuple[RankTimeline, ...]
 
@@ -63,7 +63,7 @@ class Timeline:
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of model chunks on a rank."""
+        """Return the number of model chunks per rank."""
         return 1 + max((action.chunk for rank in self.ranks for action in rank.actions), default=0)
 
     @property
@@ -73,22 +73,22 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """Return when the first pass of any rank began."""
+        """Return the start of the first pass of any rank."""
         return min((rank.starts[0] for rank in self.ranks if rank.starts), default=0.0)
 
     @property
     def makespan(self) -> float:
-        """Return the time from the first pass of any rank to the end of the last one of any rank."""
+        """Return the time from the start of the first pass to the end of the last pass, over all ranks."""
         return max((rank.ends[-1] for rank in self.ranks if rank.ends), default=0.0) - self.start
 
     def bubble(self, rank: int) -> float:
-        """Return a rank's idle time over its busy time; idle is the rest of the makespan."""
+        """Return a rank's idle time, the rest of the makespan, divided by its busy time."""
         busy = self.ranks[rank].busy
         return self.makespan / busy - 1.0 if busy > 0 else 0.0
 
     @property
     def worst_bubble(self) -> float:
-        """Return the largest bubble of a rank."""
+        """Return the largest bubble of any rank."""
         return max((self.bubble(rank) for rank in range(self.pipeline_size)), default=0.0)
 
     def events(self) -> Iterator[Event]:
@@ -99,14 +99,14 @@ class Timeline:
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
-    """Write a timeline as JSON: the number of ranks, and a row for each event."""
+    """Write a timeline as JSON: the number of ranks, and one row per event."""
     rows = [[event.rank, event.kind.value, *event[2:]] for event in timeline.events()]
     document = {"pipeline_model_parallel_size": timeline.pipeline_size, "fields": Event._fields, "events": rows}
     path.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read what `write_timeline` wrote.
+    """Read a timeline that `write_timeline` wrote.
 
     Raises:
         DataError: the file is missing or is not a timeline.

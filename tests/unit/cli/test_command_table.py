@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cli import chat, explain, plan, serve, simulate, text_generation_cli, train
-from megatron.cli.__main__ import COMMANDS, DEPRECATED, main
+from megatron.cli.__main__ import COMMANDS, DEPRECATED, GROUPS, SCRIPTS, main
 from megatron.cli.arguments import Parser, exit_status_of
 from megatron.cli.completion import print_completion
 from tests.harness.training_run import REPOSITORY, CommandResult, run_command
@@ -22,13 +22,20 @@ from tests.harness.training_run import REPOSITORY, CommandResult, run_command
 FRONT = ("train", "preprocess", "generate", "serve", "convert", "inspect", "plan", "verify", "doctor", "adopt")
 
 
-def test_help_has_a_line_for_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["megatron", "--help"])
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_help_has_a_line_for_every_command_once_in_its_group(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron", *words])
     assert main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("usage: megatron NAME …")
+    assert lines[0].startswith("usage: megatron COMMAND …")
+    assert [line for line in lines if line.endswith(":")] == [f"{title}:" for title in GROUPS]
     listed = [line.split()[0] for line in lines if line.startswith("  ")]
     assert listed == list(COMMANDS)
+    assert len(set(COMMANDS.values())) == len(COMMANDS) == len(set(listed))
+    assert not any("_" in name or "." in name for name in listed)
+    assert max(map(len, lines)) <= 135
     assert set(FRONT) <= set(listed)
     assert all(len(line.split()) > 3 for line in lines if line.startswith("  "))
 
@@ -54,14 +61,14 @@ def test_help_of_a_command_names_it_as_it_was_called(
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("megatron veri", {"verify", "verify_parallelism"}),
+        ("megatron veri", {"verify"}),
         ("megatron train --tensor-model-p", {"--tensor-model-parallel-size"}),
         ("megatron train --npr", {"--nproc", "--nproc-per-node"}),
         ("megatron train --resum", {"--resume"}),
         ("megatron doctor --js", {"--json"}),
         ("megatron serve --load", {"--load", "--load-hf"}),
         ("megatron simulate --memory-p", {"--memory-plot"}),
-        ("megatron run_text_generation_server --hang", {"--hang-timeout-seconds"}),
+        ("megatron run-text-generation-server --hang", {"--hang-timeout-seconds"}),
         ("megatron evaluate --rotary-int", {"--rotary-interleaved"}),
         ("megatron preprocess --vocab-f", {"--vocab-file"}),
     ],
@@ -285,6 +292,20 @@ def test_every_script_of_the_tools_has_a_command_and_new_commands_have_no_script
     without_a_script = {COMMANDS[name] for name in ("train", "serve", "chat", "evaluate", "plot", "dashboard")}
     assert not named & without_a_script
     assert named | without_a_script == set(COMMANDS.values())
+
+
+@pytest.mark.parametrize(("script", "command"), SCRIPTS.items())
+def test_the_name_of_a_script_is_accepted_as_a_command(
+    script: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (ROOT / "tools" / f"{script.replace('.', '/')}.py").is_file()
+    assert script not in COMMANDS
+    monkeypatch.setattr(sys, "argv", ["megatron", script, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert " ".join(said.out.split()).startswith(f"usage: megatron {command} ")
 
 
 @pytest.mark.parametrize(("old", "new"), DEPRECATED.items())

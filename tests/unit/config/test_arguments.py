@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.arguments import all_flags, parse_arguments, resolve_arguments
+from megatron.config.arguments import ESSENTIAL, all_flags, parse_arguments, resolve_arguments
 from megatron.config.deprecated_names import deprecated_flags
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, REASONS, ForeignFlag, foreign_flags, refusal_reason
 from megatron.config.printed_config import format_arguments
@@ -386,7 +386,7 @@ def test_print_config_prints_what_reads_back_and_ends_with_status_0(
 def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.training.exit_reason._WAIT_FOR_REPORT_S", 0.0)
     before = signal.getsignal(signal.SIGTERM)
-    for argv, status in (([*MINIMAL, "--print-config"], 0), (["--help"], 0), (["--lr"], 2)):
+    for argv, status in (([*MINIMAL, "--print-config"], 0), (["--help"], 0), (["--help-all"], 0), (["--lr"], 2)):
         with pytest.raises(SystemExit) as ended:
             parse_arguments_or_exit(argv, world_size=2, rank=1)
         assert ended.value.code == status
@@ -396,13 +396,29 @@ def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert printed.out == printed.err == ""
 
 
-def test_help_shows_every_effective_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
-        parse_arguments(["--help"])
+        parse_arguments([flag])
     assert ended.value.code == 0
-    text = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_the_whole_help_shows_every_effective_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of("--help-all", capsys)
     for _, spec in command_line_fields():
         assert all(flag in text for flag in spec.flags)
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_shows_the_essential_flags_in_groups(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(flag, capsys)
+    shown = re.findall(r"^  (--[a-z0-9-]+)", text, flags=re.MULTILINE)
+    specs = {spec.name: spec for _, spec in command_line_fields()}
+    assert shown == [specs[name].flags[0] for names in ESSENTIAL.values() for name in names]
+    assert shown[0] == "--num-layers"
+    assert 40 <= len(shown) <= 50
+    assert [line[:-1] for line in text.splitlines() if re.fullmatch(r"[A-Z].*:", line)] == list(ESSENTIAL)
+    assert text.splitlines()[-1] == f"--help-all shows all {len(specs)} flags."
 
 
 def test_dotted_block_is_sorted_and_reaches_column_51() -> None:
