@@ -108,7 +108,7 @@ def _with_layout(config: RunConfig, target: Target) -> RunConfig:
         for name, size in sizes.items()
         if size is not None and size < 1
     ]
-    wrong += _expert_problems(old.num_experts, target.expert_parallel_size)
+    wrong += _expert_problems(old.moe.num_experts, target.expert_parallel_size)
     if wrong:
         raise ConfigurationError(wrong)
     changes: dict[str, Any] = {

@@ -255,7 +255,7 @@ def check_layout(config: RunConfig, sizes: ParallelSizes) -> RunConfig:
     from megatron.checkpoint import inference_config, inference_stage
 
     inference_stage(config.model.num_layers, sizes.pp, 0)
-    if sizes.ep > 1 and config.model.num_experts is None:
+    if sizes.ep > 1 and config.model.moe.num_experts is None:
         raise ConfigurationError(f"--expert-model-parallel-size {sizes.ep}: the model has no experts; leave it out")
     model = inference_config(config.model, sizes)
     config = dataclasses.replace(config, model=model, world_size=sizes.world_size)

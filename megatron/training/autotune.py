@@ -117,13 +117,13 @@ def _quicker(config: RunConfig, dtype: torch.dtype) -> str:
     rows = config.data.seq_length * config.training.micro_batch_size // model.context_parallel_size
     width, inner, groups = model.hidden_size, model.ffn_hidden_size // model.tensor_model_parallel_size, None
     num_operations = 2 * rows * width * inner
-    if model.num_experts is not None:
+    if model.moe.num_experts is not None:
         sizes = model.parallel_sizes
-        inner = model.moe_ffn_hidden_size // sizes.expert_tp
-        choices = rows * model.moe_router_topk * sizes.ep * sizes.expert_tp // sizes.tp
+        inner = model.moe.moe_ffn_hidden_size // sizes.expert_tp
+        choices = rows * model.moe.moe_router_topk * sizes.ep * sizes.expert_tp // sizes.tp
         num_operations = 2 * choices * width * inner // sizes.ep
-        rows = max(choices // model.num_experts, 1)
-        groups = min(model.num_experts // sizes.ep, max(_MAX_SIZE // rows, 1))
+        rows = max(choices // model.moe.num_experts, 1)
+        groups = min(model.moe.num_experts // sizes.ep, max(_MAX_SIZE // rows, 1))
     is_small = num_operations < _MIN_OPERATIONS
     if is_small or config.initialization.deterministic_mode or not all(has_library(n, dtype) for n in _LIBRARIES):
         return AUTO

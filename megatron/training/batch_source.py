@@ -248,7 +248,7 @@ def batch_contents(config: RunConfig, pp_rank: int, *, evaluates: bool = False) 
         position_ids=config.data.reset_position_ids
         and (positions == "rope" or (positions == "learned_absolute" and has_embedding)),
         document_ids=config.data.reset_attention_mask
-        and any(chunk.layer_numbers or (chunk.has_loss and config.model.mtp_depth) for chunk in chunks),
+        and any(chunk.layer_numbers or (chunk.has_loss and config.model.mtp.mtp_depth) for chunk in chunks),
         padding_mask=_may_pad(config, evaluates)
         and any(config.model.has_experts_among(chunk.layer_numbers, is_last=chunk.has_loss) for chunk in chunks),
     )
@@ -257,5 +257,5 @@ def batch_contents(config: RunConfig, pp_rank: int, *, evaluates: bool = False) 
 def _may_pad(config: RunConfig, evaluates: bool) -> bool:
     """Return whether batches need a padding mask. Evaluation needs one only with a capacity factor."""
     if evaluates:
-        return config.model.moe_expert_capacity_factor is not None
+        return config.model.moe.moe_expert_capacity_factor is not None
     return config.data.has_padding

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.core.config_base import with_fields
 from megatron.core.context_parallel import copies_of_key_value_heads, key_value_heads_of_rank
 from megatron.core.model_parallel_config import ELEMENT_BYTES
 from megatron.core.models.gpt import ChunkParameter, GPTConfig
@@ -48,7 +49,7 @@ def saved_layer_bytes(model: GPTConfig, tokens: int, number: int, recomputed: Co
     """
     layer, sizes = _Layer(model, number, frozenset(recomputed)), model.parallel_sizes
     # A balanced load gives each rank's experts their share of the routed tokens.
-    choices = tokens * model.moe_router_topk * sizes.expert_tp // sizes.tp
+    choices = tokens * model.moe.moe_router_topk * sizes.expert_tp // sizes.tp
     saved = sum(
         (choices if each.is_expert else tokens) * layer.bytes_per_token(each)
         for each in chunk_parameters(model, StageContents((number,)))
@@ -97,7 +98,7 @@ class _Layer:
     @property
     def pads_values(self) -> bool:
         """Return whether the values of MLA are padded to the width of its keys."""
-        return self.model.multi_latent_attention and self.model.v_head_dim < self.model.latent_head_width
+        return self.model.mla.multi_latent_attention and self.model.mla.v_head_dim < self.model.mla.latent_head_width
 
     def bytes_per_token(self, matrix: ChunkParameter) -> int:
         """Return the saved bytes of a matrix's input and output, per token that the matrix processes."""
@@ -112,7 +113,7 @@ class _Layer:
         if name.startswith("mlp."):
             return (self._of_experts if self.has_experts else self._of_mlp)(matrix, linear)
         writes = matrix.writes * self.element
-        if self.model.multi_latent_attention and linear in _UP_PROJECTIONS and "mla_up_proj" in self.recomputed:
+        if self.model.mla.multi_latent_attention and linear in _UP_PROJECTIONS and "mla_up_proj" in self.recomputed:
             writes = 0
         if linear == "linear_kv_up_proj" and (self.pads_values or self.is_copied):
             writes = 0
@@ -130,9 +131,9 @@ class _Layer:
         heads, groups = model.num_attention_heads // tp, key_value_heads_of_rank(model.num_query_groups, tp)
         exchange, query_width, key_width = self.cp_exchange, heads * model.kv_channels, groups * model.kv_channels
         width = 0
-        if model.multi_latent_attention:
+        if model.mla.multi_latent_attention:
             # Keys are concatenated with their rotary part; values are padded to the width of the keys, or copied.
-            key_width = heads * model.latent_head_width
+            key_width = heads * model.mla.latent_head_width
             is_kept = "mla_up_proj" not in self.recomputed or (self.saves_core and self.is_copied)
             width += key_width * is_kept * (2 if self.pads_values or self.is_copied else 1)
         elif model.qk_layernorm:
@@ -140,7 +141,7 @@ class _Layer:
             width += query_width + key_width + query_width * (heads > groups)
         if self.saves_core and exchange == "all_gather":
             width += (model.context_parallel_size - 1) * 2 * key_width
-        elif self.saves_core and exchange.startswith("a2a") and not model.multi_latent_attention:
+        elif self.saves_core and exchange.startswith("a2a") and not model.mla.multi_latent_attention:
             num_ranks = model.context_parallel_size if exchange == "a2a" else model.cp_inner_size or 1
             width += ((copies_of_key_value_heads(heads, groups, num_ranks) or 1) - 1) * 2 * key_width
         return width * self.element
@@ -149,7 +150,7 @@ class _Layer:
     def _rounds(self) -> bool:
         """Return whether linear layers save their inputs in fp8."""
         model = self.model
-        return model.is_in_float8(self.number, model.num_layers) and model.fp8_wgrad and not model.lora_rank
+        return model.fp8.is_in_float8(self.number, model.num_layers) and model.fp8.fp8_wgrad and not model.lora_rank
 
     @property
     def _recomputes_feed_forward(self) -> bool:
@@ -168,7 +169,7 @@ class _Layer:
         """Return the saved bytes of the attention's output, for its own backward pass and for the projection's."""
         own = matrix.reads * self.element * self.saves_core
         if self.pads_values:
-            own = own * self.model.latent_head_width // self.model.v_head_dim
+            own = own * self.model.mla.latent_head_width // self.model.mla.v_head_dim
         is_same = not (self._rounds or self.is_copied or self.pads_values)
         of_projection = self._input(matrix, "linear_proj")
         return max(own, of_projection) if is_same else own + of_projection
@@ -185,7 +186,7 @@ class _Layer:
         """Return the bytes saved because of a matrix of a MoE layer: router, shared or routed experts."""
         is_recomputed, element = self._recomputes_feed_forward, self.element
         if linear == "router":
-            wide = element if self.model.moe_router_dtype is None else max(element, 4)
+            wide = element if self.model.moe.moe_router_dtype is None else max(element, 4)
             # The router's input, and the layer's, which the shared experts read too.
             reads = matrix.reads * (element if is_recomputed else wide) * ("layernorm" not in self.recomputed)
             return matrix.reads * element + reads + matrix.writes * 4 * (not is_recomputed)
@@ -254,9 +255,9 @@ def activation_bytes(config: RunConfig, rank: int) -> int:
     is_grouped = model.recompute_granularity == "full" and model.recompute_method != "block"
     working, loss = largest * (model.recompute_num_layers or 1 if is_grouped else 1), 0
     if chunks[-1].has_loss:
-        predictions = tokens * (1 + model.mtp_depth)
+        predictions = tokens * (1 + model.mtp.mtp_depth)
         element = ELEMENT_BYTES[model.params_dtype]
-        loss = 2 * (1 + model.mtp_depth) * _input_bytes(model, tokens)
+        loss = 2 * (1 + model.mtp.mtp_depth) * _input_bytes(model, tokens)
         loss += predictions * (model.padded_vocab_size // model.tensor_model_parallel_size) * (element + 8)
     moving = max(sum(sorted(_kept_by_offloaded(config, chunk))[-2:]) for chunk in chunks)
     return waiting + max(working, loss) + moving
@@ -280,7 +281,7 @@ def most_of_chunks(config: RunConfig, stage: int, sizes: Sequence[int]) -> int:
 
 def _mtp_layers(model: GPTConfig, chunk: StageContents) -> range:
     """Return the layer numbers of the MTP modules in a chunk."""
-    return range(model.num_layers, model.num_layers + model.mtp_depth * chunk.has_loss)
+    return range(model.num_layers, model.num_layers + model.mtp.mtp_depth * chunk.has_loss)
 
 
 def _kept_on_device(config: RunConfig, chunk: StageContents) -> int:
@@ -361,7 +362,7 @@ def model_size(config: RunConfig) -> ModelSize:
     ends = StageContents((), has_embedding=True, has_loss=True)
     num_norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
     rows = model.padded_vocab_size - whole.padded_vocab_size
-    plain = dataclasses.replace(whole, mtp_num_layers=None)
+    plain = with_fields(whole, mtp_num_layers=None)
     embedding = _count(plain, ends) - num_norm
     further = _count(whole, ends) - _count(plain, ends)
     embedding += rows * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
@@ -443,7 +444,7 @@ def _activation_bytes(config: RunConfig) -> float | None:
     """
     model, sizes = config.model, config.parallel_sizes
     has_copies = sizes.tp > 1 and not model.sequence_parallel
-    is_unplanned = model.num_experts or model.multi_latent_attention or model.mtp_depth
+    is_unplanned = model.moe.num_experts or model.mla.multi_latent_attention or model.mtp.mtp_depth
     if has_copies or model.recompute_granularity != "selective" or is_unplanned:
         return None
     element, h = ELEMENT_BYTES[model.params_dtype], model.hidden_size

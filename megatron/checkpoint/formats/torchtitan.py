@@ -21,6 +21,7 @@ from megatron.checkpoint.formats.megatron import (
     read_metadata,
 )
 from megatron.checkpoint.formats.torchtitan_settings import require_told
+from megatron.core.config_base import from_fields
 from megatron.core.dist_checkpointing import dtype_name
 from megatron.core.errors import CheckpointError
 from megatron.core.models.gpt import GPTConfig
@@ -96,7 +97,8 @@ def read_model(entries: Mapping[str, StoredEntry], told: Mapping[str, Any], plac
         )
     layers = [int(found[1]) for name in shapes if (found := _THEIR_LAYER.match(name)) is not None]
     dtype = dtype_name(entries[EMBEDDING].dtype)
-    return GPTConfig(
+    return from_fields(
+        GPTConfig,
         num_layers=max(layers) + 1,
         hidden_size=width,
         ffn_hidden_size=ffn,

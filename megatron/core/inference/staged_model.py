@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.core.collectives import broadcast
+from megatron.core.config_base import with_fields
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.errors import ConfigurationError
 from megatron.core.models.gpt import GPTModel
@@ -27,7 +28,7 @@ def share_model(chunk: GPTModel, wrapped: DistributedDataParallel, state: Parall
     data-parallel wrapper. If the optimizer shards the parameters, the caller must have gathered them. FSDP weights are
     gathered and released in each pass. The training chunk is not modified.
     """
-    config = dataclasses.replace(
+    config = with_fields(
         chunk.config, sequence_parallel=False, context_parallel_size=1, tp_comm_overlap=False, fp8_format=None
     )
     device = next(chunk.parameters()).device

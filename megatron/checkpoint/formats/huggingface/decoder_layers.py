@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from megatron.checkpoint.formats.huggingface.family import (
 )
 from megatron.checkpoint.formats.huggingface.rope import read_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.config_base import from_fields, with_fields
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import format_layer_pattern
 
@@ -110,8 +110,8 @@ def layer_frequency(has_experts: Sequence[bool]) -> str:
 
 def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) -> Iterator[TensorLink]:
     """Yield the links of a layer's router and experts; each expert's projections are separate tensors in files."""
-    assert config.num_experts is not None
-    count, width, ffn = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
+    assert config.moe.num_experts is not None
+    count, width, ffn = config.moe.num_experts, config.hidden_size, config.moe.moe_ffn_hidden_size
     yield whole(f"{ours}mlp.router.weight", f"{theirs}{names.router}.weight", (count, width))
     for expert in range(count):
         of_expert = f"{theirs}{names.experts}.{expert}."
@@ -123,7 +123,7 @@ def expert_links(config: GPTConfig, names: ExpertNames, ours: str, theirs: str) 
 
 def shared_expert_links(config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
     """Yield the links of a layer's shared expert."""
-    width, ffn = config.hidden_size, config.moe_shared_expert_intermediate_size
+    width, ffn = config.hidden_size, config.moe.moe_shared_expert_intermediate_size
     assert ffn is not None
     gated, of_shared = f"{ours}mlp.shared_experts.linear_fc1.weight", f"{theirs}mlp.shared_experts."
     yield rows(gated, 0, f"{of_shared}gate_proj.weight", 0, ffn, (width,))
@@ -197,7 +197,8 @@ class RotaryDecoderFamily:
         setting, activation, switch = self.activation
         settings.require(setting, activation, activation, "the feed-forward layer is gated by it")
         positions = settings.integer("max_position_embeddings", self.default_positions)
-        config = GPTConfig(
+        config = from_fields(
+            GPTConfig,
             num_layers=settings.integer("num_hidden_layers"),
             hidden_size=width,
             num_attention_heads=heads,
@@ -221,7 +222,7 @@ class RotaryDecoderFamily:
             **self.read_rope(settings, positions),
             **dtype_fields(settings),
         )
-        return dataclasses.replace(config, **self.own_fields(settings))
+        return with_fields(config, **self.own_fields(settings))
 
     def read_rope(self, settings: Settings, positions: int) -> dict[str, Any]:
         return read_rope(settings, positions, self.default_rotary_base)

@@ -90,7 +90,7 @@ def family_for(config: GPTConfig) -> Family:
         changed += settings.problems
         if not changed:
             return family
-        if config.num_experts is not None and found["num_experts"] is None:
+        if config.moe.num_experts is not None and found["num_experts"] is None:
             problems.append(f"{family.model_type} has no experts")
             continue
         problems.append(f"{family.model_type} has no {', '.join(changed)}")

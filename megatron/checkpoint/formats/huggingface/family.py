@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.checkpoint.formats.huggingface.settings import Settings
-from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
+from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.sharding import Box, full_shards
 
@@ -175,14 +175,14 @@ def model_features(config: GPTConfig) -> dict[str, Any]:
         if spec.options.where is None or spec.options.role == "shape":  # a shape belongs to the model, used or not
             return True
         name, value = spec.options.where
-        return getattr(config, name) == value and counts(specs[name])
+        return field_value(config, name) == value and counts(specs[name])
 
     found = (spec for spec in specs.values() if spec.options.role in IDENTITY and counts(spec))
     names = (spec.options.seen_as or spec.name for spec in found)
-    features = {name: getattr(config, name) for name in names if name not in unused}
-    if config.multi_latent_attention:
+    features = {name: field_value(config, name) for name in names if name not in unused}
+    if config.mla.multi_latent_attention:
         # mscale_all_dim scales MLA's attention scores even without YaRN.
-        features["mscale_all_dim"] = config.mscale_all_dim if config.scales_latent_scores else 0.0
+        features["mscale_all_dim"] = config.rope.mscale_all_dim if config.scales_latent_scores else 0.0
     return features
 
 
@@ -203,11 +203,11 @@ _YARN = frozenset(
 def _unused_features(config: GPTConfig) -> set[str]:
     """Return the features without effect on a model: router precision, and fields of features that it does not use."""
     unused = {"moe_router_dtype"}
-    if config.multi_latent_attention:
+    if config.mla.multi_latent_attention:
         unused |= {"kv_channels", "rotary_dim", "score_scalar", "rotary_interleaved"}
     # A factor of 1 leaves RoPE unchanged. MLA uses YaRN by default.
     unused |= {"rope_type"} if config.stretches_positions else _YARN
-    if config.num_experts is not None and all(config.moe_layers):
+    if config.moe.num_experts is not None and all(config.moe_layers):
         unused.add("ffn_hidden_size")
     return unused
 

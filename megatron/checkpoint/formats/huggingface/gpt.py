@@ -13,6 +13,7 @@ from typing import Any
 from megatron.checkpoint.formats.huggingface.family import TensorLink, dtype_fields, query_key_value_rows, rows, whole
 from megatron.checkpoint.formats.huggingface.rope import read_partial_rope, write_rope
 from megatron.checkpoint.formats.huggingface.settings import Settings
+from megatron.core.config_base import from_fields
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import format_layer_pattern
 
@@ -61,7 +62,8 @@ class GPT2Family:
         settings.require("scale_attn_weights", True, True, "attention is scaled by the root of the head's width")
         settings.require("scale_attn_by_inverse_layer_idx", False, False, "attention is scaled alike in every layer")
         settings.require("add_cross_attention", False, False, "there is no encoder to attend to")
-        return GPTConfig(
+        return from_fields(
+            GPTConfig,
             num_layers=settings.integer("n_layer", 12),
             hidden_size=width,
             num_attention_heads=heads,
@@ -167,7 +169,8 @@ class GPTNeoFamily:
         embed_dropout = settings.number("embed_dropout", 0.0)
         if embed_dropout != dropout:
             settings.refuse(f"embed_dropout {embed_dropout} is not resid_dropout {dropout}; one dropout is of both")
-        return GPTConfig(
+        return from_fields(
+            GPTConfig,
             num_layers=num_layers,
             hidden_size=width,
             num_attention_heads=heads,
@@ -285,7 +288,8 @@ class GPTNeoXFamily:
             )
         settings.require("attention_bias", True, True, "every linear layer has a bias")
         positions = settings.integer("max_position_embeddings", 2048)
-        return GPTConfig(
+        return from_fields(
+            GPTConfig,
             num_layers=settings.integer("num_hidden_layers"),
             hidden_size=width,
             num_attention_heads=heads,

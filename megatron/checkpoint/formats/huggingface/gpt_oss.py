@@ -91,9 +91,9 @@ class GptOssFamily(RotaryDecoderFamily):
         settings["rope_scaling"] = settings["rope_scaling"] or {"rope_type": "default"}
         return settings | {
             "attention_bias": True,
-            "intermediate_size": config.moe_ffn_hidden_size,
-            "num_experts_per_tok": config.moe_router_topk,
-            "num_local_experts": config.num_experts,
+            "intermediate_size": config.moe.moe_ffn_hidden_size,
+            "num_experts_per_tok": config.moe.moe_router_topk,
+            "num_local_experts": config.moe.num_experts,
             "pad_token_id": None,
             "swiglu_limit": config.activation_func_clamp_value,
         }
@@ -112,7 +112,7 @@ class GptOssFamily(RotaryDecoderFamily):
 
     def expert_layer_links(self, config: GPTConfig, ours: str, theirs: str) -> Iterator[TensorLink]:
         """Yield the links of a layer's router and experts."""
-        count, width, ffn = config.num_experts or 0, config.hidden_size, config.moe_ffn_hidden_size
+        count, width, ffn = config.moe.num_experts or 0, config.hidden_size, config.moe.moe_ffn_hidden_size
         ours, theirs = f"{ours}mlp.", f"{theirs}mlp."
         yield whole(f"{ours}router.weight", f"{theirs}router.weight", (count, width))
         yield whole(f"{ours}router.bias", f"{theirs}router.bias", (count,))

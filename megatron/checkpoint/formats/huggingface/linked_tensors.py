@@ -98,9 +98,10 @@ class LinkedTensors:
                 f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {config.num_layers} layers, and "
                 f"{len(weights.entries)} tensors in its files"
             )
-        if (config.num_experts or 0) > max(_USUAL_EXPERTS, len(weights.entries)):
+        num_experts = config.moe.num_experts or 0
+        if num_experts > max(_USUAL_EXPERTS, len(weights.entries)):
             raise CheckpointError(
-                f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {config.num_experts} experts, "
+                f"{weights.folder} is not the model that its {CONFIG_FILE} describes: {num_experts} experts, "
                 f"and {len(weights.entries)} tensors in its files"
             )
         links = list(family.links(config))

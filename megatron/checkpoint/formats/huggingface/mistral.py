@@ -65,7 +65,7 @@ class MixtralFamily(MistralFamily):
         # With YaRN transformers does not compute head_dim from the other sizes.
         return super().write_settings(config) | {
             "head_dim": config.kv_channels,
-            "intermediate_size": config.moe_ffn_hidden_size,
-            "num_experts_per_tok": config.moe_router_topk,
-            "num_local_experts": config.num_experts,
+            "intermediate_size": config.moe.moe_ffn_hidden_size,
+            "num_experts_per_tok": config.moe.moe_router_topk,
+            "num_local_experts": config.moe.num_experts,
         }

@@ -140,9 +140,9 @@ class OlmoeFamily(RotaryDecoderFamily):
         return super().write_settings(config) | {
             "attention_bias": False,
             "clip_qkv": None,
-            "intermediate_size": config.moe_ffn_hidden_size,
-            "norm_topk_prob": not config.moe_router_pre_softmax,
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.moe_router_topk,
+            "intermediate_size": config.moe.moe_ffn_hidden_size,
+            "norm_topk_prob": not config.moe.moe_router_pre_softmax,
+            "num_experts": config.moe.num_experts,
+            "num_experts_per_tok": config.moe.moe_router_topk,
             "pad_token_id": None,
         }

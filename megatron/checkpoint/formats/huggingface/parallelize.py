@@ -337,9 +337,9 @@ def check_tensor_parallel_size(config: GPTConfig, size: int) -> None:
             f"{groups} key-value heads and tensor-parallel size {size}: one must be a multiple of the other"
         )
     widths = {"a feed-forward layer": config.ffn_hidden_size if not all(config.moe_layers) else 0}
-    if config.num_experts is not None:
-        widths |= {"an expert": config.moe_ffn_hidden_size}
-        widths |= {"the shared expert": config.moe_shared_expert_intermediate_size or 0}
+    if config.moe.num_experts is not None:
+        widths |= {"an expert": config.moe.moe_ffn_hidden_size}
+        widths |= {"the shared expert": config.moe.moe_shared_expert_intermediate_size or 0}
     for name, width in widths.items():
         if width % size:
             problems.append(f"{name} {width} wide is not divisible by tensor-parallel size {size}")

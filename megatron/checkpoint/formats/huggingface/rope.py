@@ -168,20 +168,21 @@ def _read_attention_factor(scaling: Settings) -> dict[str, Any]:
 
 def _written_stretching(config: GPTConfig) -> dict[str, Any]:
     """Return YaRN's ``rope_scaling`` object."""
+    yarn = config.rope
     scaling: dict[str, Any] = {
-        "beta_fast": config.beta_fast,
-        "beta_slow": config.beta_slow,
-        "factor": config.rotary_scaling_factor,
-        "original_max_position_embeddings": config.original_max_position_embeddings,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "factor": yarn.rotary_scaling_factor,
+        "original_max_position_embeddings": yarn.original_max_position_embeddings,
         "rope_type": "yarn",
     }
-    if not config.yarn_correction_range_round_to_int:
+    if not yarn.yarn_correction_range_round_to_int:
         scaling["truncate"] = False
-    is_factor = not config.multi_latent_attention and 0.0 in (config.mscale, config.mscale_all_dim)
-    if is_factor and (config.mscale, config.mscale_all_dim) != (1.0, 0.0):
+    is_factor = not config.mla.multi_latent_attention and 0.0 in (yarn.mscale, yarn.mscale_all_dim)
+    if is_factor and (yarn.mscale, yarn.mscale_all_dim) != (1.0, 0.0):
         scaling["attention_factor"] = config.rotary_amplitude
-    elif config.mscale_all_dim:
-        scaling |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
+    elif yarn.mscale_all_dim:
+        scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     return scaling
 
 

@@ -153,7 +153,7 @@ class LoadedModelSource:
             names = {OUTPUT_LAYER: _OUTPUT_LAYER_IN_FILES}
             weights = {names.get(key, key): weight for key, weight in weights.items()}
         names_of_experts = self.family.expert_names if isinstance(self.family, RotaryDecoderFamily) else None
-        if self.config.num_experts is not None and names_of_experts is not None:
+        if self.config.moe.num_experts is not None and names_of_experts is not None:
             weights = weights_as_in_files(weights, names_of_experts)
         self._linked = LinkedTensors(self.family, self.config, LoadedWeights(name, weights))
         self.tensors: Mapping[str, TensorInfo] = self._linked.tensors

@@ -19,10 +19,17 @@ import torch
 
 from megatron.checkpoint.formats.megatron.torch_file_reader import Record
 from megatron.config import config_parts
-from megatron.core.config_base import IDENTITY, FieldSpec, field_specs
+from megatron.core.config_base import IDENTITY, FieldSpec, field_specs, field_value
 from megatron.core.errors import CheckpointError, ConfigurationError
 from megatron.core.models.gpt import STRETCH_FIELDS, GPTConfig
-from megatron.core.transformer import LatentConfig, MoEConfig, PredictionConfig, parse_layer_pattern, without_rotary
+from megatron.core.transformer import (
+    MLAConfig,
+    MoEConfig,
+    MTPConfig,
+    RotaryConfig,
+    parse_layer_pattern,
+    without_rotary,
+)
 
 _PATTERN = "moe_layer_freq"
 _EXPERT_ARGS_WITHOUT_FIELD = ("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_router_topk_limited_devices")
@@ -72,16 +79,16 @@ def arguments_of_experts(model: GPTConfig) -> dict[str, Any]:
     sizes = {
         "expert_model_parallel_size": model.expert_model_parallel_size,
         "expert_tensor_parallel_size": model.parallel_sizes.expert_tp,
-        "num_experts": model.num_experts,
+        "num_experts": model.moe.num_experts,
     }
-    if model.num_experts is None:
+    if model.moe.num_experts is None:
         return sizes
     config_class: type = MoEConfig
-    values = {spec.name: getattr(model, spec.name) for spec in field_specs(config_class)}
+    values = {spec.name: field_value(model, spec.name) for spec in field_specs(config_class)}
     for name, value in values.items():
         if isinstance(value, tuple):
             values[name] = value[0] if len(value) == 1 else list(value)
-    text = model.moe_layer_freq.strip()
+    text = model.moe.moe_layer_freq.strip()
     is_number = text.isdecimal()
     values[_PATTERN] = int(text) if is_number else list(map(int, parse_layer_pattern(text, model.num_layers)))
     return values | sizes
@@ -97,7 +104,7 @@ def check_expert_places(model: GPTConfig) -> None:
         ConfigurationError: some tensor-parallel ranks have no folder, or two ranks have the same folder.
     """
     tp, ep, etp = model.tensor_model_parallel_size, model.expert_model_parallel_size, model.parallel_sizes.expert_tp
-    if model.num_experts is not None and (tp % etp or ep * etp < tp):
+    if model.moe.num_experts is not None and (tp % etp or ep * etp < tp):
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and "
             f"--expert-model-parallel-size {ep}: folders of --ckpt-format torch have no place for such experts; use "
@@ -120,7 +127,10 @@ def _read(spec: FieldSpec, value: Any) -> Any:
     return items if spec.is_sequence else items[0]
 
 
-_KINDS: Mapping[str, type] = {"multi_latent_attention": LatentConfig, "mtp_num_layers": PredictionConfig}
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "multi_latent_attention": (MLAConfig, RotaryConfig),
+    "mtp_num_layers": (MTPConfig,),
+}
 """Arguments that switch on MLA and MTP, and the configuration classes that describe them."""
 
 
@@ -131,15 +141,15 @@ def config_of_latent(arguments: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: a value has a different type than its field.
     """
     values: dict[str, Any] = {}
-    for switch, kind in _KINDS.items():
-        for spec in field_specs(kind) if arguments.get(switch) else ():
+    for switch, kinds in _KINDS.items():
+        for spec in (spec for kind in kinds for spec in field_specs(kind)) if arguments.get(switch) else ():
             value = arguments.get(spec.name)
             if value is not None:
-                values[spec.name] = field_value(spec, spec.name, value)
+                values[spec.name] = value_of_argument(spec, spec.name, value)
     return values
 
 
-def field_value(spec: FieldSpec, name: str, value: Any) -> Any:
+def value_of_argument(spec: FieldSpec, name: str, value: Any) -> Any:
     """Convert a value that ``args`` stores under ``name`` to the type of its field.
 
     Raises:
@@ -154,9 +164,9 @@ def field_value(spec: FieldSpec, name: str, value: Any) -> Any:
 def arguments_of_latent(model: GPTConfig) -> dict[str, Any]:
     """Convert the model's MLA and MTP fields to ``args``; without either the result only says so."""
     values: dict[str, Any] = {"multi_latent_attention": False, "mtp_num_layers": None}
-    for switch, kind in _KINDS.items():
-        if getattr(model, switch):
-            values |= {spec.name: getattr(model, spec.name) for spec in field_specs(kind)}
+    for switch, kinds in _KINDS.items():
+        if field_value(model, switch):
+            values |= {spec.name: field_value(model, spec.name) for kind in kinds for spec in field_specs(kind)}
     return values
 
 
@@ -178,14 +188,14 @@ def config_of_yarn(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.get(_KIND) != YARN or arguments.get("multi_latent_attention"):
         return {}
     values: dict[str, Any] = {_KIND: "rope", "rope_type": YARN}
-    config_class: type = LatentConfig
+    config_class: type = RotaryConfig
     for spec in field_specs(config_class):
         if spec.name not in STRETCH_FIELDS:
             continue
         name = _name_in_args(spec.name)
         value = arguments.get(name)
         if value is not None or spec.name in _NEEDED:
-            values[spec.name] = field_value(spec, name, value)
+            values[spec.name] = value_of_argument(spec, name, value)
     if not {"mscale", "mscale_all_dim"} <= values.keys():
         # Megatron-LM ignores both unless both are set.
         values = {name: value for name, value in values.items() if name not in ("mscale", "mscale_all_dim")}
@@ -194,9 +204,9 @@ def config_of_yarn(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def arguments_of_yarn(model: GPTConfig) -> dict[str, Any]:
     """Convert the model's YaRN fields to ``args``; empty without YaRN, or with MLA."""
-    if model.multi_latent_attention or model.rope_type != YARN:
+    if model.mla.multi_latent_attention or model.rope.rope_type != YARN:
         return {}
-    return {_KIND: YARN} | {_name_in_args(name): getattr(model, name) for name in STRETCH_FIELDS}
+    return {_KIND: YARN} | {_name_in_args(name): field_value(model, name) for name in STRETCH_FIELDS}
 
 
 PROGRESS: Mapping[str, str] = {

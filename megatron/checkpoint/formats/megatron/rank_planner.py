@@ -341,7 +341,7 @@ class RankPlanner:
         self.padded_vocab_size = padded_vocab_size or self.model.padded_vocab_size
         self.fused_norms = fused_norms
         self._dtype_of = dtype_of
-        narrow = (self.model.q_lora_rank or 0, self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim)
+        narrow = (self.model.mla.q_lora_rank or 0, self.model.mla.kv_lora_rank + self.model.mla.qk_pos_emb_head_dim)
         cuts_narrow = self.model.transformer_impl == "local" and all(rows % self.tp == 0 for rows in narrow)
         self._describer = StageDescriber(self.model, self.padded_vocab_size, cuts_narrow=cuts_narrow)
         self.ep = self.model.expert_model_parallel_size
@@ -440,7 +440,7 @@ class RankPlanner:
             self.padded_vocab_size,
         )
         defaults = {"accumulate_allreduce_grads_in_fp32": half}
-        if self.model.num_experts is not None:
+        if self.model.moe.num_experts is not None:
             derived["moe_grouped_gemm"] = self.groups_experts
         counts = {theirs: progress[ours] for ours, theirs in PROGRESS.items()}
         carried = {name: value for name, value in carried.items() if name != TRAIN_DATA}

@@ -227,7 +227,7 @@ class TorchDistPlan:
         self._num_layers = model.num_layers
         self._moe_layers = model.moe_layers
         # Megatron-LM stacks the layers if all of them are alike.
-        self._stacks = model.num_experts is None or model.moe_layer_freq.strip() == "1"
+        self._stacks = model.moe.num_experts is None or model.moe.moe_layer_freq.strip() == "1"
         self._is_distributed = self._planner.terms is not None and bool(
             common["config"]["ddp"].get("use_distributed_optimizer")
         )
@@ -256,7 +256,7 @@ class TorchDistPlan:
         stacked = (layer, self._num_layers) if self._stacks else None
         yield from self._extra_states("decoder.layers." if stacked else f"decoder.layers.{layer}.", layer, stacked)
         if layer == self._num_layers - 1:
-            for depth in range(self._planner.model.mtp_depth):
+            for depth in range(self._planner.model.mtp.mtp_depth):
                 prefix = f"mtp.layers.{depth}."
                 yield f"{prefix}eh_proj._extra_state/shard_0_1", None
                 yield from self._extra_states(f"{prefix}transformer_layer.", layer, None)
@@ -264,14 +264,15 @@ class TorchDistPlan:
     def _extra_states(self, prefix: str, layer: int, stacked: tuple[int, int] | None) -> Iterator[tuple[str, None]]:
         """Yield the extra-state objects of a layer's modules; ``stacked`` is (layer, number of layers) or None."""
         model = self._planner.model
-        experts = model.num_experts if self._moe_layers[layer] else None
+        experts = model.moe.num_experts if self._moe_layers[layer] else None
         attention = ["linear_qkv"]
-        if model.multi_latent_attention:
-            of_queries = ["linear_q_proj"] if model.q_lora_rank is None else ["linear_q_down_proj", "linear_q_up_proj"]
+        if model.mla.multi_latent_attention:
+            is_narrow = model.mla.q_lora_rank is not None
+            of_queries = ["linear_q_down_proj", "linear_q_up_proj"] if is_narrow else ["linear_q_proj"]
             attention = [*of_queries, "linear_kv_down_proj", "linear_kv_up_proj"]
         modules = [f"self_attention.{name}" for name in ("linear_proj", *attention)]
         modules += [f"mlp.{name}" for name in _FEED_FORWARD if experts is None]
-        if experts is not None and model.moe_shared_expert_intermediate_size is not None:
+        if experts is not None and model.moe.moe_shared_expert_intermediate_size is not None:
             modules += [f"mlp.shared_experts.{name}" for name in _FEED_FORWARD]
         place, size = stacked or (0, 1)
         for module in modules:
@@ -351,7 +352,7 @@ class TorchDistPlan:
         words = parameter.split(".")
         # An MTP layer has the same structure as the last layer.
         number = int(words[2]) if words[:2] == ["decoder", "layers"] else -1
-        is_latent = self._planner.model.multi_latent_attention
+        is_latent = self._planner.model.mla.multi_latent_attention
         key, layer = stored_key(
             parameter, has_experts=self._moe_layers[number], is_latent=is_latent, stacks=self._stacks
         )

@@ -103,7 +103,7 @@ class MegatronTorchSource:
     def _cuts_narrow(self) -> bool:
         """Return whether the files hold shards of MLA's down projections instead of replicas."""
         rows = {tensor.shape[0] for key, tensor in self.ranks[0, 0].chunks[0].items() if is_narrow_map(key)}
-        whole = {self.model.q_lora_rank, self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim}
+        whole = {self.model.mla.q_lora_rank, self.model.mla.kv_lora_rank + self.model.mla.qk_pos_emb_head_dim}
         return bool(rows - whole)
 
     @property
