@@ -16,7 +16,7 @@ def key_value_heads_of_rank(num_query_groups: int, tp_size: int) -> int:
 def copies_of_key_value_heads(num_heads: int, num_groups: int, cp_size: int) -> int | None:
     """Return the number of copies of each key-value head with which the ranks can shard the heads, or None.
 
-    The number of repeated heads is the least common multiple of groups and ranks; each serves the same number of query
+    The number of repeated heads is the least common multiple of groups and ranks. Each serves the same number of query
     heads.
     """
     repeated = math.lcm(num_groups, cp_size)

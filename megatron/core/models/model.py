@@ -29,7 +29,7 @@ class Model(nn.Module):
     seed: int | None = None
     """Seed for parameters that were created without memory; without a seed they are initialized to zero."""
     parallel_state: ParallelState | None = None
-    """Process groups that divide the generation of initial values; without them each rank generates its own."""
+    """Process groups that divide the generation of initial values; without them each rank generates its own values."""
     auxiliary_loss_names: tuple[str, ...] = ()
     """Names of all reported auxiliary losses of the model, the same on every chunk."""
 
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
     @property
     def first_alone(self) -> nn.Module | None:
-        """Return the module before all layers, if only its own forward and backward pass need its weights."""
+        """Return the module before all layers, if only its own forward pass needs its weights."""
         return None
 
     def name_parameters(self) -> None:
@@ -52,7 +52,7 @@ class Model(nn.Module):
     def initialize_parameters(self, seed: int | None, some: Sequence[nn.Parameter] | None = None) -> None:
         """Initialize all parameters, or ``some`` of them; names must be set.
 
-        Values are generated from ``seed``; without a seed they are zero. On ``meta`` nothing is initialized. If this
+        Values are generated from ``seed``. Without a seed they are zero. On ``meta`` nothing is initialized. If this
         rank holds only parts of a parameter, these parts are initialized. With ``parallel_state`` the generation is
         collective (see `initialize_divided`).
         """

@@ -19,7 +19,7 @@ class AttentionPattern:
     Without ``is_causal`` attention is bidirectional. ``document_ids`` number the documents that are packed into a
     sequence, and a query then attends only within its own document. Under context parallelism they still cover the
     whole sequence, in its original order. A ``mask`` replaces both rules: it is True where a query may attend. With a
-    sliding ``window`` a query attends only to this number of last keys, including its own position, in addition to the
+    sliding ``window`` a query attends back to only this number of positions, including its own, in addition to the
     other rules.
 
     The queries are the last positions of the keys, or the positions from ``first_query`` on.

@@ -47,7 +47,7 @@ def keyed_dropout(
 ) -> torch.Tensor:
     """Set elements of ``x`` to 0 and divide the others by ``1 - probability``.
 
-    ``columns`` are the indices of the last dim; None is 0, 1, ….
+    ``columns`` are the indices of the last dim. None is 0, 1, ….
 
     Shapes: ``x: […, c]``; keys ``[…]``; ``columns: [c]`` of any integers ``-> […, c]``.
     """
@@ -170,7 +170,7 @@ class DropoutKeys:
 
     ``positions`` are the positions of this rank's attention queries. ``hidden`` selects the positions of the hidden
     states: all of them, or a part under sequence parallelism. ``layers`` are layer numbers over the whole model, up to
-    the end of the range. ``rank`` numbers the ranks that share a sample; together with the layer it determines the seed
+    the end of the range. ``rank`` numbers the ranks that share a sample. Together with the layer it determines the seed
     of library kernels.
 
     Shapes: ``positions: [s]`` int64.

@@ -120,7 +120,7 @@ def linear(
 
     ``library`` is ``onednn``, ``mkl``, ``mixed`` (oneDNN, with weight gradients by MKL), or ``auto``: oneDNN in
     float32, and torch's own choice otherwise. It applies only if both libraries support the GEMM. ``memory`` provides
-    the output buffer on a CPU if the library can write into it. oneDNN's operator cannot; in bfloat16 ``torch.mm`` is
+    the output buffer on a CPU if the library can write into it. oneDNN's operator cannot. In bfloat16 ``torch.mm`` is
     used instead. With ``memory`` autograd does not record the operation.
 
     Shapes: ``x: [..., in]``, ``weight: [out, in]``, ``bias: [out] -> [..., out]``.

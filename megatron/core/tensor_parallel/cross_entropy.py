@@ -1,6 +1,6 @@
 """Cross-entropy over logits whose vocabulary is sharded over the tensor-parallel group.
 
-For the backward pass only the log-sum-exp of each row is saved; the gradient overwrites the logits. Padded columns are
+For the backward pass only the log-sum-exp of each row is saved. The gradient overwrites the logits. Padded columns are
 excluded from the softmax.
 """
 

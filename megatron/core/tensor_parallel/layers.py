@@ -141,7 +141,7 @@ def tensor_parallel_linear(
 ) -> torch.Tensor:
     """Compute ``x @ weight.T + bias`` with this rank's shard of the weight.
 
-    If the ranks' results are to be summed, only one of the ranks ``adds_bias``; the bias has its gradient on all.
+    If the ranks' results are to be summed, only one of the ranks ``adds_bias``. The bias has its gradient on all.
     ``library`` computes the GEMMs on CPU (see `linear`). ``scatters`` reduce-scatters the result of a SPLIT input along
     s. ``overlap`` determines which communication overlaps which GEMM. ``memory`` provides the output buffer on a CPU
     without chunked overlap. With ``quantizers`` the GEMMs run in FP8 without overlap.
@@ -178,7 +178,7 @@ class ColumnParallelLinear(nn.Module):
     """Linear layer whose output features are sharded over the tensor-parallel group.
 
     The arguments are those of Megatron-LM. ``config`` gives the dtype, sequence parallelism and the GEMM library on
-    CPU. ``tp_comm_buffer_name`` is the layer's name for ``--tp-comm-overlap``; a layer without a name does not overlap.
+    CPU. ``tp_comm_buffer_name`` is the layer's name for ``--tp-comm-overlap``. A layer without a name does not overlap.
     ``init_std`` replaces ``init_method``: initial values are derived from the parameter's `ParamSpec`. ``stride`` is
     the number of equal tensors fused in the output features (2 for ``[gate; up]``), each sharded separately.
     ``padded_output_size`` pads the output features before sharding (a vocabulary). ``gather_output`` gives every rank
@@ -274,7 +274,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Linear layer whose input features are sharded over the tensor-parallel group, with a sum of the partial outputs.
 
-    The input is this rank's part of the features; without ``input_is_parallel`` it is all of them, on every rank.
+    The input is this rank's part of the features. Without ``input_is_parallel`` it is all of them, on every rank.
     ``skip_bias_add`` leaves the bias to the caller: forward then returns ``(output, bias)`` with a bias of the same
     width as the output, or None for a layer without bias. `ColumnParallelLinear` describes the other arguments.
 
@@ -416,7 +416,7 @@ def embedding_lookup(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
 class VocabParallelEmbedding(nn.Module):
     """Embedding table whose rows are sharded over the tensor-parallel group.
 
-    The table is padded to ``padded_vocab_size`` rows; padding is never looked up and stays zero.
+    The table is padded to ``padded_vocab_size`` rows. Padding is never looked up and stays zero.
 
     Shapes: ``[b, s] -> [s, b, h]``; with sequence parallelism ``-> [s/tp, b, h]``.
 

@@ -1,6 +1,6 @@
 """LoRA: low-rank adapters of column- and row-parallel linear layers.
 
-The output is ``y + (alpha / rank) B A x``; only A and B are trained. Ranks communicate the low-rank activation: ``A x``
+The output is ``y + (alpha / rank) B A x``. Only A and B are trained. Ranks communicate the low-rank activation: ``A x``
 has only ``rank`` features. Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
@@ -77,7 +77,7 @@ class LowRankAdapter(nn.Module):
 class ColumnAdapter(LowRankAdapter):
     """Adapter of rows of a column-parallel layer: ``A`` is replicated, and ``B`` is sharded by row like the layer.
 
-    ``blocks`` are consecutive in the output; most layers have one.
+    ``blocks`` are consecutive in the output. Most layers have one.
 
     Shapes: ``[s, b, in] -> [s, b, rows of this rank]``; the input is ``[s/tp, b, in]`` under sequence parallelism.
     """

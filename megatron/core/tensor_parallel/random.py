@@ -38,7 +38,8 @@ class RngStreams:
         self._data_parallel_rank = place["dp"]
 
     def draw_dropout_samples(self, count: int, device: torch.device) -> DropoutSamples:
-        """Return dropout samples for a forward pass without given ones, from a number drawn with the CPU generator.
+        """Return dropout samples for a forward pass without explicit samples, from a number drawn with the CPU
+        generator.
 
         Ranks with the same generator state get the same samples, except that data-parallel ranks differ.
         """

@@ -206,7 +206,7 @@ def describe_attention(
 class SelfAttention(nn.Module):
     """Self-attention with an `AttentionPattern` that determines which positions each position attends to.
 
-    Under context parallelism ``s`` is this rank's part of the sequence; only the core attention exchanges data with
+    Under context parallelism ``s`` is this rank's part of the sequence. Only the core attention exchanges data with
     other ranks.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.

@@ -32,8 +32,8 @@ class TransformerBlock(nn.Module):
 
     Layers are keyed by their global numbers, so that parameter names are the same in any pipeline layout. In training
     the layers run as CUDA graphs if ``graphs`` is set and warm. ``offload`` moves saved activations of the first layers
-    to host memory. ``weights`` prefetches and offloads the layers' weights. ``made`` is called with each layer before
-    the next one is created.
+    to host memory. ``weights`` fetches the layers' weights (FSDP or CPU offload) and frees them. ``made`` is called
+    with each layer before the next one is created.
 
     Shapes: ``[s, b, h] -> [s, b, h]``; both are ``[s/tp, b, h]`` under sequence parallelism.
     """

@@ -194,7 +194,10 @@ def _name_in_layer(name: str, contents: StageContents) -> str:
 
 
 def _widths(model: GPTConfig, spec: ParamSpec, local_shape: Sequence[int]) -> tuple[int, int]:
-    """Return the elements that a matrix writes and reads per token, with sequence parallelism counted."""
+    """Return the numbers of elements that a matrix writes and reads per token.
+
+    Sequence parallelism shards the activations that are not sharded by feature.
+    """
     if len(local_shape) < 2:
         return 0, 0
     is_sharded = model.sequence_parallel and not spec.is_expert

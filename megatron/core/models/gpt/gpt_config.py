@@ -13,7 +13,7 @@ from megatron.core.transformer import LatentConfig, MoEConfig, PredictionConfig,
 class GPTConfig(TransformerConfig, in_args=True):
     """Configuration of a GPT model.
 
-    ``vocab_size`` is the tokenizer's vocabulary size without padding; it is 0 until the tokenizer is known.
+    ``vocab_size`` is the tokenizer's vocabulary size without padding. It is 0 until the tokenizer is known.
     """
 
     vocab_size: int = flag(0, cli=False, role="shape", most=2**31 - 1, in_args=False)

@@ -1,6 +1,6 @@
 """Triton kernels of softmax cross-entropy rows: one read forward, one read and one write backward.
 
-A row's width is a multiple of 16 in every padded vocabulary; the number of its real columns is not. Loads and stores
+A row's width is a multiple of 16 in every padded vocabulary. The number of its real columns is not. Loads and stores
 are masked by the width, which keeps them 16 bytes wide, and the padding is masked in registers.
 """
 

@@ -302,8 +302,8 @@ def add_and_normalize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``residual + dropout(branch)`` and its norm; without a branch the residual itself and its norm.
 
-    The norm is LayerNorm if it ``subtracts_mean``, else RMSNorm; ``weight_offset`` is added to its weight. ``keys`` are
-    two keys per row that determine the dropout mask; without them there is no dropout. With ``sums_branch_grad`` the
+    The norm is LayerNorm if it ``subtracts_mean``, else RMSNorm. ``weight_offset`` is added to its weight. ``keys`` are
+    two keys per row that determine the dropout mask. Without them there is no dropout. With ``sums_branch_grad`` the
     kernel also sums the branch's gradient over rows, as the gradient of a final bias in the branch, unless the rows are
     too wide.
 

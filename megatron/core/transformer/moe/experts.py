@@ -86,7 +86,7 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Grouped GEMM: multiply each contiguous group of rows by the weight of the group.
 
-    If the results of several ranks are to be summed, only one of the ranks ``adds_bias``; the bias has its gradient on
+    If the results of several ranks are to be summed, only one of the ranks ``adds_bias``. The bias has its gradient on
     all.
 
     Shapes: ``x: [n, in]``, ``weight: [groups, out, in]``, ``bias: [groups, out]``, counts that sum to n ``-> [n,

@@ -39,7 +39,7 @@ class Routing:
 class TopKRouter(BiasedRouter):
     """Choose the experts of each token and count the choices; in training also compute the auxiliary losses.
 
-    The weight is replicated; each rank has the gradient of its own tokens. Scores are computed in at least float32. The
+    The weight is replicated. Each rank has the gradient of its own tokens. Scores are computed in at least float32. The
     expert bias has no gradient: it is updated after each step.
 
     With random routing in training, ``keys`` and ``layer_number`` determine the random numbers, and their gradient is
