@@ -87,7 +87,6 @@ class UlyssesAttention:
     core: AttentionCore
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return the attention output."""
         query, key, value = inputs.heads
         size, num_heads, num_groups = self.cp.size, query.shape[2], key.shape[2]
         copies = copies_of_key_value_heads(num_heads, num_groups, size)
@@ -144,7 +143,6 @@ class RingAttention:
     blocks: AttentionBlocks
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return the attention output."""
         ring = _Ring(self.cp, self.blocks, inputs.pattern, inputs.dropout)
         output: torch.Tensor = _RingFunction.apply(*inputs.heads, inputs.sinks, ring)  # type: ignore[no-untyped-call]
         return output

@@ -38,8 +38,7 @@ class RngStreams:
         self._data_parallel_rank = place["dp"]
 
     def draw_dropout_samples(self, count: int, device: torch.device) -> DropoutSamples:
-        """Return dropout samples for a forward pass without explicit samples, from a number drawn with the CPU
-        generator.
+        """Return dropout samples from a number drawn with the CPU generator, for a pass without explicit samples.
 
         Ranks with the same generator state get the same samples, except that data-parallel ranks differ.
         """
